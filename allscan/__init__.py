@@ -1,0 +1,13 @@
+"""All-Scan and ZeCO: sequence parallelism for linear attention. See README.md."""
+
+import os as _os
+
+if not _os.path.isdir(_os.path.join(__path__[0], "shmem_kernels")):  # a bare checkout: the layers lie beside this folder
+    __path__.append(_os.path.dirname(__path__[0]))
+
+from .communicator import AllScanTimeout, Communicator, finalize, init  # noqa: E402
+from .gla import zeco_gla  # noqa: E402
+from .scan import AllScan, allscan  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["AllScan", "AllScanTimeout", "Communicator", "allscan", "finalize", "init", "zeco_gla"]

@@ -1,0 +1,267 @@
+"""Communicator: who takes part in a scan, over which transport, and what happened to it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .bindings.nvshmem_host import NvshmemHeap
+from .bindings.shared_memory import SharedMemoryHeap
+from .shmem_kernels import channel as kernels
+
+EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
+
+_heap = None  # this process's symmetric arena; made once, by init()
+_exchanges = {}  # (ranks of a group) -> how many exchanges it has had: equal on all its ranks
+
+
+class AllScanTimeout(RuntimeError):
+    """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
+
+    Attributes: ``rank`` waited for ``neighbour``; ``tile``, ``expected`` and ``seen`` (epochs) say for what.
+    """
+
+    def __init__(self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float):
+        self.rank, self.neighbour, self.tile = rank, neighbour, tile
+        self.expected, self.seen = expected, seen
+        super().__init__(
+            f"rank {rank} waited {timeout:g} s for rank {neighbour}, tile {tile}: expected epoch {expected}, "
+            f"saw {seen}. Rank {neighbour} is late, has ended, or does not make the same calls in the same order. "
+            "This communicator is broken: close it and make a new one."
+        )
+
+
+def _exchange(ranks: tuple[int, ...], value, what: str) -> list:
+    """Every rank's ``value``, in the order of ``ranks`` (global ranks). Through torch.distributed's store.
+
+    No GPU, no stream and no collective of a back end is involved, and the wait is bounded. The first rank gathers, the
+    others read one answer: O(size) requests.
+    """
+    if len(ranks) == 1:
+        return [value]
+    store = dist.distributed_c10d._get_default_store()
+    number = _exchanges[ranks] = _exchanges.get(ranks, 0) + 1
+    prefix = f"allscan/{'-'.join(map(str, ranks))}/{number}/"
+    me, limit = dist.get_rank(), timedelta(seconds=EXCHANGE_TIMEOUT_S)
+    try:
+        store.set(f"{prefix}{me}", pickle.dumps(value))
+        if me == ranks[0]:
+            values = []
+            for rank in ranks:
+                missing = rank
+                store.wait([f"{prefix}{rank}"], limit)
+                values.append(pickle.loads(store.get(f"{prefix}{rank}")))
+            store.set(prefix + "all", pickle.dumps(values))
+        missing = ranks[0]
+        store.wait([prefix + "all"], limit + timedelta(seconds=5))
+        return pickle.loads(store.get(prefix + "all"))
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{what}: rank {missing} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s. All ranks of a group make "
+            "the same calls in the same order"
+        ) from error
+
+
+def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
+    """Make this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
+
+    The first :class:`Communicator` calls it; call it yourself to choose the size, or where only some ranks of the job
+    make communicators at first. A second call does nothing if it asks for no other size.
+
+    heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
+    transport: "nvshmem" (one process a GPU; the current CUDA device is used), "shm" (processes without GPUs, for
+        Triton's interpreter), or "auto": "nvshmem" where CUDA is.
+    Raises RuntimeError if the transport is missing or ranks disagree, ValueError for a bad size or name.
+    """
+    global _heap
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    transport = resolve_transport(transport)
+    if _heap is not None:
+        if heap_bytes not in (None, _heap.heap.size):
+            raise ValueError(f"the arena exists already with {_heap.heap.size:,} bytes")
+        if transport != _heap.transport:
+            raise ValueError(f"this process already uses transport {_heap.transport!r}")
+        return
+    ranks = tuple(range(dist.get_world_size()))
+
+    def exchange(value):
+        return _exchange(ranks, value, "allscan.init, collective over the job")
+
+    if len(set(transports := exchange(transport))) > 1:
+        raise ValueError(f"ranks ask for different transports: {transports}")
+    if transport == "nvshmem":
+        _heap = NvshmemHeap(dist.get_rank(), len(ranks), exchange, heap_bytes)
+    else:
+        _heap = SharedMemoryHeap(exchange, heap_bytes)
+
+
+def finalize() -> None:
+    """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use."""
+    global _heap
+    if isinstance(_heap, NvshmemHeap):
+        _heap.close()
+    _heap = None
+
+
+def resolve_transport(transport: str) -> str:
+    """"nvshmem" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
+    if transport not in ("auto", "nvshmem", "shm"):
+        raise ValueError(f'transport must be "auto", "nvshmem" or "shm", got {transport!r}')
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    if transport == "auto":
+        transport = "nvshmem" if torch.cuda.is_available() and not interpreted else "shm"
+    if transport == "nvshmem" and not torch.cuda.is_available():
+        raise RuntimeError("transport 'nvshmem' needs a CUDA device, and torch finds none")
+    if transport == "shm" and not interpreted:
+        raise RuntimeError(
+            "without GPUs the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+        )
+    return transport
+
+
+class Communicator:
+    """The ranks of a process group as the neighbours of a scan, in the group's order.
+
+    group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
+        group; without torch.distributed, None is a group of this process alone.
+    transport: "auto", "nvshmem" or "shm"; see :func:`init`.
+    timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken.
+
+    The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
+    (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** Nothing
+    synchronises the host after construction.
+
+    Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
+    """
+
+    def __init__(self, group=None, *, transport: str = "auto", timeout: float = 30.0):
+        self._closed = True  # until construction has succeeded
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        self.timeout = float(timeout)
+        self.group = _process_group(group)
+        if self.group is None:
+            self._ranks = (0,)
+            self.rank, self.size = 0, 1
+        else:
+            self._ranks = tuple(dist.get_process_group_ranks(self.group))
+            self.rank, self.size = dist.get_rank(self.group), len(self._ranks)
+        self.transport = resolve_transport(transport)
+        if self.size > 1:
+            init(transport=self.transport)
+        if self.transport == "nvshmem":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            if self.size > 1 and _heap.device != self.device:
+                raise ValueError(f"the arena lies on {_heap.device}, the current device is {self.device}")
+        else:
+            self.device = torch.device("cpu")
+        pinned = self.device.type == "cuda"
+        self.record = torch.zeros(kernels.RECORD_WORDS, dtype=torch.int64, pin_memory=pinned)
+        self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._record = self.record.numpy()  # the same memory, quicker to read
+        self._offsets = []
+        self.scans = {}  # what allscan() and zeco_gla() have made, by shape
+        self._last_stream = None
+        self._closed = False
+        if any(other != self.transport for other in self.exchange(self.transport, "Communicator")):
+            raise ValueError("the ranks of the group use different transports")
+
+    def exchange(self, value, what: str) -> list:
+        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group."""
+        return _exchange(self._ranks, value, what)
+
+    def check(self) -> None:
+        """Raise :class:`AllScanTimeout` if a wait has timed out so far, RuntimeError if the communicator is closed.
+
+        Reads host memory only; synchronise the device first for a verdict on work that is still running.
+        """
+        if self._closed:
+            raise RuntimeError("this Communicator is closed")
+        if self.broken:
+            words = (kernels.RECORD_RANK, kernels.RECORD_NEIGHBOUR, kernels.RECORD_TILE)
+            words += (kernels.RECORD_EXPECTED, kernels.RECORD_SEEN)
+            raise AllScanTimeout(*(int(self._record[word.value]) for word in words), self.timeout)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a wait has timed out."""
+        return bool(self._record[kernels.RECORD_SET.value])
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has called this and its device work so far is done."""
+        self.check()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.check()
+        self.exchange("barrier", "Communicator.barrier")
+
+    def close(self) -> None:
+        """Give the workspaces back. Collective, unless the communicator is broken: then its memory stays taken,
+        because a late rank may still write into it, and close() returns at once."""
+        if self._closed:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if not self.broken:
+            self.exchange("close", "Communicator.close")
+            for offset in self._offsets:
+                _heap.heap.free(offset)
+        self.scans.clear()
+        self._closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error, *_):
+        if error is None:
+            self.close()
+        else:  # the other ranks may never come to close()
+            self._closed = True
+
+    def __del__(self):
+        if not getattr(self, "_closed", True):
+            warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
+
+    def __repr__(self):
+        state = "closed" if self._closed else "broken" if self.broken else "open"
+        return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r}, {state})"
+
+    # What workspaces and launches need; not for users.
+
+    def alloc(self, nbytes: int) -> int:
+        """Offset of a block of this rank's arena that lives as long as the communicator."""
+        self._offsets.append(_heap.heap.alloc(nbytes))
+        return self._offsets[-1]
+
+    def heap_and_pe(self, rank: int):
+        """The symmetric heap, and what its transport calls ``rank`` of this group."""
+        return _heap, _heap.pes[self._ranks[rank]]
+
+    def begin(self) -> None:
+        """Before every launch: raise if broken or closed; order the launch behind those made on another stream."""
+        self.check()
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_stream is not None and self._last_stream != stream:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+
+
+def _process_group(group):
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):  # DeviceMesh
+        if group.ndim != 1:
+            raise ValueError(f'a DeviceMesh must have one dimension (mesh["sp"]), got {group.ndim}')
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not a member of the group")
+    raise ValueError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")

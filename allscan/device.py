@@ -1,0 +1,25 @@
+"""All-Scan inside your own ``@triton.jit`` kernel.
+
+    scan = allscan.AllScan(comm, state.shape, tile=(K, BV))     # once; collective
+    scan.launch(my_kernel, (scan.num_tiles,), state, out, scan.channel(), ...)
+
+    @triton.jit
+    def my_kernel(p_state, p_out, channel, ...):
+        tile = tl.program_id(0)
+        b_state = ...                                           # [channel.BK, channel.BV] float32
+        b_prev, b_inclusive = device.allscan(channel, tile, b_state, b_decay, b_first)
+
+``allscan``   receive, combine ``b_decay * prev + b_state``, send; returns (prev, inclusive)
+``recv``      wait for the tile from the previous rank; ``b_first`` on the first rank
+``send``      send the tile to the next rank; put any combine you like between the two
+``wait_signal``, ``set_signal``   the signals underneath, for words of your own in mapped memory
+
+The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, ``recv`` before ``send``;
+launches on one channel follow one another on a stream; a block does nothing between ``recv`` and ``send`` that waits
+for another block. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the
+first rank receives (zeros or an initial state). The order of tiles is yours: a tile is a number, not a place.
+"""
+
+from .shmem_kernels.channel import Channel, allscan, recv, send, set_signal, wait_signal
+
+__all__ = ["Channel", "allscan", "recv", "send", "set_signal", "wait_signal"]

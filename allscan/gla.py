@@ -1,0 +1,1 @@
+def zeco_gla(): pass

@@ -1,0 +1,125 @@
+"""Ranks on this machine without torchrun: one process a GPU, or processes in Triton's interpreter."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """``size`` processes with torch.distributed initialised, that run functions together until the block ends.
+
+        with Ranks(4) as ranks:
+            results = ranks.run(function, *arguments)        # function(*arguments) in every process; list by rank
+
+    device: "cuda" (rank r on GPU r, back end nccl), "cpu" (gloo, Triton's interpreter), or "auto".
+    Functions and arguments travel by pickle, so functions are defined in importable modules.
+    """
+
+    def __init__(self, size: int, device: str = "auto"):
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if self.device == "cuda" and size > torch.cuda.device_count():
+            raise ValueError(f"{size} ranks need {size} GPUs, this machine has {torch.cuda.device_count()}")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        # A child imports this package, and with it the kernels, before it runs any code of ours.
+        changed = {"TRITON_INTERPRET": "1" if self.device == "cpu" else "0", "GLOO_SOCKET_IFNAME": "lo"}
+        changed |= {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo", "NVSHMEM_REMOTE_TRANSPORT": "none"}
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            self.processes, self._pipes = [], []
+            for rank in range(size):
+                mine, theirs = context.Pipe()
+                arguments = (rank, size, self.device, self._store.port, theirs, sys.path)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self._pipes.append(mine)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def start(self, function, *arguments, ranks=None) -> None:
+        """Begin ``function`` in ``ranks`` (default all) without waiting for it."""
+        self._running = list(range(len(self._pipes)) if ranks is None else ranks)
+        for rank in self._running:
+            self._pipes[rank].send((function, arguments))
+
+    def results(self, timeout: float = 300.0) -> list:
+        """(value, None) or (None, exception) of every rank that was started; a dead process gives a ProcessError."""
+        deadline = time.monotonic() + timeout
+        answers = []
+        for rank in self._running:
+            try:
+                if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                    answers.append((None, TimeoutError(f"rank {rank} did not answer within {timeout:g} s")))
+                else:
+                    answers.append(self._pipes[rank].recv())
+            except (EOFError, ConnectionError):
+                answers.append((None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")))
+        return answers
+
+    def run(self, function, *arguments, timeout: float = 300.0) -> list:
+        """The values of ``function(*arguments)`` by rank; raises RuntimeError with the tracebacks if any rank failed."""
+        self.start(function, *arguments)
+        answers = self.results(timeout)
+        failures = [
+            f"rank {rank}: {getattr(error, 'text', error)}"
+            for rank, (_, error) in zip(self._running, answers)
+            if error is not None
+        ]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [value for value, _ in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _serve(rank, size, device, port, pipe, path):
+    """What a rank's process does: run what comes through the pipe."""
+    sys.path[:] = path
+    store = dist.TCPStore("127.0.0.1", port)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=torch.device(device, rank))
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    while (work := pipe.recv()) is not None:
+        function, arguments = work
+        try:
+            answer = (function(*arguments), None)
+        except Exception as error:
+            error.text = traceback.format_exc()
+            answer = (None, error)
+        try:
+            pipe.send(answer)
+        except Exception as error:  # an answer that cannot be pickled
+            pipe.send((None, RuntimeError(f"{answer!r}: {error}")))
+    dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""What the operators mean, in float64 and in rank order, on one process. Slow, differentiable, for tests and readers."""
+
+from __future__ import annotations
+
+import torch
+
+
+def allscan_reference(states, decays=None, initial_state=None, reverse: bool = False) -> list:
+    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes. Returns [R_0, ..., R_{P-1}].
+
+    states: list of [..., K, V], one a rank. decays: list of [..., K], [...] or numbers, or None.
+    """
+    order = range(len(states))
+    if reverse:
+        order = order[::-1]
+    carry = torch.zeros_like(states[0], dtype=torch.float64) if initial_state is None else initial_state.double()
+    prevs = [None] * len(states)
+    for p in order:
+        prevs[p] = carry
+        state = states[p].double()
+        if decays is None:
+            carry = carry + state
+            continue
+        decay = torch.as_tensor(decays[p], dtype=torch.float64, device=state.device)
+        if decay.ndim:
+            decay = decay[(...,) + (None,) * (state.ndim - decay.ndim)]
+        carry = torch.where(decay == 0, state, decay * carry + state)
+    return prevs
+
+
+def gla_reference(q, k, v, g, scale=None, initial_state=None):
+    """Gated linear attention token by token: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t.
+
+    q, k, g: [B, T, H, K]; v: [B, T, H, V]; initial_state: [B, H, K, V] or None. Returns (o, final_state), float64.
+    """
+    q, k, v, g = (x.double() for x in (q, k, v, g))
+    batch, length, heads, width = q.shape
+    scale = width**-0.5 if scale is None else scale
+    state = q.new_zeros(batch, heads, width, v.shape[-1]) if initial_state is None else initial_state.double()
+    outputs = []
+    for t in range(length):
+        state = g[:, t].exp()[..., None] * state + k[:, t][..., None] * v[:, t][..., None, :]
+        outputs.append(scale * (q[:, t][..., None] * state).sum(-2))
+    return torch.stack(outputs, 1), state

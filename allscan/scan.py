@@ -1,0 +1,248 @@
+"""All-Scan: AllScan, the persistent form, and allscan(), the differentiable function over it."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from .bindings import nvshmem_device
+from .communicator import Communicator
+from .shmem_kernels.channel import PUT, Channel
+from .shmem_kernels.scan import scan_kernel
+from .workspace import PROTOCOLS, make_channels, workspace_bytes
+
+# Words of a tile. On GPUs small tiles fill the pipeline soonest (2 KiB, one warp); the interpreter pays by the program.
+TILE_WORDS = {"cuda": 512, "cpu": 8192}
+
+
+def default_tile(K: int, V: int, device_type: str) -> tuple[int, int]:
+    """(BK, BV), powers of two: whole rows of V where they fit, since those are contiguous."""
+    words = TILE_WORDS[device_type]
+    BV = min(_next_power_of_2(V), words)
+    return min(_next_power_of_2(K), max(1, words // BV)), BV
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class AllScan:
+    """All-Scan over the ranks of a communicator, with its memory and channels allocated once.
+
+        R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
+
+    reverse=True numbers the ranks from the last. Where a decay is 0 nothing passes, not even Inf or NaN; -0.0 may
+    arrive as +0.0. Each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004, section 3).
+
+    comm: Communicator.
+    shape: [..., K, V] of the float32 state, the same on every rank.
+    depth: how many scans a rank may run ahead of the next one; slots an inbox has for each tile.
+    protocol: "sentinel" (mapped peers: stores whose words announce themselves), "signal" (mapped peers: stores, then a
+        released signal), "put" (NVSHMEM put with signal), "auto": sentinel where peers are mapped, else put.
+    tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed. Kernels that need whole rows
+        or columns at a time choose it themselves.
+
+    Collective over the group: all ranks construct it alike, at the same place in their order of calls.
+    Raises ValueError (arguments; ranks that differ), RuntimeError (protocol not possible), MemoryError (arena full);
+    on every rank before anything is launched.
+    """
+
+    def __init__(self, comm: Communicator, shape, *, depth: int = 3, protocol: str = "auto", tile=None):
+        comm.check()
+        self.comm, self.shape, self.depth, self.protocol = comm, tuple(shape), depth, protocol
+        if len(self.shape) < 2 or min(self.shape) < 1:
+            raise ValueError(f"shape must be [..., K, V] with sizes of at least 1, got {self.shape}")
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        if protocol != "auto" and protocol not in PROTOCOLS:
+            raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
+        *lead, self.K, self.V = self.shape
+        self.tile = tuple(tile) if tile is not None else default_tile(self.K, self.V, comm.device.type)
+        if any(n != _next_power_of_2(n) for n in self.tile):
+            raise ValueError(f"tile must be two powers of two, got {self.tile}")
+        self.num_tiles = math.prod(lead) * -(-self.K // self.tile[0]) * -(-self.V // self.tile[1])
+        spec = (self.shape, self.tile, depth, protocol)
+        self._channels = make_channels(comm, self.num_tiles, self.tile, depth, protocol, spec)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Symmetric memory of both directions on this rank, in bytes: about 2 * depth * the state."""
+        if self.comm.size == 1:
+            return 0
+        put = any(channel.SEND == PUT for channel in self._channels)
+        return 2 * workspace_bytes(self.num_tiles, self.tile, self.depth, put)
+
+    def channel(self, reverse: bool = False) -> Channel:
+        """The channel of one direction, for kernels of your own: see ``allscan.device``."""
+        return self._channels[reverse]
+
+    def launch(self, kernel, grid, *args, **options):
+        """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
+
+        Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it.
+        """
+        self.comm.begin()
+        if any(PUT in (channel.SEND, channel.RECV) for channel in self._channels):
+            kernel = _linked(kernel)
+        kernel[grid](*args, **options)
+        if self.comm.device.type == "cpu":
+            self.comm.check()  # the interpreter has run the kernel by now
+
+    def scan(self, state, decay=None, *, initial_state=None, reverse: bool = False, out=None):
+        """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
+
+        state: float32 tensor of this AllScan's shape, on the communicator's device.
+        decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
+        initial_state: like state, or None (0); used by the first rank in the direction of the scan.
+        out: like state, contiguous; may be ``state`` itself.
+        Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
+        """
+        check_tensor("state", state, self.shape, self.comm.device)
+        state = state.contiguous()
+        if initial_state is not None:
+            check_tensor("initial_state", initial_state, self.shape, self.comm.device)
+            initial_state = initial_state.contiguous()
+        decay, strides = self._decay(decay)
+        if out is None:
+            out = torch.empty_like(state)
+        else:
+            check_tensor("out", out, self.shape, self.comm.device)
+            if not out.is_contiguous():
+                raise ValueError("out must be contiguous")
+        self.launch(
+            scan_kernel, (self.num_tiles,), state, state if decay is None else decay,
+            state if initial_state is None else initial_state, out, self.channel(reverse), *strides,
+            K=self.K, V=self.V, HAS_DECAY=decay is not None, HAS_INITIAL=initial_state is not None, num_warps=1,
+        )  # fmt: skip
+        return out
+
+    def _decay(self, decay):
+        """(tensor or None, (stride of a matrix, stride of a row)) of what the user gave as decay."""
+        if decay is None:
+            return None, (0, 0)
+        if not isinstance(decay, torch.Tensor):
+            decay = torch.full((), float(decay), dtype=torch.float32, device=self.comm.device)
+        check_tensor("decay", decay, None, self.comm.device)
+        rows, heads = self.shape[:-1], self.shape[:-2]
+        if decay.ndim == 0:
+            return decay, (0, 0)
+        target = rows if decay.ndim == len(rows) else heads
+        if decay.ndim not in (len(rows), len(heads)) or any(d not in (1, t) for d, t in zip(decay.shape, target)):
+            raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
+        decay = decay.expand(target).contiguous()
+        return decay, (self.K, 1) if target is rows else (1, 0)
+
+
+@functools.cache
+def _linked(kernel):
+    return nvshmem_device.Kernel(kernel)
+
+
+def check_tensor(name: str, tensor, shape, device) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def persistent(comm: Communicator, shape, **options) -> AllScan:
+    """The AllScan that ``comm`` keeps for this shape; made at the first call, which is collective."""
+    comm.check()
+    key = (tuple(shape), *sorted(options.items()))
+    if key not in comm.scans:
+        comm.scans[key] = AllScan(comm, shape, **options)
+    return comm.scans[key]
+
+
+def allscan(state, decay=None, *, comm: Communicator, initial_state=None, reverse: bool = False, out=None):
+    """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
+
+        R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
+
+    With reverse=True the last rank is the first. With E_p = dL/dR_{p+1} the adjoint is the scan in the other direction:
+    dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over what decay was broadcast along,  E_{p-1} = decay_p * E_p + dL/d(out_p).
+
+    state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
+    decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass.
+    initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
+    out: like state, to be written instead of a new array; not with gradients.
+    Returns R_p, like state and of the same kind of array.
+
+    Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
+    :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream.
+
+    Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport),
+    AllScanTimeout (an earlier call has timed out), before anything is launched.
+
+        >>> comm = allscan.Communicator()
+        >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
+    """
+    if not isinstance(state, torch.Tensor):
+        return _foreign(state, decay, comm, initial_state, reverse, out)
+    check_tensor("state", state, None, comm.device)
+    scan = persistent(comm, state.shape)
+    inputs = (state, decay, initial_state)
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        if out is not None:
+            raise ValueError("out cannot be used where a gradient is wanted")
+        return _AllScan.apply(state, decay, initial_state, scan, reverse)
+    return scan.scan(state, decay, initial_state=initial_state, reverse=reverse, out=out)
+
+
+class _AllScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, state, decay, initial_state, scan, reverse):
+        prev = scan.scan(state, decay, initial_state=initial_state, reverse=reverse)
+        tensor_decay = isinstance(decay, torch.Tensor)
+        ctx.save_for_backward(decay if tensor_decay else None, prev)
+        ctx.number = None if tensor_decay else decay
+        ctx.scan, ctx.reverse = scan, reverse
+        return prev
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dprev):
+        decay, prev = ctx.saved_tensors
+        scan, given = ctx.scan, decay if decay is not None else ctx.number
+        dstate = scan.scan(dprev.contiguous(), given, reverse=not ctx.reverse)
+        ddecay = dinitial = None
+        if ctx.needs_input_grad[1]:
+            rows = (dstate * prev).sum(-1)
+            if decay.ndim < rows.ndim:
+                rows = rows.sum(-1)
+            ddecay = rows.sum_to_size(decay.shape)
+        if ctx.needs_input_grad[2]:
+            dinitial = torch.zeros_like(prev)
+            if scan.comm.rank == (scan.comm.size - 1 if ctx.reverse else 0):
+                factor = 1.0 if given is None else given
+                if decay is not None and decay.ndim:
+                    factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)]
+                dinitial = torch.where(torch.as_tensor(factor == 0), dprev, factor * dstate + dprev)
+        return dstate, ddecay, dinitial, None, None
+
+
+def _foreign(state, decay, comm, initial_state, reverse, out):
+    """CuPy and NumPy arrays, through DLPack, without a copy."""
+    if not hasattr(state, "__dlpack__"):
+        raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
+
+    def tensor(array):
+        return torch.from_dlpack(array) if hasattr(array, "__dlpack__") else array
+
+    result = allscan(
+        tensor(state), tensor(decay), comm=comm, initial_state=tensor(initial_state), reverse=reverse, out=tensor(out)
+    )
+    if out is not None:
+        return out
+    if type(state).__module__.partition(".")[0] == "cupy":
+        import cupy
+
+        return cupy.from_dlpack(result)
+    return result.numpy()

@@ -1,0 +1,136 @@
+"""Workspaces: the symmetric memory of a channel, and the Channel that kernels get of it."""
+
+from __future__ import annotations
+
+import triton.language as tl
+import torch
+
+from .communicator import Communicator
+from .shmem_kernels import channel as kernels
+from .shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL, Channel
+
+PROTOCOLS = {"sentinel": SENTINEL.value, "signal": SIGNAL.value, "put": PUT.value}
+
+
+def _layout(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> tuple[dict, int]:
+    """(name -> (offset in bytes, elements, dtype), bytes in all) of one channel's workspace."""
+    slots = depth * num_tiles * tile[0] * tile[1]
+    parts, offset = {}, 0
+    for name, numel, dtype in (
+        ("inbox", slots, torch.float32),
+        ("outbox", slots if put else 0, torch.float32),
+        ("arrived", num_tiles, torch.int64),
+        ("epoch", num_tiles, torch.int64),
+        ("freed", 2, torch.int64),
+    ):
+        parts[name] = (offset, numel, dtype)
+        offset += -(-numel * dtype.itemsize // 128) * 128
+    return parts, offset
+
+
+def workspace_bytes(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> int:
+    """Symmetric memory of one channel, in bytes."""
+    return _layout(num_tiles, tile, depth, put)[1]
+
+
+def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], depth: int, protocol: str, spec) -> tuple:
+    """(forward Channel, reverse Channel). Collective over the group; ``spec`` must be equal on all ranks.
+
+    Raises on every rank alike: ValueError (specs differ), MemoryError (an arena is full), RuntimeError (protocol).
+    """
+    if comm.size == 1:
+        constants = _constants(num_tiles, tile, depth, NONE.value, NONE.value)
+        words = torch.zeros(num_tiles, dtype=torch.int64, device=comm.device)
+        values = torch.zeros(1, dtype=torch.float32, device=comm.device)
+        lonely = Channel(values, values, values, words, words, words, words, words, words, **constants)
+        return lonely, lonely
+
+    heap, _ = comm.heap_and_pe(comm.rank)
+    maps = {rank: heap.is_mapped(comm.heap_and_pe(rank)[1]) for rank in (comm.rank - 1, comm.rank + 1)
+            if 0 <= rank < comm.size}  # fmt: skip
+    put = protocol == "put" or not all(maps.values())
+    try:
+        offsets, error = [comm.alloc(workspace_bytes(num_tiles, tile, depth, put)) for _ in range(2)], None
+    except MemoryError as full:
+        offsets, error = None, str(full)
+    answers = comm.exchange((spec, maps, put, offsets, error), "making a workspace")
+
+    if any(answer[0] != spec for answer in answers):
+        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + _by_rank(a[0] for a in answers))
+    if any(answer[4] for answer in answers):
+        raise MemoryError(_by_rank(answer[4] or "ok" for answer in answers))
+    links = []  # links[p] joins rank p and rank p + 1
+    for p in range(comm.size - 1):
+        mapped = answers[p][1][p + 1] and answers[p + 1][1][p]
+        if not mapped and protocol in ("sentinel", "signal"):
+            raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
+        links.append(PROTOCOLS[protocol] if protocol != "auto" else (SENTINEL if mapped else PUT).value)
+    if PUT.value in links and comm.transport != "nvshmem":
+        raise RuntimeError("protocol 'put' needs the transport 'nvshmem'")
+
+    channels = []
+    for direction, step in enumerate((1, -1)):
+        workspaces = [(answer[3][direction], _layout(num_tiles, tile, depth, answer[2])[0]) for answer in answers]
+        channels.append(_make_channel(comm, workspaces, num_tiles, tile, depth, links, step))
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    comm.exchange("workspace filled", "making a workspace")  # nobody sends before every inbox is filled
+    return tuple(channels)
+
+
+def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Channel:
+    prev, next_ = comm.rank - step, comm.rank + step
+    recv = links[min(prev, comm.rank)] if 0 <= prev < comm.size else NONE.value
+    send = links[min(next_, comm.rank)] if 0 <= next_ < comm.size else NONE.value
+
+    def mine(name):
+        base, layout = workspaces[comm.rank]
+        offset, numel, dtype = layout[name]
+        heap, pe = comm.heap_and_pe(comm.rank)
+        return heap.local(pe, base + offset, numel, dtype)
+
+    def theirs(rank, link, name):
+        if link == NONE.value:
+            return mine(name)
+        base, layout = workspaces[rank]
+        offset, numel, dtype = layout[name]
+        heap, pe = comm.heap_and_pe(rank)
+        if link == PUT.value:
+            return heap.symmetric(base + offset, dtype)
+        return heap.view(pe, base + offset, numel, dtype)
+
+    for name in ("inbox", "arrived", "epoch", "freed"):
+        mine(name).zero_()
+    if recv == SENTINEL.value:
+        mine("inbox").fill_(-0.0)
+    info = torch.zeros(kernels.INFO_WORDS, dtype=torch.int64)
+    info[kernels.INFO_RANK.value] = comm.rank
+    info[kernels.INFO_PREV.value] = prev
+    info[kernels.INFO_NEXT.value] = next_
+    if comm.transport == "nvshmem":
+        info[kernels.INFO_PREV_PE.value] = comm.heap_and_pe(prev)[1] if recv != NONE.value else -1
+        info[kernels.INFO_NEXT_PE.value] = comm.heap_and_pe(next_)[1] if send != NONE.value else -1
+    info[kernels.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
+    info[kernels.INFO_FAULT.value] = comm.fault.data_ptr()
+    info[kernels.INFO_RECORD.value] = comm.record.data_ptr()
+    return Channel(
+        inbox=mine("inbox"),
+        next_inbox=theirs(next_, send, "inbox"),
+        outbox=mine("outbox" if send == PUT.value else "inbox"),
+        arrived=mine("arrived"),
+        next_arrived=theirs(next_, send, "arrived"),
+        freed=mine("freed"),
+        prev_freed=theirs(prev, recv, "freed"),
+        epoch=mine("epoch"),
+        info=info.to(comm.device),
+        **_constants(num_tiles, tile, depth, recv, send),
+    )
+
+
+def _constants(num_tiles, tile, depth, recv, send) -> dict:
+    values = dict(num_tiles=num_tiles, BK=tile[0], BV=tile[1], DEPTH=depth, RECV=recv, SEND=send)
+    return {name: tl.constexpr(value) for name, value in values.items()}
+
+
+def _by_rank(values) -> str:
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

@@ -1,0 +1,280 @@
+"""Time of the scan alone, by method, size and number of ranks, beside the bare peer copy of the same bytes.
+
+    python -m bench.scan                        # all GPUs of this machine, and 2 of them; writes bench/results/scan.csv
+    python -m bench.scan --ranks 4 --mib 2      # one point
+
+Every method is checked against float64 before it is timed. A latency is the median over replays of a CUDA graph with
+REPEATS pairs (barrier, scan), less the same graph of barriers alone, divided by REPEATS; of the slowest rank. "free
+running" is a graph of scans without barriers: what a scan costs where ranks may run ahead. Without GPUs the program
+runs one small point in Triton's interpreter and says that its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import allscan
+from allscan.launch import Ranks
+from allscan.reference import allscan_reference
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+REPEATS, REPLAYS = 20, 60
+COLUMNS = (
+    "method", "ranks", "bytes", "p20_us", "p50_us", "p80_us", "skew_us", "free_running_us", "copy_us", "times_copy",
+    "max_error", "gpu", "torch", "triton", "commit",
+)  # fmt: skip
+
+
+@triton.jit
+def copy_kernel(p_dst, p_src, numel, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_dst + offsets, tl.load(p_src + offsets, mask=offsets < numel), mask=offsets < numel)
+
+
+@triton.jit
+def fold_kernel(p_states, p_decays, p_out, numel, RANK: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """out = the exclusive scan for rank ``RANK`` from all gathered states and decays: one pass, states of lower ranks only."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    carry = tl.zeros([BLOCK], tl.float32)
+    for p in tl.static_range(RANK):
+        decay = tl.load(p_decays + p * (numel // V) + offsets // V, mask=inside, other=0.0)
+        carry = decay * carry + tl.load(p_states + p * numel + offsets, mask=inside, other=0.0)
+    tl.store(p_out + offsets, carry, mask=inside)
+
+
+class AllScanMethod:
+    def __init__(self, comm, state, decay, protocol, **options):
+        self.scan = allscan.AllScan(comm, state.shape, protocol=protocol, **options)
+        self.state, self.decay, self.out = state, decay, torch.empty_like(state)
+
+    def __call__(self):
+        self.scan.scan(self.state, self.decay, out=self.out)
+        return self.out
+
+
+class AllGather:
+    """LASP-2: gather all states and decays (one coalesced NCCL call), fold locally in one kernel."""
+
+    def __init__(self, comm, state, decay):
+        self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
+        self.states, self.decays = state.new_empty(comm.size, *state.shape), decay.new_empty(comm.size, *decay.shape)
+
+    def gather(self):
+        group = self.comm.group
+        if self.state.device.type == "cpu":
+            dist.all_gather(list(self.states), self.state, group=group)
+            dist.all_gather(list(self.decays), self.decay, group=group)
+            return
+        with dist._coalescing_manager(group, device=self.state.device, async_ops=False):
+            dist.all_gather_into_tensor(self.states, self.state, group=group)
+            dist.all_gather_into_tensor(self.decays, self.decay, group=group)
+
+    def __call__(self):
+        self.gather()
+        numel, block = self.state.numel(), 1024
+        fold_kernel[(triton.cdiv(numel, block),)](
+            self.states, self.decays, self.out, numel, RANK=self.comm.rank, V=self.state.shape[-1], BLOCK=block
+        )
+        return self.out
+
+
+class Ring:
+    """LASP-1: receive, combine, send, by NCCL point to point."""
+
+    def __init__(self, comm, state, decay):
+        self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
+        self.message = torch.empty_like(state)
+
+    def __call__(self):
+        comm = self.comm
+        ranks = dist.get_process_group_ranks(comm.group)
+        if comm.rank == 0:
+            self.out.zero_()
+        else:
+            dist.recv(self.out, ranks[comm.rank - 1], group=comm.group)
+        if comm.rank < comm.size - 1:
+            torch.addcmul(self.state, self.out, self.decay[..., None], out=self.message)
+            dist.send(self.message, ranks[comm.rank + 1], group=comm.group)
+        return self.out
+
+
+def point(ranks: int, nbytes: int, methods, tiles) -> list:
+    """Run on every rank: check and time all methods for one size. Returns rows of this rank."""
+    group = _group(ranks)
+    if dist.get_rank() >= ranks:
+        return []
+    comm = allscan.Communicator(group)
+    heads, K, V = max(1, nbytes // (4 * 128 * 128)), min(128, nbytes // 512), 128
+    generator = torch.Generator().manual_seed(nbytes)
+    states = [torch.randn(heads, K, V, generator=generator) for _ in range(ranks)]
+    decays = [torch.rand(heads, K, generator=generator) for _ in range(ranks)]
+    expected = allscan_reference(states, decays)[comm.rank]
+    state, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+    made = {name: AllScanMethod(comm, state, decay, name) for name in ("sentinel", "signal", "put") if name in methods}
+    for words, depth in tiles:
+        tile = (max(1, words // V), min(V, words))
+        name = f"sentinel-{words}-depth{depth}"
+        made[name] = AllScanMethod(comm, state, decay, "sentinel", tile=tile, depth=depth)
+    if "all_gather" in methods:
+        made["all_gather"] = AllGather(comm, state, decay)
+    if "ring" in methods:
+        made["ring"] = Ring(comm, state, decay)
+
+    rows = []
+    for name, method in made.items():
+        method.out.fill_(float("nan"))
+        error = (method().double().cpu() - expected).abs().max().item()
+        if not error < 1e-5 * ranks:
+            raise AssertionError(f"{name} is wrong at {nbytes} bytes, {ranks} ranks: {error}")
+        rows.append({"method": name, "ranks": ranks, "bytes": nbytes, "max_error": error})
+    comm.check()
+    if comm.device.type == "cpu":
+        for row, method in zip(rows, made.values()):
+            start = time.perf_counter()
+            method()
+            row["p50_us"] = (time.perf_counter() - start) * 1e6
+        comm.close()
+        return rows
+
+    from allscan.bindings.nvshmem_host import load
+
+    nvshmem = load()
+
+    def barrier():
+        nvshmem.sync_all_on_stream(torch.cuda.current_stream().cuda_stream)
+
+    whole_job = ranks == dist.get_world_size()
+    if not whole_job:
+        flag = torch.zeros(1, device=comm.device)
+
+        def barrier():  # noqa: F811
+            dist.all_reduce(flag, group=group)
+
+    base = _replay([barrier] * REPEATS, comm)
+    copy = min((_replay([barrier, c] * REPEATS, comm) - base for c in _copies(made, comm)), key=lambda t: t.median())
+    copy_us = copy.median().item()
+    if "all_gather" in made:
+        made["all_gather (no fold)"] = made["all_gather"].gather
+        rows.append({"method": "all_gather (no fold)", "ranks": ranks, "bytes": nbytes})
+    rows.append({"method": "peer copy", "ranks": ranks, "bytes": nbytes})
+    for row in rows:
+        if row["method"] == "peer copy":
+            times, free = copy, torch.zeros(1)
+        else:
+            times = _replay([barrier, made[row["method"]]] * REPEATS, comm) - base
+            free = _replay([made[row["method"]]] * REPEATS, comm)
+        p20, p50, p80 = times.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=times.dtype)).tolist()
+        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80, "free_running_us": free.median().item(), "copy_us": copy_us}
+    comm.check()
+    comm.close()
+    return rows
+
+
+_groups = {}
+
+
+def _group(ranks):
+    if ranks not in _groups:
+        _groups[ranks] = dist.group.WORLD if ranks == dist.get_world_size() else dist.new_group(list(range(ranks)))
+    return _groups[ranks]
+
+
+def _copies(made, comm):
+    """Bare copies of a state to the next rank's memory; kernels of several shapes, of which the fastest counts."""
+    method = next(m for m in made.values() if isinstance(m, AllScanMethod))
+    numel = method.state.numel()
+    spare = allscan.AllScan(comm, method.state.shape, protocol="signal", depth=1)  # an inbox to be overwritten
+    channel = spare.channel()
+    for block, warps in ((512, 1), (1024, 2), (2048, 4), (8192, 8)):
+        if comm.rank < comm.size - 1:
+            grid = (triton.cdiv(numel, block),)
+            yield lambda: copy_kernel[grid](channel.next_inbox, method.state, numel, BLOCK=block, num_warps=warps)
+        else:
+            yield lambda: None
+
+
+def _replay(calls, comm):
+    """Microseconds a pair (or a call, if there is no pair), one value a replay."""
+    calls[0]()
+    calls[-1]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(REPLAYS + 5):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / REPEATS)
+    return torch.tensor(times[5:], dtype=torch.float64)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
+    parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 0.5, 1, 2, 4, 8, 32], help="sizes of the state")
+    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these words")
+    parser.add_argument("--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "ring"])
+    parser.add_argument("--csv", default=os.path.join(ROOT, "bench", "results", "scan.csv"))
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        print("No two GPUs here: a check of every method on 2 CPU ranks. These times mean nothing.")
+        with Ranks(2, "cpu") as ranks:
+            rows = ranks.run(point, 2, 1 << 16, ["sentinel", "signal", "all_gather"], [])[0]
+        for row in rows:
+            print(f"{row['method']:12} max error {row['max_error']:.1e}")
+        return 0
+    counts = arguments.ranks or sorted({2, gpus})
+    os.environ.setdefault("ALLSCAN_HEAP", "2G")
+    names = dict(
+        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        commit=subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+    )  # fmt: skip
+    table = []
+    with Ranks(max(counts), "cuda") as ranks:
+        for count in counts:
+            for mib in arguments.mib:
+                tiles = [(words, depth) for words in arguments.tiles for depth in (2, 3)]
+                results = ranks.run(point, count, int(mib * (1 << 20)), arguments.methods, tiles)[:count]
+                for same in zip(*results):
+                    row = dict(max(same, key=lambda r: r["p50_us"]))
+                    row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in same)
+                    row["copy_us"] = max(r["copy_us"] for r in same)
+                    row["free_running_us"] = max(r["free_running_us"] for r in same)
+                    row["max_error"] = max(r.get("max_error", 0.0) for r in same)
+                    row["times_copy"] = row["p50_us"] / row["copy_us"]
+                    table.append(row | names)
+                    print(
+                        f"P={count} {mib:6g} MiB  {row['method']:24} {row['p50_us']:8.2f} us "
+                        f"({row['times_copy']:5.2f} x copy)  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  "
+                        f"free running {row['free_running_us']:8.2f} us",
+                        flush=True,
+                    )
+    os.makedirs(os.path.dirname(os.path.abspath(arguments.csv)), exist_ok=True)
+    with open(arguments.csv, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for row in table:
+            writer.writerow({c: f"{row[c]:.4g}" if isinstance(row.get(c), float) else row.get(c, "") for c in COLUMNS})
+    print(f"wrote {arguments.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

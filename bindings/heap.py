@@ -1,0 +1,69 @@
+"""Blocks carved out of one arena: the part that the two symmetric heaps share."""
+
+from __future__ import annotations
+
+import os
+
+ALIGNMENT = 512
+DEFAULT_BYTES = 256 << 20
+
+
+def heap_bytes(requested: int | None) -> int:
+    """Size of the arena: the argument, else the variable ``ALLSCAN_HEAP`` (bytes; K, M, G understood), else 256 MiB."""
+    if requested is None:
+        text = os.environ.get("ALLSCAN_HEAP", "").strip().upper()
+        if not text:
+            return DEFAULT_BYTES
+        try:
+            factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
+            requested = int(text.rstrip("KMG")) * factor
+        except ValueError:
+            raise ValueError(f"ALLSCAN_HEAP must be a number of bytes such as 512M, got {text!r}") from None
+    if requested < ALIGNMENT:
+        raise ValueError(f"the arena must hold at least {ALIGNMENT} bytes, got {requested}")
+    return -(-requested // ALIGNMENT) * ALIGNMENT
+
+
+class Heap:
+    """First-fit allocator over the offsets ``0 .. size`` of an arena. Blocks are multiples of 512 bytes.
+
+    Ranks of different groups allocate at different times, so equal offsets on all ranks are neither needed nor kept:
+    whoever wants to reach a peer's block exchanges offsets with it.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free = {0: size}  # offset -> length of every free interval
+        self._used = {}
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(self._free.values())
+
+    def alloc(self, nbytes: int) -> int:
+        """Offset of a new block of at least ``nbytes``. Raises MemoryError when no free interval is long enough."""
+        length = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        for offset in sorted(self._free):
+            room = self._free[offset]
+            if room >= length:
+                del self._free[offset]
+                if room > length:
+                    self._free[offset + length] = room - length
+                self._used[offset] = length
+                return offset
+        raise MemoryError(
+            f"the symmetric arena is full: {length:,} bytes asked for, {self.free_bytes:,} of {self.size:,} free "
+            f"(largest piece {max(self._free.values(), default=0):,}). Make it larger before the first Communicator: "
+            "allscan.init(heap_bytes=...) or the variable ALLSCAN_HEAP, e.g. ALLSCAN_HEAP=1G"
+        )
+
+    def free(self, offset: int) -> None:
+        length = self._used.pop(offset)
+        end = offset + length
+        if end in self._free:
+            length += self._free.pop(end)
+        for start, room in self._free.items():
+            if start + room == offset:
+                self._free[start] = room + length
+                return
+        self._free[offset] = length

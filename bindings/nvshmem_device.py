@@ -1,0 +1,214 @@
+"""NVSHMEM's device functions for stock Triton: names, argument order and meaning are OpenSHMEM's and NVSHMEM's own.
+
+    import triton, triton.language as tl
+    from allscan.bindings import nvshmem_device as nvshmem
+
+    @nvshmem.jit                                   # triton.jit + the device library + initialisation of every module
+    def shift_kernel(p_dst, p_src, p_signal, nbytes):
+        pe = (nvshmem.my_pe() + 1) % nvshmem.n_pes()
+        nvshmem.putmem_signal_nbi_block(p_dst, p_src, nbytes, p_signal, 1, nvshmem.SIGNAL_SET, pe)
+        nvshmem.signal_wait_until(p_signal, nvshmem.CMP_GE, 1)
+
+``dst`` and ``sig_addr`` are **local symmetric** addresses: NVSHMEM translates them for the PE that is named. Pointers
+may be given as Triton pointers or as int64. Functions that end in ``_block`` are called by the whole block, which they
+synchronise themselves. The others are executed by **every thread** that reaches them: harmless for queries, ``fence``
+and waiting; wrong for :func:`signal_op` with ``SIGNAL_ADD`` unless the kernel runs with one thread in mind, because
+each thread adds. These functions do not run in Triton's interpreter.
+
+Reference: NVSHMEM API documentation, "Device API"; OpenSHMEM 1.5 specification.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+# nvshmem_common_transport.h and nvshmem_constants.h
+SIGNAL_SET = tl.constexpr(9)
+SIGNAL_ADD = tl.constexpr(10)
+CMP_EQ = tl.constexpr(0)
+CMP_NE = tl.constexpr(1)
+CMP_GT = tl.constexpr(2)
+CMP_LE = tl.constexpr(3)
+CMP_LT = tl.constexpr(4)
+CMP_GE = tl.constexpr(5)
+
+_LIBRARY = "libnvshmem_device"
+_P, _SIZE, _U64, _INT = core.int64, core.int64, core.uint64, core.int32
+
+
+def _extern(symbol, args, types, result, semantic):
+    """Call ``symbol`` of the device library with ``args`` converted to ``types``."""
+    converted = []
+    for value, dtype in zip(args, types, strict=True):
+        value = semantic.to_tensor(value)
+        converted.append(core.cast(value, dtype, bitcast=value.dtype.is_ptr(), _semantic=semantic))
+    signature = {tuple(types): (symbol, result)}
+    return core.extern_elementwise(_LIBRARY, "", converted, signature, is_pure=False, _semantic=semantic)
+
+
+@core.extern
+def my_pe(_semantic=None):
+    """int32: the number of this processing element."""
+    return _extern("nvshmem_my_pe", [], [], _INT, _semantic)
+
+
+@core.extern
+def n_pes(_semantic=None):
+    """int32: how many processing elements there are."""
+    return _extern("nvshmem_n_pes", [], [], _INT, _semantic)
+
+
+@core.extern
+def remote_ptr(ptr, pe, _semantic=None):
+    """int64: the address by which loads and stores reach ``ptr`` on ``pe`` (``nvshmem_ptr``), 0 if it is not mapped."""
+    return _extern("nvshmem_ptr", [ptr, pe], [_P, _INT], _P, _semantic)
+
+
+@core.extern
+def putmem_block(dst, src, nbytes, pe, _semantic=None):
+    """Copy ``nbytes`` from local ``src`` to ``dst`` on ``pe``; ``src`` may be reused on return."""
+    return _extern("nvshmemx_putmem_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
+
+
+@core.extern
+def putmem_nbi_block(dst, src, nbytes, pe, _semantic=None):
+    """As :func:`putmem_block`, but ``src`` may be reused only after :func:`quiet`."""
+    return _extern("nvshmemx_putmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
+
+
+@core.extern
+def getmem_block(dst, src, nbytes, pe, _semantic=None):
+    """Copy ``nbytes`` from ``src`` on ``pe`` to local ``dst``; complete on return."""
+    return _extern("nvshmemx_getmem_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
+
+
+@core.extern
+def getmem_nbi_block(dst, src, nbytes, pe, _semantic=None):
+    """As :func:`getmem_block`, but ``dst`` is complete only after :func:`quiet`."""
+    return _extern("nvshmemx_getmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
+
+
+_PUT_SIGNAL = [_P, _P, _SIZE, _P, _U64, _INT, _INT]
+
+
+@core.extern
+def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None):
+    """:func:`putmem_block`, then apply ``signal`` to the uint64 ``sig_addr`` on ``pe`` once the data is there."""
+    args = [dst, src, nbytes, sig_addr, signal, sig_op, pe]
+    return _extern("nvshmemx_putmem_signal_block", args, _PUT_SIGNAL, _INT, _semantic)
+
+
+@core.extern
+def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None):
+    """As :func:`putmem_signal_block`, but ``src`` may be reused only after :func:`quiet` or the receiver's answer."""
+    args = [dst, src, nbytes, sig_addr, signal, sig_op, pe]
+    return _extern("nvshmemx_putmem_signal_nbi_block", args, _PUT_SIGNAL, _INT, _semantic)
+
+
+@core.extern
+def signal_op(sig_addr, signal, sig_op, pe, _semantic=None):
+    """Apply ``signal`` with ``SIGNAL_SET`` or ``SIGNAL_ADD`` to the uint64 ``sig_addr`` on ``pe``; once per thread."""
+    return _extern("nvshmemx_signal_op", [sig_addr, signal, sig_op, pe], [_P, _U64, _INT, _INT], _INT, _semantic)
+
+
+@core.extern
+def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None):
+    """uint64: the value of local ``sig_addr`` once ``value cmp cmp_value`` holds. Waits without bound.
+
+    Before NVSHMEM 3.8 this is no acquire: read what the signal announced by volatile or ``.cg`` loads.
+    """
+    return _extern("nvshmem_signal_wait_until", [sig_addr, cmp, cmp_value], [_P, _INT, _U64], _U64, _semantic)
+
+
+@core.extern
+def fence(_semantic=None):
+    """Order this PE's earlier puts and signals to each PE before its later ones."""
+    return _extern("nvshmem_fence", [], [], _INT, _semantic)
+
+
+@core.extern
+def quiet(_semantic=None):
+    """Complete this PE's earlier non-blocking operations."""
+    return _extern("nvshmem_quiet", [], [], _INT, _semantic)
+
+
+@core.extern
+def barrier_all_block(_semantic=None):
+    """Barrier over all PEs that also completes their operations. One block a PE may call it."""
+    return _extern("nvshmemx_barrier_all_block", [], [], _INT, _semantic)
+
+
+@core.extern
+def sync_all_block(_semantic=None):
+    """Barrier over all PEs that completes nothing. One block a PE may call it."""
+    return _extern("nvshmemx_sync_all_block", [], [], _INT, _semantic)
+
+
+@functools.cache
+def device_library() -> str:
+    """Path of NVSHMEM's LLVM bitcode. Raises RuntimeError naming the package when there is none that Triton can read.
+
+    Up to NVSHMEM 3.6 it is one file; from 3.7 there is one for each architecture, in a newer bitcode.
+    """
+    try:
+        import nvidia.nvshmem as package
+    except ImportError:
+        raise RuntimeError("NVSHMEM's device library is missing: pip install allscan[cuda13] (or [cuda12])") from None
+    folder = os.path.join(list(package.__path__)[0], "lib")
+    for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_90.bc"):
+        if os.path.exists(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    raise RuntimeError(f"no NVSHMEM bitcode in {folder}: install nvidia-nvshmem 3.4 to 3.6")
+
+
+def extern_libs() -> dict:
+    """The launch option that links the device library into a kernel: ``kernel[grid](..., extern_libs=extern_libs())``."""
+    return {_LIBRARY: device_library()}
+
+
+class Kernel:
+    """A ``triton.jit`` function that is linked with NVSHMEM and whose modules are initialised before their first launch.
+
+    Every specialisation that Triton compiles is a CUDA module with a copy of NVSHMEM's device state in it; a module
+    that was not initialised ends in an illegal address at its first NVSHMEM call. NVSHMEM must be initialised first.
+    """
+
+    def __init__(self, fn):
+        self.fn = fn
+        functools.update_wrapper(self, fn.fn if hasattr(fn, "fn") else fn)
+        self._ready = set()
+
+    def __getitem__(self, grid):
+        return functools.partial(self.run, grid)
+
+    def run(self, grid, *args, **options):
+        options["extern_libs"] = extern_libs()
+        kernel = self.fn.warmup(*args, grid=grid, **options)
+        if kernel.hash not in self._ready:
+            initialize_module(kernel)
+            self._ready.add(kernel.hash)
+        return self.fn[grid](*args, **options)
+
+
+def initialize_module(kernel) -> None:
+    """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
+    if "nvshmemi_device_state_d" not in kernel.asm["ptx"]:
+        return
+    from .nvshmem_host import load
+
+    kernel._init_handles()
+    status = load().cumodule_init(int(kernel.module))
+    if status:
+        raise RuntimeError(f"nvshmemx_cumodule_init failed with {status}: is NVSHMEM initialised?")
+
+
+def jit(fn=None, **options):
+    """``triton.jit`` for kernels that call the functions of this module."""
+    if fn is None:
+        return functools.partial(jit, **options)
+    return Kernel(triton.jit(fn, **options))

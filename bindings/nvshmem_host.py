@@ -1,0 +1,137 @@
+"""NVSHMEM's host side through nvshmem4py: initialisation, the symmetric arena, peers' addresses.
+
+nvshmem4py keeps a book of the tensors it made and wants them freed collectively. Here one block is taken with
+``nvshmem_malloc`` and kept, so only the thin layer ``nvshmem.bindings`` is used and no book is needed; this also lets
+the arena live in an NVSHMEM that another library (PyTorch's symmetric memory, say) has initialised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+from .heap import Heap, heap_bytes
+
+_INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
+
+
+class Address:
+    """A device address with an element type: what a Triton kernel needs of a tensor.
+
+    A tensor cannot stand for another GPU's memory: PyTorch would believe that it lies on this one.
+    """
+
+    def __init__(self, address: int, dtype: torch.dtype):
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _CudaArray:
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+def load():
+    """nvshmem4py's thin bindings with the host library loaded. Raises RuntimeError naming what to install."""
+    try:
+        import nvshmem.bindings as bindings
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        load_nvidia_dynamic_lib("nvshmem_host")
+    except Exception as error:  # ImportError, or pathfinder's own errors when the shared library is absent
+        raise RuntimeError(
+            "transport 'nvshmem' needs nvshmem4py and NVSHMEM's host library: "
+            f"pip install allscan[cuda13] (or [cuda12]). {type(error).__name__}: {error}"
+        ) from error
+    return bindings
+
+
+def is_initialized() -> bool:
+    return load().init_status() >= _INITIALIZED
+
+
+def initialize(rank: int, size: int, exchange) -> bool:
+    """Initialise NVSHMEM on the current CUDA device unless somebody already has; True if this call did it.
+
+    Collective over the job. ``exchange(object) -> list`` gathers an object from every process in rank order.
+    """
+    bindings = load()
+    done = exchange(is_initialized())
+    if all(done):
+        return False
+    if any(done):
+        raise RuntimeError(f"NVSHMEM is initialised on ranks {[r for r, d in enumerate(done) if d]} only")
+    torch.cuda.current_stream().synchronize()  # creates the CUDA context that NVSHMEM binds to
+    uid = bindings.uniqueid()
+    if rank == 0:
+        bindings.get_uniqueid(uid.ptr)
+    root_uid = exchange(ctypes.string_at(uid.ptr, uid._data.nbytes) if rank == 0 else None)[0]
+    ctypes.memmove(uid.ptr, root_uid, len(root_uid))
+    attributes = bindings.InitAttr()
+    bindings.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
+    bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+    return True
+
+
+class NvshmemHeap:
+    """One symmetric block a process, taken once from NVSHMEM's heap; ``pe`` is NVSHMEM's number of a process.
+
+    Collective over the job, like NVSHMEM's own initialisation. ``exchange(object) -> list`` gathers an object from
+    every process of the job in rank order; ``ranks`` are in the order of NVSHMEM's processing elements only where this
+    class initialised it, so rank -> pe goes through the table :attr:`pes`.
+    """
+
+    transport = "nvshmem"
+
+    def __init__(self, rank: int, size: int, exchange, nbytes: int | None = None):
+        self._bindings = load()
+        self.heap = Heap(heap_bytes(nbytes))
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        sizes = exchange(self.heap.size)
+        if len(set(sizes)) > 1:
+            raise ValueError(f"heap_bytes must be the same on every rank, got {sizes}")
+        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(max(1 << 30, 2 * self.heap.size)))
+        self._owner = initialize(rank, size, exchange)
+        self.pes = exchange(self._bindings.my_pe())
+        self._base = self._bindings.malloc(self.heap.size)
+        if not self._base:
+            raise MemoryError(
+                f"nvshmem_malloc could not give {self.heap.size:,} bytes: set NVSHMEM_SYMMETRIC_SIZE larger, "
+                "or ask for a smaller arena (allscan.init(heap_bytes=...) or ALLSCAN_HEAP)"
+            )
+        self._arena = torch.as_tensor(_CudaArray(self._base, self.heap.size), device=self.device)
+        if self._arena.data_ptr() != self._base:
+            raise RuntimeError("PyTorch copied the symmetric arena instead of sharing it")
+        self._peer_base = {pe: self._bindings.ptr(self._base, pe) for pe in range(self._bindings.n_pes())}
+        exchange("ready")
+
+    def view(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> Address:
+        """The address at which this GPU reaches ``offset`` of the arena of ``pe`` by loads and stores."""
+        if not self.is_mapped(pe):
+            raise RuntimeError(f"the memory of PE {pe} is not mapped here")
+        return Address(self._peer_base[pe] + offset, dtype)
+
+    def symmetric(self, offset: int, dtype: torch.dtype) -> Address:
+        """The local symmetric address by which NVSHMEM's functions name ``offset`` on whatever PE they are given."""
+        return Address(self._base + offset, dtype)
+
+    def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """``numel`` elements at ``offset`` of this process's own arena."""
+        return self._arena[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def is_mapped(self, pe: int) -> bool:
+        return bool(self._peer_base[pe])
+
+    def close(self) -> None:
+        """Collective: give the block back and finalise NVSHMEM if this object initialised it."""
+        torch.cuda.synchronize(self.device)
+        self._arena = None
+        self._bindings.free(self._base)
+        if self._owner:
+            self._bindings.hostlib_finalize()

@@ -1,0 +1,62 @@
+"""Compile a kernel for sm_90 without a GPU and look at what comes out."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from allscan.shmem_kernels.channel import NONE, Channel
+
+
+def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, DEPTH=3):
+    """(type of a Channel argument, its constants by field)."""
+    constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send)
+    types = {name: "constexpr" for name in constants}
+    types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
+    types |= {name: "*i64" for name in Channel._fields if name not in types}
+    return Channel(**types), constants
+
+
+class Compiled:
+    """PTX, registers and spilled bytes of one kernel."""
+
+    def __init__(self, kernel, arguments: dict, constants: dict, num_warps=4, extern_libs=None, **options):
+        """``arguments``: name -> Triton type or Channel type; ``constants``: name -> value, a channel's in a dict."""
+        names = kernel.arg_names
+        values, attributes = {}, {}
+        for i, name in enumerate(names):
+            kind = arguments.get(name, "constexpr")
+            if isinstance(kind, Channel):
+                for j, field in enumerate(Channel._fields):
+                    if field in constants[name]:
+                        values[(i, j)] = constants[name][field]
+                    else:
+                        attributes[(i, j)] = [["tt.divisibility", 16]]
+            elif kind == "constexpr":
+                values[(i,)] = constants[name]
+            elif kind.startswith("*"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        signature = {name: arguments.get(name, "constexpr") for name in names}
+        source = ASTSource(kernel, signature, values, attributes)
+        options |= {"num_warps": num_warps}
+        if extern_libs:
+            options["extern_libs"] = extern_libs
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.ptx, self.cubin, self.shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
+        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+    def count(self, pattern: str) -> int:
+        """How many instructions of the PTX match the regular expression."""
+        return sum(bool(re.search(pattern, line)) for line in self.ptx.splitlines() if not line.lstrip().startswith("//"))
