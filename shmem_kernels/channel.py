@@ -103,6 +103,11 @@ class Channel(NamedTuple):
     SEND: tl.constexpr  # the link to next
 
 
+def lonely(channel: Channel) -> Channel:
+    """The same tiles without neighbours: a kernel that gets it is the first and the last rank and communicates nothing."""
+    return channel._replace(RECV=tl.constexpr(NONE.value), SEND=tl.constexpr(NONE.value))
+
+
 def _builtin(function):
     """A function that the compiler calls with a builder, and the interpreter without one."""
     setattr(function, core.TRITON_BUILTIN, True)
@@ -188,8 +193,8 @@ def _give_credit(channel, tile, consumed):
                     channel.prev_freed, consumed.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
                 )  # fmt: skip
             else:
-                # release: the previous launch's loads of the slots and its sentinels in them, for prev's stores
-                tl.atomic_xchg(channel.prev_freed, consumed, sem="release", scope="sys")
+                # no release: what prev must see, the slots read and refilled, was done by launches that have ended
+                tl.store(channel.prev_freed, consumed)
 
 
 @triton.jit
@@ -199,71 +204,89 @@ def recv(channel, tile, b_first):
     Begins the tile's epoch: gives prev its credit and waits until next has a slot free, so that ``send`` never waits.
     Returns [BK, BV] float32; NaN after a time-out.
     """
-    epoch = tl.load(channel.epoch + tile) + 1
-    _give_credit(channel, tile, epoch - 1)
-    ok = epoch > 0  # not BROKEN
-    if ok:
-        if channel.SEND != NONE:
-            ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
     b_prev = b_first
-    if channel.RECV != NONE:
-        p_slot = channel.inbox + _slot(channel, tile, epoch)
+    if (channel.RECV != NONE) | (channel.SEND != NONE):
+        epoch = tl.load(channel.epoch + tile) + 1
+        _give_credit(channel, tile, epoch - 1)
+        ok = epoch > 0  # not BROKEN
+        if channel.SEND != NONE:
+            # a first look without acquire, at once with the epoch: the stores it allows depend on what it finds
+            freed = tl.load(channel.freed, volatile=True)
+            if ok & (freed < epoch - channel.DEPTH):
+                ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
         if channel.RECV == SENTINEL:
-            p_words = p_slot.to(tl.pointer_type(tl.int32), bitcast=True)
-            b_words = tl.load(p_words, volatile=True)  # [BK, BV]
-            missing = tl.max(tl.max((b_words == SENTINEL_BITS).to(tl.int32), 1), 0)
-            if ok & (missing > 0):
-                started = clock_ns()
-                polls = 0
-                while ok & (missing > 0):
-                    b_words = tl.load(p_words, volatile=True)
-                    missing = tl.max(tl.max((b_words == SENTINEL_BITS).to(tl.int32), 1), 0)
-                    polls += 1
-                    if (missing > 0) & (polls % POLLS_PER_CLOCK == 0):
-                        ok = not _gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
-            b_prev = b_words.to(tl.float32, bitcast=True)
-        else:
-            if ok:
-                ok = wait_signal(channel, channel.arrived + tile, epoch, INFO_PREV, tile)
-            if channel.RECV == PUT:
-                if ok:  # returns at once; makes data that a network card wrote visible where the hardware needs that
-                    nvshmem.signal_wait_until(channel.arrived + tile, nvshmem.CMP_GE, epoch.to(tl.uint64))
-            b_prev = tl.load(p_slot, volatile=True)
-    if not ok:
-        tl.store(channel.epoch + tile, BROKEN)
-        tl.debug_barrier()  # all threads of this block see BROKEN in send
-        b_prev = tl.full([channel.BK, channel.BV], float("nan"), tl.float32)
+            b_prev, ok = _recv_sentinel(channel, tile, epoch, ok)
+        elif channel.RECV != NONE:
+            b_prev, ok = _recv_signal(channel, tile, epoch, ok)
+        if not ok:
+            tl.store(channel.epoch + tile, BROKEN)
+            tl.debug_barrier()  # all threads of this block see BROKEN in send
+            b_prev = tl.full([channel.BK, channel.BV], float("nan"), tl.float32)
     return b_prev
+
+
+@triton.jit
+def _recv_sentinel(channel, tile, epoch, ok):
+    p_words = (channel.inbox + _slot(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
+    b_words = tl.load(p_words, volatile=True)  # [BK, BV]
+    missing = tl.max((b_words == SENTINEL_BITS).to(tl.int32))
+    if ok & (missing > 0):
+        started = clock_ns()
+        polls = 0
+        while ok & (missing > 0):
+            b_words = tl.load(p_words, volatile=True)
+            missing = tl.max((b_words == SENTINEL_BITS).to(tl.int32))
+            polls += 1
+            if (missing > 0) & (polls % POLLS_PER_CLOCK == 0):
+                ok = not _gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    return b_words.to(tl.float32, bitcast=True), ok
+
+
+@triton.jit
+def _recv_signal(channel, tile, epoch, ok):
+    if ok:
+        ok = wait_signal(channel, channel.arrived + tile, epoch, INFO_PREV, tile)
+    if channel.RECV == PUT:
+        if ok:  # returns at once; makes data that a network card wrote visible where the hardware needs that
+            nvshmem.signal_wait_until(channel.arrived + tile, nvshmem.CMP_GE, epoch.to(tl.uint64))
+    return tl.load(channel.inbox + _slot(channel, tile, epoch), volatile=True), ok
 
 
 @triton.jit
 def send(channel, tile, b_value):
     """Send ``b_value`` [BK, BV] float32 to the next rank, free the slot of ``recv`` and end the epoch. Never waits."""
-    epoch = tl.load(channel.epoch + tile) + 1
-    if epoch > 0:
-        if channel.SEND != NONE:
-            offsets = _slot(channel, tile, epoch)
+    if (channel.RECV != NONE) | (channel.SEND != NONE):
+        epoch = tl.load(channel.epoch + tile) + 1
+        if epoch > 0:  # not BROKEN
             if channel.SEND == SENTINEL:
                 b_words = b_value.to(tl.int32, bitcast=True)
                 b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
-                tl.store((channel.next_inbox + offsets).to(tl.pointer_type(tl.int32), bitcast=True), b_words)
+                p_next = channel.next_inbox + _slot(channel, tile, epoch)
+                tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
             elif channel.SEND == SIGNAL:
-                tl.store(channel.next_inbox + offsets, b_value)
+                tl.store(channel.next_inbox + _slot(channel, tile, epoch), b_value)
                 set_signal(channel.next_arrived + tile, epoch)
-            else:
-                SIZE: tl.constexpr = channel.BK * channel.BV
-                tl.store(channel.outbox + offsets, b_value)
-                tl.debug_barrier()  # the whole tile is in the outbox before any thread puts its part
-                start = ((epoch % channel.DEPTH) * channel.num_tiles + tile) * SIZE
-                pe = tl.load(channel.info + INFO_NEXT_PE).to(tl.int32)
-                nvshmem.putmem_signal_nbi_block(
-                    channel.next_inbox + start, channel.outbox + start, SIZE * 4,
-                    channel.next_arrived + tile, epoch.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
-                )  # fmt: skip
-        if channel.RECV == SENTINEL:
-            p_words = (channel.inbox + _slot(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
-            tl.store(p_words, tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32))
-        tl.store(channel.epoch + tile, epoch)
+            elif channel.SEND == PUT:
+                _put(channel, tile, epoch, b_value)
+            if channel.RECV == SENTINEL:
+                p_slot = channel.inbox + _slot(channel, tile, epoch)
+                b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
+                tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)
+            tl.store(channel.epoch + tile, epoch)
+
+
+@triton.jit
+def _put(channel, tile, epoch, b_value):
+    SIZE: tl.constexpr = channel.BK * channel.BV
+    tl.store(channel.outbox + _slot(channel, tile, epoch), b_value)
+    tl.debug_barrier()  # the whole tile is in the outbox before any thread puts its part
+    start = ((epoch % channel.DEPTH) * channel.num_tiles + tile) * SIZE
+    pe = tl.load(channel.info + INFO_NEXT_PE).to(tl.int32)
+    # the outbox slot is free again when the receiver gives the credit for it: no quiet
+    nvshmem.putmem_signal_nbi_block(
+        channel.next_inbox + start, channel.outbox + start, SIZE * 4,
+        channel.next_arrived + tile, epoch.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
+    )  # fmt: skip
 
 
 @triton.jit

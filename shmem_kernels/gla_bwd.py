@@ -1,0 +1,155 @@
+"""Gated linear attention, backward. With S[n] entering chunk n (recomputed) and D[n] = dL/d(state leaving chunk n):
+
+    state_kernel, carry_kernel   with REVERSE: D[n], over the chunks and, by the reverse All-Scan, over the ranks
+    score_grad_kernel            dA = scale * do v^T, needs nothing remote
+    intra_grad_kernel            what dA gives q and k of the same chunk, pairs of different tokens only
+    grad_kernel                  dv = A^T do + (k exp(gates after)) D
+                                 dq = intra + scale * exp(gates up to) * (do S^T),  dk = intra + exp(gates after) * (v D^T)
+                                 and dg, below
+
+dg_t collects every term whose decay holds g_t; within a chunk those are
+
+    pairs s < t <= r of the chunk:                 sum_{r >= t} (q dq_intra - k dk_intra)_r
+    from the state to tokens r >= t:               sum_{r >= t} (q dq_inter)_r
+    from tokens s < t to the state:                sum_{s < t} (k dk_inter)_s
+    from state to state:                           exp(all gates) * rowsum(D * S)
+
+A token's product with itself holds no gate, so it is left out of the sums and added to dq and dk afterwards.
+Decays are formed as in gla_fwd.py. Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, appendix.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gla_fwd import SIZES, gates_after, load_causal, load_rows, load_state, rows
+
+
+@triton.jit(do_not_specialize=SIZES)
+def score_grad_kernel(
+    p_v, p_do, p_da, T, scale,
+    H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dA [BT, BT] of one chunk."""
+    n, i_bh = tl.program_id(0), tl.program_id(1)
+    b_da = tl.zeros([BT, BT], tl.float32)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        b_v = load_rows(p_v, i_bh, n * BT, T, H, V, BT, BV, i_v)  # [BT, BV]
+        b_do = load_rows(p_do, i_bh, n * BT, T, H, V, BT, BV, i_v)
+        b_da += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    offsets, mask = rows(i_bh, n * BT, T, H, BT, BT, BT)
+    tl.store(p_da + offsets, b_da * scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def intra_grad_kernel(
+    p_q, p_k, p_g, p_da, p_dq, p_dk, T,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For BC tokens (a sub-block) and BS columns: dq from earlier tokens of the chunk, dk from later ones. float32."""
+    i_s, i_row, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    NC: tl.constexpr = BT // BC
+    i_sub = i_row % NC
+    start = i_row * BC
+    b_q = load_rows(p_q, i_bh, start, T, H, K, BC, BS, i_s)  # [BC, BS]
+    b_k = load_rows(p_k, i_bh, start, T, H, K, BC, BS, i_s)
+    b_g = load_rows(p_g, i_bh, start, T, H, K, BC, BS, i_s)
+
+    # Its own sub-block, every pair by itself
+    later = tl.arange(0, BC)[:, None] > tl.arange(0, BC)[None, :]
+    offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, i_sub)
+    b_da = tl.load(p_da + offsets_a, mask=mask_a & later, other=0.0)  # [BC, BC]
+    b_decay = tl.exp(tl.cumsum(tl.where(later[:, :, None], b_g[:, None, :], 0.0), 0)) * b_da[:, :, None]
+    b_dq = tl.sum(b_decay * b_k[None, :, :], 1)  # [BC, BS]
+    b_dk = tl.sum(b_decay * b_q[:, None, :], 0)
+
+    # Earlier sub-blocks give dq; b_between: the gates in between
+    b_dq_far = tl.zeros([BC, BS], tl.float32)
+    b_between = tl.zeros([BS], tl.float32)
+    j = i_sub - 1
+    while j >= 0:
+        start_j = start + (j - i_sub) * BC
+        b_next = load_rows(p_g, i_bh, start_j + 1, T, H, K, BC, BS, i_s, start_j + BC)
+        b_kj = load_rows(p_k, i_bh, start_j, T, H, K, BC, BS, i_s)
+        b_kj *= tl.exp(tl.cumsum(b_next, 0, reverse=True) + b_between[None, :])
+        offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, j)
+        b_da = tl.load(p_da + offsets_a, mask=mask_a, other=0.0)
+        b_dq_far += tl.dot(b_da, b_kj, input_precision=PRECISION)
+        b_between += tl.sum(load_rows(p_g, i_bh, start_j, T, H, K, BC, BS, i_s), 0)
+        j -= 1
+    b_dq += b_dq_far * tl.exp(tl.cumsum(b_g, 0))
+
+    # Later sub-blocks give dk
+    b_dk_far = tl.zeros([BC, BS], tl.float32)
+    b_between = tl.zeros([BS], tl.float32)
+    i = i_sub + 1
+    while i < NC:
+        start_i = start + (i - i_sub) * BC
+        b_gi = load_rows(p_g, i_bh, start_i, T, H, K, BC, BS, i_s)
+        b_qi = load_rows(p_q, i_bh, start_i, T, H, K, BC, BS, i_s)
+        b_qi *= tl.exp(tl.cumsum(b_gi, 0) + b_between[None, :])
+        offsets_a, mask_a = rows(i_bh, start_i, T, H, BT, BC, BC, i_sub)
+        b_da = tl.load(p_da + offsets_a, mask=mask_a, other=0.0)
+        b_dk_far += tl.dot(tl.trans(b_da), b_qi, input_precision=PRECISION)
+        b_between += tl.sum(b_gi, 0)
+        i += 1
+    b_next = load_rows(p_g, i_bh, start + 1, T, H, K, BC, BS, i_s, start + BC)
+    b_dk += b_dk_far * tl.exp(tl.cumsum(b_next, 0, reverse=True))
+
+    offsets, mask = rows(i_bh, start, T, H, K, BC, BS, i_s)
+    tl.store(p_dq + offsets, b_dq, mask=mask)
+    tl.store(p_dk + offsets, b_dk, mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def grad_kernel(
+    p_q, p_k, p_v, p_g, p_do, p_a, p_state, p_dstate, p_dq_intra, p_dk_intra,
+    p_dq, p_dk, p_dv, p_dg, T, N, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dv, dg of one chunk."""
+    n, i_bh = tl.program_id(0), tl.program_id(1)
+    start = n * BT
+    b_k = load_rows(p_k, i_bh, start, T, H, K, BT, BK)  # [BT, BK]
+    b_after = tl.exp(gates_after(p_g, i_bh, start, T, H, K, BT, BK))
+    b_a = load_causal(p_a, i_bh, n, T, H, BT)  # [BT, BT]
+
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dk = tl.zeros([BT, BK], tl.float32)
+    b_through = tl.zeros([BK], tl.float32)
+    b_self = tl.zeros([BT], tl.float32)
+    for i_v in tl.static_range((V + BV - 1) // BV):
+        b_v = load_rows(p_v, i_bh, start, T, H, V, BT, BV, i_v)  # [BT, BV]
+        b_do = load_rows(p_do, i_bh, start, T, H, V, BT, BV, i_v)
+        offsets, mask = load_state(p_state, i_bh * N + n, i_v, K, V, BK, BV)
+        b_state = tl.load(p_state + offsets, mask=mask, other=0.0)  # [BK, BV]
+        b_dstate = tl.load(p_dstate + offsets, mask=mask, other=0.0)
+        b_dq += tl.dot(b_do, tl.trans(b_state), input_precision=PRECISION)
+        b_dk += tl.dot(b_v, tl.trans(b_dstate), input_precision=PRECISION)
+        b_through += tl.sum(b_state * b_dstate, 1)
+        b_self += tl.sum(b_do * b_v, 1)
+        b_dv = tl.dot(b_k * b_after, b_dstate, input_precision=PRECISION)
+        b_dv += tl.dot(tl.trans(b_a), b_do, input_precision=PRECISION)
+        offsets, mask = rows(i_bh, start, T, H, V, BT, BV, i_v)
+        tl.store(p_dv + offsets, b_dv.to(p_dv.dtype.element_ty), mask=mask)
+
+    b_g = load_rows(p_g, i_bh, start, T, H, K, BT, BK)
+    b_q = load_rows(p_q, i_bh, start, T, H, K, BT, BK)
+    b_dq *= tl.exp(tl.cumsum(b_g, 0)) * scale
+    b_dk *= b_after
+    b_to_state = b_k * b_dk
+    b_dg = tl.cumsum(b_to_state, 0) - b_to_state
+    b_dg += (b_through * tl.exp(tl.sum(b_g, 0)))[None, :]
+
+    offsets, mask = rows(i_bh, start, T, H, K, BT, BK)
+    b_dk_intra = tl.load(p_dk_intra + offsets, mask=mask, other=0.0)
+    b_dq += tl.load(p_dq_intra + offsets, mask=mask, other=0.0)
+    b_dg += tl.cumsum(b_q * b_dq - b_k * b_dk_intra, 0, reverse=True)
+    tl.store(p_dg + offsets, b_dg.to(p_dg.dtype.element_ty), mask=mask)
+    b_dq += (b_self * scale)[:, None] * b_k
+    b_dk += b_dk_intra + (b_self * scale)[:, None] * b_q
+    tl.store(p_dq + offsets, b_dq.to(p_dq.dtype.element_ty), mask=mask)
+    tl.store(p_dk + offsets, b_dk.to(p_dk.dtype.element_ty), mask=mask)
