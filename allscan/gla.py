@@ -11,7 +11,7 @@ from .shmem_kernels.channel import lonely
 from .shmem_kernels.gla_bwd import grad_kernel, intra_grad_kernel, score_grad_kernel
 from .shmem_kernels.gla_fwd import carry_kernel, intra_kernel, output_kernel, state_kernel
 
-BT, BC = 64, 16  # tokens of a chunk and of a sub-block
+BC = 16  # tokens of a sub-block
 
 
 def zeco_gla(
@@ -45,19 +45,22 @@ def zeco_gla(
     """
     if cu_seqlens is not None:
         raise NotImplementedError("zeco_gla does not take packed sequences (cu_seqlens) yet")
-    _check(q, k, v, g, comm)
-    B, _, H, K = q.shape
-    V = v.shape[-1]
+    shape = agree = problem = None
+    try:
+        _check(q, k, v, g, initial_state, comm)
+        B, _, H, K = q.shape
+        shape, agree = (B * H, K, v.shape[-1]), ("zeco_gla", B, q.dtype, initial_state is None)
+    except (TypeError, ValueError) as error:
+        problem = error
+    scan = persistent(comm, shape, agree, problem)
     if initial_state is not None:
-        check_tensor("initial_state", initial_state, (B, H, K, V), comm.device)
         initial_state = initial_state.contiguous()
-    scan = persistent(comm, (B * H, K, V))
     scale = K**-0.5 if scale is None else float(scale)
     o, final_state = _ZecoGla.apply(*(x.contiguous() for x in (q, k, v, g)), initial_state, scale, scan)
     return o, final_state if output_final_state else None
 
 
-def _check(q, k, v, g, comm):
+def _check(q, k, v, g, initial_state, comm):
     names = dict(q=q, k=k, v=v, g=g)
     for name, x in names.items():
         if not isinstance(x, torch.Tensor):
@@ -75,6 +78,9 @@ def _check(q, k, v, g, comm):
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
     if max(q.shape[-1], v.shape[-1]) > 256:
         raise ValueError(f"K and V must be at most 256, got {q.shape[-1]} and {v.shape[-1]}")
+    if initial_state is not None:
+        B, _, H, K = q.shape
+        check_tensor("initial_state", initial_state, (B, H, K, v.shape[-1]), comm.device)
 
 
 class _Shape:
@@ -83,6 +89,7 @@ class _Shape:
     def __init__(self, q, v, scale, scan):
         self.B, self.T, self.H, self.K = q.shape
         self.V = v.shape[-1]
+        self.BT = BT = 64 if self.K <= 128 else 32  # tokens of a chunk
         self.N = triton.cdiv(self.T, BT)
         self.BH = self.B * self.H
         self.scale, self.scan = scale, scan
@@ -111,10 +118,11 @@ class _Shape:
 
     def scores(self, q, k, g):
         """A [B, T, H, BT]; above the diagonal it holds nothing."""
-        a = q.new_empty(self.B, self.T, self.H, BT, dtype=torch.float32)
-        intra_kernel[(self.N * (BT // BC), self.BH)](
-            q, k, g, a, self.T, self.scale, H=self.H, K=self.K, BT=BT, BC=BC, BK=self.BK, BS=self.BS, **self.precision
-        )
+        a = q.new_empty(self.B, self.T, self.H, self.BT, dtype=torch.float32)
+        intra_kernel[(self.N * (self.BT // BC), self.BH)](
+            q, k, g, a, self.T, self.scale,
+            H=self.H, K=self.K, BT=self.BT, BC=BC, BK=self.BK, BS=self.BS, **self.precision,
+        )  # fmt: skip
         return a
 
 
@@ -145,17 +153,18 @@ class _ZecoGla(torch.autograd.Function):
         a = shape.scores(q, k, g)
         da = torch.empty_like(a)
         score_grad_kernel[(shape.N, shape.BH)](
-            v, do, da, shape.T, shape.scale, H=shape.H, V=shape.V, BT=BT, BV=shape.BV, **shape.precision
+            v, do, da, shape.T, shape.scale, H=shape.H, V=shape.V, BT=shape.BT, BV=shape.BV, **shape.precision
         )
         dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-        intra_grad_kernel[(triton.cdiv(shape.K, shape.BS), shape.N * (BT // BC), shape.BH)](
+        intra_grad_kernel[(triton.cdiv(shape.K, shape.BS), shape.N * (shape.BT // BC), shape.BH)](
             q, k, g, da, dq_intra, dk_intra, shape.T,
-            H=shape.H, K=shape.K, BT=BT, BC=BC, BK=shape.BK, BS=shape.BS, **shape.precision,
+            H=shape.H, K=shape.K, BT=shape.BT, BC=BC, BK=shape.BK, BS=shape.BS, **shape.precision,
         )  # fmt: skip
         dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
         blocks = shape.blocks | dict(BV=min(32, shape.BV))
         grad_kernel[(shape.N, shape.BH)](
             q, k, v, g, do, a, states, dstates, dq_intra, dk_intra, dq, dk, dv, dg, shape.T, shape.N, shape.scale,
-            **shape.widths, **blocks, **shape.precision, num_warps=8,
+            **shape.widths, **blocks, **shape.precision, num_stages=1,
+            num_warps=8 if shape.BK >= 64 else 4,  # Triton 3.6 gives small blocks on 8 warps a wrong shared address
         )  # fmt: skip
         return dq, dk, dv, dg, dinitial if ctx.needs_input_grad[4] else None, None, None

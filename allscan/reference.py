@@ -24,7 +24,8 @@ def allscan_reference(states, decays=None, initial_state=None, reverse: bool = F
         decay = torch.as_tensor(decays[p], dtype=torch.float64, device=state.device)
         if decay.ndim:
             decay = decay[(...,) + (None,) * (state.ndim - decay.ndim)]
-        carry = torch.where(decay == 0, state, decay * carry + state)
+        passed = torch.where((decay == 0) & ~carry.isfinite(), 0.0, carry)
+        carry = decay * passed + state
     return prevs
 
 

@@ -11,10 +11,12 @@ from .bindings import nvshmem_device
 from .communicator import Communicator
 from .shmem_kernels.channel import PUT, Channel
 from .shmem_kernels.scan import scan_kernel
-from .workspace import PROTOCOLS, make_channels, workspace_bytes
+from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
-# Words of a tile. On GPUs small tiles fill the pipeline soonest (2 KiB, one warp); the interpreter pays by the program.
-TILE_WORDS = {"cuda": 512, "cpu": 8192}
+# Words of a tile. On GPUs one 16-byte access for each thread of one warp fills the pipeline soonest (measured: 64 KiB to
+# 8 MiB, 2 and 4 ranks); the interpreter pays by the program.
+TILE_WORDS = {"cuda": 128, "cpu": 8192}
+MAX_PROGRAMS = 2048  # of the scan kernel; each takes several tiles of a large state
 
 
 def default_tile(K: int, V: int, device_type: str) -> tuple[int, int]:
@@ -104,7 +106,7 @@ class AllScan:
         if initial_state is not None:
             check_tensor("initial_state", initial_state, self.shape, self.comm.device)
             initial_state = initial_state.contiguous()
-        decay, strides = self._decay(decay)
+        decay, strides = decay_rows(decay, self.shape, self.comm.device)
         if out is None:
             out = torch.empty_like(state)
         else:
@@ -112,27 +114,30 @@ class AllScan:
             if not out.is_contiguous():
                 raise ValueError("out must be contiguous")
         self.launch(
-            scan_kernel, (self.num_tiles,), state, state if decay is None else decay,
+            scan_kernel, (min(self.num_tiles, MAX_PROGRAMS),), state, state if decay is None else decay,
             state if initial_state is None else initial_state, out, self.channel(reverse), *strides,
             K=self.K, V=self.V, HAS_DECAY=decay is not None, HAS_INITIAL=initial_state is not None, num_warps=1,
         )  # fmt: skip
         return out
 
-    def _decay(self, decay):
-        """(tensor or None, (stride of a matrix, stride of a row)) of what the user gave as decay."""
-        if decay is None:
-            return None, (0, 0)
-        if not isinstance(decay, torch.Tensor):
-            decay = torch.full((), float(decay), dtype=torch.float32, device=self.comm.device)
-        check_tensor("decay", decay, None, self.comm.device)
-        rows, heads = self.shape[:-1], self.shape[:-2]
-        if decay.ndim == 0:
-            return decay, (0, 0)
-        target = rows if decay.ndim == len(rows) else heads
-        if decay.ndim not in (len(rows), len(heads)) or any(d not in (1, t) for d, t in zip(decay.shape, target)):
-            raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
-        decay = decay.expand(target).contiguous()
-        return decay, (self.K, 1) if target is rows else (1, 0)
+
+def decay_rows(decay, shape, device):
+    """What the user gave as decay: (float32 tensor or None, (stride of a matrix, stride of a row)).
+
+    Raises TypeError or ValueError unless it is a number, None, or broadcastable from [..., K] or [...] of ``shape``.
+    """
+    if decay is None:
+        return None, (0, 0)
+    if not isinstance(decay, torch.Tensor):
+        decay = torch.full((), float(decay), dtype=torch.float32, device=device)
+    check_tensor("decay", decay, None, device)
+    rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
+    if decay.ndim == 0:
+        return decay, (0, 0)
+    target = rows if decay.ndim == len(rows) else heads
+    if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
+        raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
+    return decay.expand(target).contiguous(), (shape[-2], 1) if target is rows else (1, 0)
 
 
 @functools.cache
@@ -152,12 +157,22 @@ def check_tensor(name: str, tensor, shape, device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
-def persistent(comm: Communicator, shape, **options) -> AllScan:
-    """The AllScan that ``comm`` keeps for this shape; made at the first call, which is collective."""
+def persistent(comm: Communicator, shape, agree=(), problem: Exception | None = None) -> AllScan:
+    """The AllScan that ``comm`` keeps for ``shape`` and ``agree``, made at the first call, which is collective.
+
+    ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
+    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ.
+    """
     comm.check()
-    key = (tuple(shape), *sorted(options.items()))
+    key = (shape and tuple(shape), agree)
     if key not in comm.scans:
-        comm.scans[key] = AllScan(comm, shape, **options)
+        answers = comm.exchange((key, problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape")
+        if problem is None and any(answer != (key, None) for answer in answers):
+            raise ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
+    if problem is not None:
+        raise problem
+    if key not in comm.scans:
+        comm.scans[key] = AllScan(comm, shape)
     return comm.scans[key]
 
 
@@ -186,8 +201,18 @@ def allscan(state, decay=None, *, comm: Communicator, initial_state=None, revers
     """
     if not isinstance(state, torch.Tensor):
         return _foreign(state, decay, comm, initial_state, reverse, out)
-    check_tensor("state", state, None, comm.device)
-    scan = persistent(comm, state.shape)
+    problem = None
+    try:
+        check_tensor("state", state, None, comm.device)
+        if state.ndim < 2 or min(state.shape) < 1:
+            raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
+        decay_rows(decay, state.shape, comm.device)
+        for name, x in (("initial_state", initial_state), ("out", out)):
+            if x is not None:
+                check_tensor(name, x, state.shape, comm.device)
+    except (TypeError, ValueError) as error:
+        problem = error
+    scan = persistent(comm, state.shape, problem=problem)
     inputs = (state, decay, initial_state)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         if out is not None:

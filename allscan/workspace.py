@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import triton.language as tl
 import torch
+import triton.language as tl
 
 from .communicator import Communicator
 from .shmem_kernels import channel as kernels
@@ -56,9 +56,9 @@ def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], dep
     answers = comm.exchange((spec, maps, put, offsets, error), "making a workspace")
 
     if any(answer[0] != spec for answer in answers):
-        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + _by_rank(a[0] for a in answers))
+        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(a[0] for a in answers))
     if any(answer[4] for answer in answers):
-        raise MemoryError(_by_rank(answer[4] or "ok" for answer in answers))
+        raise MemoryError(by_rank(answer[4] or "ok" for answer in answers))
     links = []  # links[p] joins rank p and rank p + 1
     for p in range(comm.size - 1):
         mapped = answers[p][1][p + 1] and answers[p + 1][1][p]
@@ -132,5 +132,6 @@ def _constants(num_tiles, tile, depth, recv, send) -> dict:
     return {name: tl.constexpr(value) for name, value in values.items()}
 
 
-def _by_rank(values) -> str:
+def by_rank(values) -> str:
+    """One line that shows a value of every rank."""
     return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

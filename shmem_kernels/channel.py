@@ -206,23 +206,31 @@ def recv(channel, tile, b_first):
     """
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
-        epoch = tl.load(channel.epoch + tile) + 1
-        _give_credit(channel, tile, epoch - 1)
-        ok = epoch > 0  # not BROKEN
-        if channel.SEND != NONE:
-            # a first look without acquire, at once with the epoch: the stores it allows depend on what it finds
-            freed = tl.load(channel.freed, volatile=True)
-            if ok & (freed < epoch - channel.DEPTH):
-                ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
-        if channel.RECV == SENTINEL:
-            b_prev, ok = _recv_sentinel(channel, tile, epoch, ok)
-        elif channel.RECV != NONE:
-            b_prev, ok = _recv_signal(channel, tile, epoch, ok)
-        if not ok:
-            tl.store(channel.epoch + tile, BROKEN)
-            tl.debug_barrier()  # all threads of this block see BROKEN in send
-            b_prev = tl.full([channel.BK, channel.BV], float("nan"), tl.float32)
+        b_prev, _, _ = _recv(channel, tile, b_first)
     return b_prev
+
+
+@triton.jit
+def _recv(channel, tile, b_first):
+    """``recv``, and the epoch and whether all is well, which spare ``_send`` from loading them again."""
+    epoch = tl.load(channel.epoch + tile) + 1
+    _give_credit(channel, tile, epoch - 1)
+    ok = epoch > 0  # not BROKEN
+    if channel.SEND != NONE:
+        # a first look without acquire, at once with the epoch: the stores it allows depend on what it finds
+        freed = tl.load(channel.freed, volatile=True)
+        if ok & (freed < epoch - channel.DEPTH):
+            ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
+    b_prev = b_first
+    if channel.RECV == SENTINEL:
+        b_prev, ok = _recv_sentinel(channel, tile, epoch, ok)
+    elif channel.RECV != NONE:
+        b_prev, ok = _recv_signal(channel, tile, epoch, ok)
+    if not ok:
+        tl.store(channel.epoch + tile, BROKEN)
+        tl.debug_barrier()  # all threads of this block see BROKEN in send
+        b_prev = tl.full([channel.BK, channel.BV], float("nan"), tl.float32)
+    return b_prev, epoch, ok
 
 
 @triton.jit
@@ -257,22 +265,27 @@ def send(channel, tile, b_value):
     """Send ``b_value`` [BK, BV] float32 to the next rank, free the slot of ``recv`` and end the epoch. Never waits."""
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch = tl.load(channel.epoch + tile) + 1
-        if epoch > 0:  # not BROKEN
-            if channel.SEND == SENTINEL:
-                b_words = b_value.to(tl.int32, bitcast=True)
-                b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
-                p_next = channel.next_inbox + _slot(channel, tile, epoch)
-                tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
-            elif channel.SEND == SIGNAL:
-                tl.store(channel.next_inbox + _slot(channel, tile, epoch), b_value)
-                set_signal(channel.next_arrived + tile, epoch)
-            elif channel.SEND == PUT:
-                _put(channel, tile, epoch, b_value)
-            if channel.RECV == SENTINEL:
-                p_slot = channel.inbox + _slot(channel, tile, epoch)
-                b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
-                tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)
-            tl.store(channel.epoch + tile, epoch)
+        _send(channel, tile, b_value, epoch, epoch > 0)
+
+
+@triton.jit
+def _send(channel, tile, b_value, epoch, ok):
+    if ok:
+        if channel.SEND == SENTINEL:
+            b_words = b_value.to(tl.int32, bitcast=True)
+            b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
+            p_next = channel.next_inbox + _slot(channel, tile, epoch)
+            tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
+        elif channel.SEND == SIGNAL:
+            tl.store(channel.next_inbox + _slot(channel, tile, epoch), b_value)
+            set_signal(channel.next_arrived + tile, epoch)
+        elif channel.SEND == PUT:
+            _put(channel, tile, epoch, b_value)
+        if channel.RECV == SENTINEL:
+            p_slot = channel.inbox + _slot(channel, tile, epoch)
+            b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
+            tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)
+        tl.store(channel.epoch + tile, epoch)
 
 
 @triton.jit
@@ -297,7 +310,16 @@ def allscan(channel, tile, b_state, b_decay, b_first):
     broadcastable to them. Where ``b_decay`` is 0 nothing passes, not even Inf or NaN.
     Returns (prev, inclusive), both [BK, BV].
     """
-    b_prev = recv(channel, tile, b_first)
-    b_inclusive = tl.where(b_decay == 0.0, b_state, b_decay * b_prev + b_state)
-    send(channel, tile, b_inclusive)
+    if (channel.RECV == NONE) & (channel.SEND == NONE):
+        b_prev = b_first
+        b_inclusive = _combine(b_state, b_decay, b_prev)
+    else:
+        b_prev, epoch, ok = _recv(channel, tile, b_first)
+        b_inclusive = _combine(b_state, b_decay, b_prev)
+        _send(channel, tile, b_inclusive, epoch, ok)
     return b_prev, b_inclusive
+
+
+@triton.jit
+def _combine(b_state, b_decay, b_prev):
+    return tl.where(b_decay == 0.0, b_state, b_decay * b_prev + b_state)

@@ -34,7 +34,7 @@ def score_grad_kernel(
     """dA [BT, BT] of one chunk."""
     n, i_bh = tl.program_id(0), tl.program_id(1)
     b_da = tl.zeros([BT, BT], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
+    for i_v in range((V + BV - 1) // BV):
         b_v = load_rows(p_v, i_bh, n * BT, T, H, V, BT, BV, i_v)  # [BT, BV]
         b_do = load_rows(p_do, i_bh, n * BT, T, H, V, BT, BV, i_v)
         b_da += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -121,7 +121,7 @@ def grad_kernel(
     b_dk = tl.zeros([BT, BK], tl.float32)
     b_through = tl.zeros([BK], tl.float32)
     b_self = tl.zeros([BT], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
+    for i_v in range((V + BV - 1) // BV):
         b_v = load_rows(p_v, i_bh, start, T, H, V, BT, BV, i_v)  # [BT, BV]
         b_do = load_rows(p_do, i_bh, start, T, H, V, BT, BV, i_v)
         offsets, mask = load_state(p_state, i_bh * N + n, i_v, K, V, BK, BV)

@@ -165,16 +165,16 @@ def intra_kernel(
     tl.store(p_a + offsets_a, b_a * scale, mask=mask_a)
 
     # Earlier sub-blocks, nearest first; b_between: the gates of the sub-blocks in between
-    b_q = load_rows(p_q, i_bh, start, T, H, K, BC, BK)  # [BC, BK]
-    b_q *= tl.exp(tl.cumsum(load_rows(p_g, i_bh, start, T, H, K, BC, BK), 0)) * scale
+    b_qi = load_rows(p_q, i_bh, start, T, H, K, BC, BK)  # [BC, BK]
+    b_qi *= tl.exp(tl.cumsum(load_rows(p_g, i_bh, start, T, H, K, BC, BK), 0)) * scale
     b_between = tl.zeros([BK], tl.float32)
     j = i_sub - 1
     while j >= 0:
         start_j = start + (j - i_sub) * BC
-        b_k = load_rows(p_k, i_bh, start_j, T, H, K, BC, BK)
-        b_k *= tl.exp(gates_after(p_g, i_bh, start_j, T, H, K, BC, BK) + b_between[None, :])
+        b_kj = load_rows(p_k, i_bh, start_j, T, H, K, BC, BK)
+        b_kj *= tl.exp(gates_after(p_g, i_bh, start_j, T, H, K, BC, BK) + b_between[None, :])
         offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, j)
-        tl.store(p_a + offsets_a, tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), mask=mask_a)
+        tl.store(p_a + offsets_a, tl.dot(b_qi, tl.trans(b_kj), input_precision=PRECISION), mask=mask_a)
         b_between += tl.sum(load_rows(p_g, i_bh, start_j, T, H, K, BC, BK), 0)
         j -= 1
 

@@ -22,23 +22,50 @@ def scan_kernel(
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
-    """One program, one tile: BK rows and BV columns of one of the G matrices."""
+    """A program takes tiles program_id, program_id + num_programs, ...; a tile is BK rows and BV columns of a matrix.
+
+    The next tile's state is loaded while this one is waited for. Taking tiles in ascending order keeps channel.py's
+    argument against deadlock: a tile then also waits for an earlier one of its rank, which waits for lower ranks only.
+    """
     tile = tl.program_id(0)
+    b_state = _load(p_state, channel, tile, K, V)  # [BK, BV]
+    while tile < channel.num_tiles:
+        b_decay = tl.full([channel.BK], 1.0, tl.float32)
+        if HAS_DECAY:
+            g, k, _ = _place(channel, tile, K, V)
+            b_decay = tl.load(p_decay + g * stride_g + k * stride_k, mask=k < K, other=0.0)  # [BK]
+        b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+        if HAS_INITIAL:
+            b_first = _load(p_initial, channel, tile, K, V)
+        next_tile = tile + tl.num_programs(0)
+        b_next = _load(p_state, channel, next_tile, K, V)
+        b_prev, _ = allscan(channel, tile, b_state, b_decay[:, None], b_first)
+        offsets, inside = _offsets(channel, tile, K, V)
+        tl.store(p_out + offsets, b_prev, mask=inside)
+        tile = next_tile
+        b_state = b_next
+
+
+@triton.jit
+def _place(channel, tile, K: tl.constexpr, V: tl.constexpr):
+    """(matrix, rows [BK], columns [BV]) of a tile."""
     NK: tl.constexpr = (K + channel.BK - 1) // channel.BK
     NV: tl.constexpr = (V + channel.BV - 1) // channel.BV
-    g = (tile // (NK * NV)).to(tl.int64)
-    k = (tile // NV) % NK * channel.BK + tl.arange(0, channel.BK)  # [BK]
-    v = tile % NV * channel.BV + tl.arange(0, channel.BV)  # [BV]
-    inside = (k < K)[:, None] & (v < V)[None, :]
-    offsets = g * (K * V) + k[:, None] * V + v[None, :]
+    k = (tile // NV) % NK * channel.BK + tl.arange(0, channel.BK)
+    v = tile % NV * channel.BV + tl.arange(0, channel.BV)
+    return (tile // (NK * NV)).to(tl.int64), k, v
 
-    b_state = tl.load(p_state + offsets, mask=inside, other=0.0)  # [BK, BV]
-    b_decay = tl.full([channel.BK], 1.0, tl.float32)
-    if HAS_DECAY:
-        b_decay = tl.load(p_decay + g * stride_g + k * stride_k, mask=k < K, other=0.0)  # [BK]
-    b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
-    if HAS_INITIAL:
-        b_first = tl.load(p_initial + offsets, mask=inside, other=0.0)  # [BK, BV]
 
-    b_prev, _ = allscan(channel, tile, b_state, b_decay[:, None], b_first)
-    tl.store(p_out + offsets, b_prev, mask=inside)
+@triton.jit
+def _offsets(channel, tile, K: tl.constexpr, V: tl.constexpr):
+    """(offsets, mask) [BK, BV] of a tile in [G, K, V]; a tile beyond the last is masked."""
+    g, k, v = _place(channel, tile, K, V)
+    inside = (k < K)[:, None] & (v < V)[None, :] & (tile < channel.num_tiles)
+    return g * (K * V) + k[:, None] * V + v[None, :], inside
+
+
+@triton.jit
+def _load(p, channel, tile, K: tl.constexpr, V: tl.constexpr):
+    """A tile of [G, K, V], 0 where masked."""
+    offsets, inside = _offsets(channel, tile, K, V)
+    return tl.load(p + offsets, mask=inside, other=0.0)

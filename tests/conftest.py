@@ -1,0 +1,89 @@
+"""Ranks for the tests: processes in Triton's interpreter, or one for each GPU with ``--gpu``.
+
+This process itself never interprets: it compiles kernels for sm_90.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+
+import pytest
+import torch
+
+import ranks as rank_side
+from allscan.launch import Ranks
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
+
+
+def pytest_collection_modifyitems(config, items):
+    on_gpu = config.getoption("--gpu")
+    largest = torch.cuda.device_count() if on_gpu else 8
+    kept, dropped = [], []
+    for item in items:
+        size = item.callspec.params.get("size", 1) if hasattr(item, "callspec") else 1
+        wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
+        (kept if wanted else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def pool(request):
+    on_gpu = request.config.getoption("--gpu")
+    os.environ.setdefault("ALLSCAN_HEAP", "512M")
+    with Ranks(torch.cuda.device_count() if on_gpu else 8, "cuda" if on_gpu else "cpu") as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run(pool):
+    """run(size, function, *arguments): function(group, *arguments) on the first ``size`` ranks; results by rank."""
+
+    def run(size, function, *arguments, timeout=240.0):
+        return pool.run(rank_side.on_group, size, function, *arguments, timeout=timeout)[:size]
+
+    return run
+
+
+@pytest.fixture
+def fresh(request):
+    """fresh(size): ranks of their own, for tests that break or kill them."""
+    made = []
+
+    def fresh(size):
+        made.append(Ranks(size, "cuda" if request.config.getoption("--gpu") else "cpu"))
+        return made[-1]
+
+    yield fresh
+    for ranks in made:
+        ranks.close()
+
+
+def pytest_sessionfinish(session):
+    if not session.config.getoption("--gpu") or not session.testscollected:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
+    import triton
+
+    from allscan.doctor import nvshmem_version, source_hash
+
+    record = {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
+                     "nvshmem": nvshmem_version()},
+        **count,
+        "sha256": source_hash(),
+    }
+    with open(os.path.join(ROOT, "tests", "gpu", "last_run.json"), "w") as file:
+        json.dump(record, file, indent=1)
+        file.write("\n")

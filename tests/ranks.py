@@ -1,0 +1,75 @@
+"""What runs inside a rank's process, whichever the device: groups, inputs and comparisons that the tests share."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+import allscan
+
+
+
+_groups = {}
+
+
+def on_group(size, function, *arguments):
+    """function(group, ...) on the first ``size`` ranks of the job; the others only help to make the group."""
+    allscan.init()  # collective over the job, where only some ranks make a communicator
+    if size not in _groups:
+        whole = size == dist.get_world_size()
+        _groups[size] = dist.group.WORLD if whole else dist.new_group(list(range(size)))
+    if dist.get_rank() < size:
+        return function(_groups[size], *arguments)
+
+
+def late(epoch: int, rank: int, most_ms: float) -> None:
+    """A delay of 0 to ``most_ms``, different for every epoch and rank, before a rank's call."""
+    time.sleep(random.Random(epoch * 1000 + rank).uniform(0, most_ms) / 1000)
+
+
+
+def inputs(comm, shape, decay_shape, seed, special=False):
+    """(states, decays) of all ranks, the same on every rank, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    states = [torch.randn(shape, generator=generator) for _ in range(comm.size)]
+    decays = None
+    if decay_shape is not None:
+        decays = [torch.rand(decay_shape, generator=generator) for _ in range(comm.size)]
+        for decay in decays:
+            pick = torch.rand(decay_shape, generator=generator)
+            decay[pick < 0.2] = 0.0
+            decay[pick > 0.8] = 1.0
+    if special:
+        for state in states:
+            pick = torch.rand(shape, generator=generator)
+            state[pick < 0.15] = -0.0
+            state[(pick > 0.15) & (pick < 0.2)] = float("inf")
+            state[(pick > 0.2) & (pick < 0.25)] = float("-inf")
+            state[(pick > 0.25) & (pick < 0.3)] = float("nan")
+    return states, decays
+
+
+def error(actual, expected) -> float:
+    """Largest |actual - expected| relative to the largest |expected|; NaN and Inf must stand where they are expected."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than expected"
+    assert torch.equal(actual.isinf(), expected.isinf()), "Inf in other places than expected"
+    assert torch.equal(actual[actual.isinf()], expected[expected.isinf()]), "Inf with another sign than expected"
+    finite = expected.isfinite()
+    if not finite.any():
+        return 0.0
+    return ((actual - expected)[finite].abs().max() / expected[finite].abs().max().clamp_min(1e-30)).item()
+
+
+def raised(function, *arguments, **options):
+    """(type name, message) of what the call raises, or None."""
+    try:
+        function(*arguments, **options)
+    except Exception as problem:
+        return type(problem).__name__, str(problem)
+    return None
+
+

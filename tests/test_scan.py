@@ -1,0 +1,190 @@
+"""allscan() and AllScan against float64, on CPU ranks or GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import allscan
+from allscan.reference import allscan_reference
+from ranks import error, inputs, late
+
+SIZES = [1, 2, 3, 4, 8]
+CASES = [
+    # shape, shape of decay
+    ((2, 16, 32), (2, 16)),
+    ((3, 5, 7), (3, 5)),
+    ((1, 33, 129), (1, 33)),
+    ((2, 3, 8, 4), (2, 1)),  # per head, broadcast along one dimension
+    ((2, 3, 8, 4), (1, 3, 8)),
+    ((4, 6), ()),
+    ((2, 1, 1), None),
+]
+
+
+def scan_case(group, shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms):
+    with allscan.Communicator(group) as comm:
+        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol)
+        worst = 0.0
+        for epoch in range(epochs):
+            states, decays = inputs(comm, shape, decay_shape, epoch, special)
+            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if with_initial else None
+            expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
+            out = torch.full(shape, float("nan"), device=comm.device)
+            late(epoch, comm.rank, most_ms)
+            scan.scan(
+                states[comm.rank].to(comm.device),
+                None if decays is None else decays[comm.rank].to(comm.device),
+                initial_state=None if initial is None else initial.to(comm.device),
+                reverse=reverse,
+                out=out,
+            )
+            worst = max(worst, error(out, expected))
+        comm.check()
+    return worst
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape, decay_shape", CASES)
+def test_values(run, size, shape, decay_shape):
+    for reverse in (False, True):
+        assert max(run(size, scan_case, shape, decay_shape, reverse, 3, "auto", reverse, 2, False, 0)) < 1e-6
+
+
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_depths_and_protocols(run, pool, depth, protocol):
+    size = min(3, len(pool.processes))
+    assert max(run(size, scan_case, (2, 9, 20), (2, 9), False, depth, protocol, True, 12, False, 5)) < 1e-6
+    assert max(run(size, scan_case, (2, 9, 20), (2, 9), True, depth, protocol, True, 12, False, 0)) < 1e-6
+
+
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
+def test_special_values(run, pool, protocol):
+    size = min(4, len(pool.processes))
+    assert max(run(size, scan_case, (2, 8, 40), (2, 8), False, 2, protocol, False, 4, True, 0)) < 1e-6
+
+
+def test_many_epochs_with_late_ranks(run, pool):
+    size = min(4, len(pool.processes))
+    assert max(run(size, scan_case, (1, 4, 8), (1, 4), False, 2, "auto", False, 200, False, 4)) < 1e-6
+
+
+def gradient_case(group, shape, decay_shape, reverse):
+    with allscan.Communicator(group) as comm:
+        states, decays = inputs(comm, shape, decay_shape, 7)
+        generator = torch.Generator().manual_seed(1)
+        initial = torch.randn(shape, generator=generator)
+        weights = [torch.randn(shape, generator=generator) for _ in range(comm.size)]
+
+        leaves = [x.double().requires_grad_() for x in states]
+        decay_leaves = [x.double().requires_grad_() for x in decays]
+        initial_leaf = initial.double().requires_grad_()
+        prevs = allscan_reference(leaves, decay_leaves, initial_leaf, reverse)
+        sum((w * prev).sum() for w, prev in zip(weights, prevs)).backward()
+
+        state = states[comm.rank].to(comm.device).requires_grad_()
+        decay = decays[comm.rank].to(comm.device).requires_grad_()
+        start = initial.to(comm.device).requires_grad_()
+        prev = allscan.allscan(state, decay, comm=comm, initial_state=start, reverse=reverse)
+        (prev * weights[comm.rank].to(comm.device)).sum().backward()
+        first = comm.rank == (comm.size - 1 if reverse else 0)
+        last = comm.rank == (0 if reverse else comm.size - 1)
+
+        def zeros_if_none(grad, like):
+            return torch.zeros_like(like) if grad is None else grad
+
+        return (
+            error(prev, prevs[comm.rank]),
+            error(state.grad, zeros_if_none(leaves[comm.rank].grad, state)),
+            # the last rank's decay enters nothing: the reference has no gradient, ours is zero
+            error(decay.grad, zeros_if_none(None if last else decay_leaves[comm.rank].grad, decay)),
+            error(start.grad, initial_leaf.grad if first else torch.zeros(shape)),
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("decay_shape", [(2, 5), (2,), (1, 5), ()])
+def test_gradients(run, size, decay_shape):
+    for reverse in (False, True):
+        for errors in run(size, gradient_case, (2, 5, 6), decay_shape, reverse):
+            assert max(errors) < 1e-5, errors
+
+
+def arrays_case(group):
+    with allscan.Communicator(group) as comm:
+        states, decays = inputs(comm, (2, 4, 8), (2, 4), 3)
+        expected = allscan_reference(states, decays)[comm.rank]
+        state, decay = states[comm.rank], decays[comm.rank]
+        if comm.device.type == "cpu":
+            result = allscan.allscan(state.numpy(), decay.numpy(), comm=comm)
+            assert isinstance(result, np.ndarray)
+            return error(torch.from_numpy(result), expected)
+        import cupy
+
+        result = allscan.allscan(cupy.asarray(state.numpy()), cupy.asarray(decay.numpy()), comm=comm)
+        assert isinstance(result, cupy.ndarray)
+        return error(torch.from_numpy(result.get()), expected)
+
+
+def test_arrays_of_other_libraries(run):
+    assert max(run(2, arrays_case)) < 1e-6
+
+
+def options_case(group):
+    """A number as decay, out= that is the state itself, non-contiguous input, tiles of one's own, a DeviceMesh."""
+    with allscan.Communicator(group) as comm:
+        states, _ = inputs(comm, (3, 8, 16), None, 5)
+        mine = states[comm.rank].to(comm.device)
+        expected = allscan_reference(states, [0.5] * comm.size)[comm.rank]
+        assert error(allscan.allscan(mine, 0.5, comm=comm), expected) < 1e-6
+        strided = mine.transpose(1, 2).contiguous().transpose(1, 2)
+        assert error(allscan.allscan(strided, 0.5, comm=comm), expected) < 1e-6
+        for tile in ((8, 16), (2, 4), (16, 32)):
+            scan = allscan.AllScan(comm, mine.shape, tile=tile)
+            assert scan.workspace_bytes >= 2 * scan.depth * mine.numel() * 4
+            assert error(scan.scan(mine, 0.5), expected) < 1e-6
+        buffer = mine.clone()
+        assert allscan.allscan(buffer, 0.5, comm=comm, out=buffer) is buffer
+        return error(buffer, expected)
+
+
+def test_options(run):
+    assert max(run(2, options_case)) < 1e-6
+
+
+def mesh_case(group):
+    mesh = dist.device_mesh.init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("sp", "dp")
+    )
+    with pytest.raises(ValueError, match="one dimension"):
+        allscan.Communicator(mesh)
+    # sp is strided inside the world; all its groups scan at the same time, beside a communicator over everybody
+    with allscan.Communicator(mesh["sp"]) as comm, allscan.Communicator() as world:
+        worst = 0.0
+        for epoch in range(5):
+            for scope, seed in ((comm, 100 * mesh["dp"].get_local_rank()), (world, 7)):
+                states, decays = inputs(scope, (2, 4, 8), (2, 4), seed + epoch)
+                expected = allscan_reference(states, decays)[scope.rank]
+                late(epoch, dist.get_rank(), 10)
+                mine, decay = states[scope.rank].to(scope.device), decays[scope.rank].to(scope.device)
+                worst = max(worst, error(allscan.allscan(mine, decay, comm=scope), expected))
+    return worst
+
+
+def test_sub_groups_at_work_at_once(run, pool):
+    assert max(run(len(pool.processes), mesh_case)) < 1e-6
+
+
+def alone_case(group):
+    with allscan.Communicator(group) as comm:
+        state = torch.randn(2, 4, 8, device=comm.device, requires_grad=True)
+        prev = allscan.allscan(state, 0.5, comm=comm)
+        prev.sum().backward()
+        return prev.abs().max().item() + state.grad.abs().max().item()
+
+
+def test_group_of_one(run):
+    assert run(1, alone_case) == [0.0]
