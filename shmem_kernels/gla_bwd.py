@@ -140,8 +140,9 @@ def grad_kernel(
     b_q = load_rows(p_q, i_bh, start, T, H, K, BT, BK)
     b_dq *= tl.exp(tl.cumsum(b_g, 0)) * scale
     b_dk *= b_after
-    b_to_state = b_k * b_dk
-    b_dg = tl.cumsum(b_to_state, 0) - b_to_state
+    # the sum over s < t as a product: a cumulative sum less its last term would lose what is small beside that term
+    before = tl.arange(0, BT)[:, None] > tl.arange(0, BT)[None, :]
+    b_dg = tl.dot(before.to(tl.float32), b_k * b_dk, input_precision="tf32x3")
     b_dg += (b_through * tl.exp(tl.sum(b_g, 0)))[None, :]
 
     offsets, mask = rows(i_bh, start, T, H, K, BT, BK)
