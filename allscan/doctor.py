@@ -1,1 +1,181 @@
-def main(): pass
+"""``allscan doctor``: what this machine has, which transport would be used and why, what is missing, and a self-test."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import sys
+import time
+
+import torch
+
+from .launch import Ranks
+
+HEAP_BYTES = 64 << 20
+STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
+
+
+def main() -> int:
+    if sys.argv[1:] != ["doctor"]:
+        print("usage: allscan doctor", file=sys.stderr)
+        return 2
+    missing = report()
+    ok = self_test()
+    return 0 if ok and not missing else 1
+
+
+def report() -> bool:
+    """Print what was found. True if something that this machine needs is missing."""
+    gpus = torch.cuda.device_count()
+    print(f"Python      {sys.version.split()[0]}")
+    for package in ("torch", "triton", "numpy"):
+        print(f"{package:<11} {_version(package) or 'missing'}")
+    needs = []
+    binding = _version("nvshmem4py-cu13", "nvshmem4py-cu12")
+    print(f"nvshmem4py  {binding or 'missing'}")
+    print(f"NVSHMEM     {nvshmem_version() or 'missing'}; {_bitcode()}")
+    print(f"CuPy        {_version('cupy-cuda13x', 'cupy-cuda12x', 'cupy') or 'missing (optional: CuPy arrays)'}")
+    print(f"GPUs        {gpus}" + "".join(f"\n  {i}: {torch.cuda.get_device_name(i)}" for i in range(gpus)))
+    if gpus:
+        pairs = list(itertools.permutations(range(gpus), 2))
+        unmapped = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        print(f"mapped      {len(pairs) - len(unmapped)} of {len(pairs)} pairs" + (f"; not {unmapped}" if unmapped else ""))
+        cuda = (torch.version.cuda or "13").partition(".")[0]
+        if gpus > 1 and not (binding and nvshmem_version()):
+            needs.append(f"pip install 'allscan[cuda{cuda}]'      # NVSHMEM, for more than one GPU")
+    print("transport   " + _transport(gpus))
+    print("GPU tests   " + _last_run())
+    for command in needs:
+        print(f"missing     {command}")
+    return bool(needs)
+
+
+def _transport(gpus: int) -> str:
+    if gpus:
+        return "nvshmem: torch finds CUDA; neighbours that are mapped use sentinel stores, others NVSHMEM put with signal"
+    return "shm: no CUDA device; ranks are processes on this host in Triton's interpreter (TRITON_INTERPRET=1)"
+
+
+def _version(*packages: str) -> str | None:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def nvshmem_version() -> str | None:
+    return _version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+
+
+def _bitcode() -> str:
+    from .bindings.nvshmem_device import device_library
+
+    try:
+        return "bitcode " + os.path.basename(device_library())
+    except RuntimeError as error:
+        return str(error)
+
+
+def source_hash() -> str:
+    """sha256 over the bytes of the sorted *.py of shmem_kernels/, bindings/ and allscan/."""
+    from . import bindings, shmem_kernels
+
+    digest = hashlib.sha256()
+    for folder in (shmem_kernels.__path__[0], bindings.__path__[0], os.path.dirname(os.path.abspath(__file__))):
+        for name in sorted(name for name in os.listdir(folder) if name.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as file:
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _last_run() -> str:
+    from . import shmem_kernels
+
+    path = os.path.join(os.path.dirname(shmem_kernels.__path__[0]), "tests", "gpu", "last_run.json")
+    if not os.path.exists(path):
+        return "no record here (it is kept in the repository, tests/gpu/last_run.json)"
+    with open(path) as file:
+        record = json.load(file)
+    same = "these very sources" if record["sha256"] == source_hash() else "OTHER sources than these"
+    gpus = f"{len(record['gpus'])} x {record['gpus'][0]}"
+    return f"{record['passed']} passed, {record['failed'] + record['error']} failed on {gpus}, {record['date']}, {same}"
+
+
+def self_test() -> bool:
+    """Scan over all GPUs, or over 2 CPU ranks; True if the results are right."""
+    gpus = torch.cuda.device_count()
+    if gpus == 1:
+        print("self-test   one GPU: nothing to communicate with; the CPU ranks are tested instead")
+    size, device = (gpus, "cuda") if gpus > 1 else (2, "cpu")
+    start = time.perf_counter()
+    try:
+        with Ranks(size, device) as ranks:
+            results = ranks.run(_self_test_rank, timeout=120)
+    except RuntimeError as error:
+        print(f"self-test   FAILED\n{error}")
+        return False
+    worst = max(result["error"] for result in results)
+    print(f"self-test   {size} ranks on {device}: largest error {worst:.1e}, {time.perf_counter() - start:.0f} s in all")
+    if device == "cuda":
+        scan_us = max(result["scan_us"] for result in results)
+        copy_us = max(result["copy_us"] for result in results)
+        print(
+            f"            a scan of 2 MiB takes {scan_us:.1f} us where scans follow each other; a bare peer copy of "
+            f"the same bytes {copy_us:.1f} us: {copy_us / scan_us:.0%} of the wire"
+        )
+    return worst < 1e-5
+
+
+def _self_test_rank() -> dict:
+    import allscan
+
+    from .reference import allscan_reference
+    from .shmem_kernels.scan import copy_kernel
+
+    allscan.init(HEAP_BYTES)
+    with allscan.Communicator() as comm:
+        shape = STATE if comm.device.type == "cuda" else (2, 16, 16)
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(shape, generator=generator) for _ in range(comm.size)]
+        decays = [torch.rand(shape[:-1], generator=generator) for _ in range(comm.size)]
+        state, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+        scan = allscan.AllScan(comm, shape)
+        out = scan.scan(state, decay)
+        expected = allscan_reference(states, decays)[comm.rank]
+        result = {"error": (out.cpu() - expected).abs().max().item()}
+        if comm.device.type == "cuda":
+            spare, numel = allscan.AllScan(comm, shape, protocol="signal", depth=1).channel(), state.numel()
+
+            def copy():
+                if comm.rank < comm.size - 1:
+                    copy_kernel[(numel // 2048,)](spare.next_inbox, state, numel, BLOCK=2048)
+
+            result["scan_us"] = replay_us([lambda: scan.scan(state, decay, out=out)] * 50).median().item() / 50
+            result["copy_us"] = replay_us([copy] * 50).median().item() / 50
+        comm.barrier()
+    return result
+
+
+def replay_us(calls, replays: int = 30) -> torch.Tensor:
+    """Microseconds that a CUDA graph of ``calls`` takes, one value a replay, after warming up."""
+    for call in {id(call): call for call in calls}.values():
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(replays + 5):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return torch.tensor(times[5:], dtype=torch.float64)

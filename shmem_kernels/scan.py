@@ -69,3 +69,10 @@ def _load(p, channel, tile, K: tl.constexpr, V: tl.constexpr):
     """A tile of [G, K, V], 0 where masked."""
     offsets, inside = _offsets(channel, tile, K, V)
     return tl.load(p + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def copy_kernel(p_dst, p_src, numel, BLOCK: tl.constexpr):
+    """A bare copy, with p_dst in a peer's memory: what the wire allows, for comparison."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_dst + offsets, tl.load(p_src + offsets, mask=offsets < numel), mask=offsets < numel)

@@ -1,0 +1,220 @@
+"""Nothing hangs for ever and nothing is silently wrong: late, dead and disagreeing ranks, bad input, full memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import allscan
+from allscan.bindings.heap import Heap
+from allscan.bindings.shared_memory import SharedMemoryHeap
+from ranks import error, inputs, raised
+
+TIMEOUT = 2.0
+
+
+def scan_until_timeout(comm, scan, epochs):
+    """Seconds until AllScanTimeout and its record; scans up to ``epochs`` times."""
+    state = torch.ones(scan.shape, device=comm.device)
+    start = time.monotonic()
+    try:
+        for _ in range(epochs):
+            scan.scan(state)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        comm.check()
+    except allscan.AllScanTimeout as timeout:
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()  # returns: the GPU is free again
+        return time.monotonic() - start, (timeout.rank, timeout.neighbour, timeout.tile, timeout.expected), str(timeout)
+    return time.monotonic() - start, None, ""
+
+
+def never_calls_case(absent, reverse_too):
+    comm = allscan.Communicator(timeout=TIMEOUT)
+    scan = allscan.AllScan(comm, (2, 4, 8), depth=2, tile=(4, 8))
+    if comm.rank == absent:
+        time.sleep(3 * TIMEOUT)
+        answer = None
+    else:
+        seconds, record, message = scan_until_timeout(comm, scan, 4)
+        again = raised(scan.scan, torch.ones(scan.shape, device=comm.device))
+        start = time.monotonic()
+        comm.close()  # does not wait for anybody
+        answer = (seconds, record, message, again[0], time.monotonic() - start)
+    with allscan.Communicator() as other:  # everybody is back: a new communicator works
+        states, decays = inputs(other, (2, 4, 8), (2, 4), 1)
+        expected = states[0].double() * decays[1][..., None] + states[1] if other.rank == 2 else None
+        prev = allscan.allscan(states[other.rank].to(other.device), decays[other.rank].to(other.device), comm=other)
+        good = expected is None or error(prev, expected) < 1e-6
+    return answer, good
+
+
+def test_a_rank_that_never_calls(fresh, request):
+    if request.config.getoption("--gpu") and torch.cuda.device_count() < 3:
+        pytest.skip("needs 3 ranks")
+    answers = fresh(3).run(never_calls_case, 1, False, timeout=120)
+    assert all(good for _, good in answers)
+    for rank, neighbour, expected in ((0, 1, 1), (2, 1, 1)):
+        seconds, record, message, again, closing = answers[rank][0]
+        assert TIMEOUT <= seconds < 2 * TIMEOUT + 1, seconds
+        assert (record[0], record[1], record[3]) == (rank, neighbour, expected), record
+        assert record[2] in (0, 1)
+        assert f"rank {rank} waited {TIMEOUT:g} s for rank {neighbour}" in message and "epoch" in message
+        assert again == "AllScanTimeout"
+        assert closing < 1
+
+
+def poisoned_case(absent):
+    comm = allscan.Communicator(timeout=1.0)
+    scan = allscan.AllScan(comm, (1, 4, 8))
+    if comm.rank == absent:
+        time.sleep(3)
+        return None
+    out = torch.zeros(scan.shape, device=comm.device)
+    try:
+        scan.scan(torch.ones(scan.shape, device=comm.device), out=out)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+    except allscan.AllScanTimeout:
+        pass
+    return bool(out.isnan().all())
+
+
+def test_a_wait_that_timed_out_gives_nan(fresh):
+    assert fresh(2).run(poisoned_case, 0, timeout=120) == [None, True]
+
+
+def scan_for_ever():
+    comm = allscan.Communicator(timeout=TIMEOUT)
+    scan = allscan.AllScan(comm, (2, 4, 8))
+    if comm.device.type == "cuda":
+        state = torch.ones(scan.shape, device=comm.device)
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < 60:
+                scan.scan(state)
+                torch.cuda.synchronize()
+        except allscan.AllScanTimeout as timeout:
+            return time.monotonic() - start, (timeout.rank, timeout.neighbour)
+    seconds, record, _ = scan_until_timeout(comm, scan, 100_000)
+    return seconds, record and record[:2]
+
+
+def test_a_rank_killed_in_mid_scan(fresh, request):
+    size = 3
+    if request.config.getoption("--gpu"):
+        size = min(3, torch.cuda.device_count())
+    ranks = fresh(size)
+    victim = size - 2
+    ranks.start(scan_for_ever)
+    time.sleep(12 if request.config.getoption("--gpu") else 6)
+    os.kill(ranks.processes[victim].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    answers = ranks.results(timeout=60)
+    assert time.monotonic() - killed < 4 * TIMEOUT + 5
+    for rank, (value, problem) in enumerate(answers):
+        if rank == victim:
+            assert "has ended" in str(problem)
+        else:
+            assert problem is None, problem
+            assert value[1] == (rank, victim), value
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("allscan-")]
+
+
+def disagree_case(group):
+    with allscan.Communicator(group) as comm:
+        me = comm.rank
+        device = comm.device
+
+        def make(*shape, dtype=torch.float32, device=device):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        other = "meta" if device.type == "cpu" else "cpu"
+        answers = [
+            raised(allscan.allscan, make(2, 4, 8 + me), comm=comm),
+            raised(allscan.allscan, make(2, 4, 9, dtype=torch.float64 if me else torch.float32), comm=comm),
+            raised(allscan.allscan, make(2, 4, 10, device=other), comm=comm),
+            raised(allscan.allscan, make(2, 4, 11), make(2, 5), comm=comm),
+            raised(allscan.allscan, make(2, 4, 12), make(2, 4, dtype=torch.float16), comm=comm),
+            raised(allscan.allscan, make(8), comm=comm),
+            raised(allscan.allscan, "state", comm=comm),
+            raised(allscan.AllScan, comm, (2, 4, 8), depth=1 + me),
+            raised(allscan.AllScan, comm, (2, 4, 8), depth=0),
+            raised(allscan.AllScan, comm, (2, 4, 8), protocol="carrier pigeon"),
+            raised(allscan.AllScan, comm, (2, 4, 8), tile=(3, 8)),
+            raised(allscan.AllScan, comm, (1, 1 << 14, 1 << 14)),
+            raised(allscan.Communicator, group, timeout=0),
+            raised(allscan.Communicator, group, transport="smoke signals"),
+            raised(allscan.Communicator, "group"),
+        ]
+        healthy = error(allscan.allscan(make(2, 4, 8) + 1, comm=comm), torch.full((2, 4, 8), float(me)))
+    answers.append(raised(allscan.allscan, make(2, 4, 8), comm=comm))
+    return answers, healthy
+
+
+def test_errors_are_clear_and_on_every_rank(run):
+    expected = [
+        ("ValueError", "ValueError", "different arguments"),
+        ("ValueError", "TypeError", "float64"),
+        ("ValueError", "ValueError", "must be on"),
+        ("ValueError", "ValueError", "broadcastable"),
+        ("TypeError", "TypeError", "float16"),
+        ("ValueError", "ValueError", "[..., K, V]"),
+        ("TypeError", "TypeError", "str"),
+        ("ValueError", "ValueError", "ranks differ"),
+        ("ValueError", "ValueError", "depth"),
+        ("ValueError", "ValueError", "protocol"),
+        ("ValueError", "ValueError", "powers of two"),
+        ("MemoryError", "MemoryError", "ALLSCAN_HEAP"),
+        ("ValueError", "ValueError", "timeout"),
+        ("ValueError", "ValueError", "transport"),
+        ("ValueError", "ValueError", "ProcessGroup"),
+        ("RuntimeError", "RuntimeError", "closed"),
+    ]
+    for rank, (answers, healthy) in enumerate(run(2, disagree_case)):
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert answer is not None and answer[0] == wanted[rank] and wanted[2] in answer[1], (rank, answer, wanted)
+        assert healthy == 0
+
+
+@pytest.mark.cpu
+def test_a_missing_transport_names_what_to_install():
+    with pytest.raises(RuntimeError, match="CUDA device"):
+        allscan.Communicator(transport="nvshmem")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        allscan.Communicator()
+    from allscan.bindings.nvshmem_host import load
+
+    with pytest.raises(RuntimeError, match=r"pip install allscan\[cuda13\]"):
+        load()
+
+
+def test_shared_memory_is_private_and_leaves_nothing():
+    modes = []
+
+    def exchange(value):
+        if isinstance(value, tuple):
+            modes.append(os.stat(value[1]).st_mode & 0o777)
+        return [value]
+
+    heap = SharedMemoryHeap(exchange, 1 << 20)
+    assert modes == [0o600]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("allscan-")]
+    heap.view(0, 512, 4, torch.float32).fill_(3.0)
+    assert heap.local(0, 512, 4, torch.float32).tolist() == [3.0] * 4
+
+
+def test_heap_gives_back_and_says_when_it_is_full():
+    heap = Heap(4096)
+    offsets = [heap.alloc(1000) for _ in range(4)]
+    assert offsets == [0, 1024, 2048, 3072]
+    with pytest.raises(MemoryError, match=r"512 bytes asked for, 0 of 4,096 free.*ALLSCAN_HEAP"):
+        heap.alloc(1)
+    for offset in (1024, 3072, 0, 2048):
+        heap.free(offset)
+    assert heap.alloc(4096) == 0
