@@ -2,7 +2,9 @@
 
 import os as _os
 
-if not _os.path.isdir(_os.path.join(__path__[0], "shmem_kernels")):  # a bare checkout: the layers lie beside this folder
+if not _os.path.isdir(
+    _os.path.join(__path__[0], "shmem_kernels")
+):  # a bare checkout: the layers lie beside this folder
     __path__.append(_os.path.dirname(__path__[0]))
 
 from .communicator import AllScanTimeout, Communicator, finalize, init  # noqa: E402

@@ -110,7 +110,7 @@ def finalize() -> None:
 
 
 def resolve_transport(transport: str) -> str:
-    """"nvshmem" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
+    """ "nvshmem" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
     if transport not in ("auto", "nvshmem", "shm"):
         raise ValueError(f'transport must be "auto", "nvshmem" or "shm", got {transport!r}')
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

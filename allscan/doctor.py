@@ -1,4 +1,4 @@
-"""``allscan doctor``: what this machine has, which transport would be used and why, what is missing, and a self-test."""
+"""``allscan doctor``: what this machine has, which transport is used and why, what is missing, and a self-test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def report() -> bool:
     if gpus:
         pairs = list(itertools.permutations(range(gpus), 2))
         unmapped = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        print(f"mapped      {len(pairs) - len(unmapped)} of {len(pairs)} pairs" + (f"; not {unmapped}" if unmapped else ""))
+        print(
+            f"mapped      {len(pairs) - len(unmapped)} of {len(pairs)} pairs"
+            + (f"; not {unmapped}" if unmapped else "")
+        )
         cuda = (torch.version.cuda or "13").partition(".")[0]
         if gpus > 1 and not (binding and nvshmem_version()):
             needs.append(f"pip install 'allscan[cuda{cuda}]'      # NVSHMEM, for more than one GPU")
@@ -55,7 +58,9 @@ def report() -> bool:
 
 def _transport(gpus: int) -> str:
     if gpus:
-        return "nvshmem: torch finds CUDA; neighbours that are mapped use sentinel stores, others NVSHMEM put with signal"
+        return (
+            "nvshmem: torch finds CUDA; neighbours that are mapped use sentinel stores, others NVSHMEM put with signal"
+        )
     return "shm: no CUDA device; ranks are processes on this host in Triton's interpreter (TRITON_INTERPRET=1)"
 
 
@@ -120,7 +125,9 @@ def self_test() -> bool:
         print(f"self-test   FAILED\n{error}")
         return False
     worst = max(result["error"] for result in results)
-    print(f"self-test   {size} ranks on {device}: largest error {worst:.1e}, {time.perf_counter() - start:.0f} s in all")
+    print(
+        f"self-test   {size} ranks on {device}: largest error {worst:.1e}, {time.perf_counter() - start:.0f} s in all"
+    )
     if device == "cuda":
         scan_us = max(result["scan_us"] for result in results)
         copy_us = max(result["copy_us"] for result in results)

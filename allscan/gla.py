@@ -11,7 +11,8 @@ from .shmem_kernels.channel import lonely
 from .shmem_kernels.gla_bwd import grad_kernel, intra_grad_kernel, score_grad_kernel
 from .shmem_kernels.gla_fwd import carry_kernel, intra_kernel, output_kernel, state_kernel
 
-BC = 16  # tokens of a sub-block
+# Tokens of a sub-block. On GPUs its pairs of tokens fill the registers; the interpreter pays by the program.
+SUB_BLOCK = {"cuda": 16, "cpu": 32}
 
 
 def zeco_gla(
@@ -90,6 +91,7 @@ class _Shape:
         self.B, self.T, self.H, self.K = q.shape
         self.V = v.shape[-1]
         self.BT = BT = 64 if self.K <= 128 else 32  # tokens of a chunk
+        self.BC = SUB_BLOCK[q.device.type]
         self.N = triton.cdiv(self.T, BT)
         self.BH = self.B * self.H
         self.scale, self.scan = scale, scan
@@ -119,9 +121,9 @@ class _Shape:
     def scores(self, q, k, g):
         """A [B, T, H, BT]; above the diagonal it holds nothing."""
         a = q.new_empty(self.B, self.T, self.H, self.BT, dtype=torch.float32)
-        intra_kernel[(self.N * (self.BT // BC), self.BH)](
+        intra_kernel[(self.N * (self.BT // self.BC), self.BH)](
             q, k, g, a, self.T, self.scale,
-            H=self.H, K=self.K, BT=self.BT, BC=BC, BK=self.BK, BS=self.BS, **self.precision,
+            H=self.H, K=self.K, BT=self.BT, BC=self.BC, BK=self.BK, BS=self.BS, **self.precision,
         )  # fmt: skip
         return a
 
@@ -156,9 +158,9 @@ class _ZecoGla(torch.autograd.Function):
             v, do, da, shape.T, shape.scale, H=shape.H, V=shape.V, BT=shape.BT, BV=shape.BV, **shape.precision
         )
         dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-        intra_grad_kernel[(triton.cdiv(shape.K, shape.BS), shape.N * (shape.BT // BC), shape.BH)](
+        intra_grad_kernel[(triton.cdiv(shape.K, shape.BS), shape.N * (shape.BT // shape.BC), shape.BH)](
             q, k, g, da, dq_intra, dk_intra, shape.T,
-            H=shape.H, K=shape.K, BT=shape.BT, BC=BC, BK=shape.BK, BS=shape.BS, **shape.precision,
+            H=shape.H, K=shape.K, BT=shape.BT, BC=shape.BC, BK=shape.BK, BS=shape.BS, **shape.precision,
         )  # fmt: skip
         dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
         blocks = shape.blocks | dict(BV=min(32, shape.BV))

@@ -18,11 +18,12 @@ class Ranks:
         with Ranks(4) as ranks:
             results = ranks.run(function, *arguments)        # function(*arguments) in every process; list by rank
 
-    device: "cuda" (rank r on GPU r, back end nccl), "cpu" (gloo, Triton's interpreter), or "auto".
+    device: "cuda" (rank r on GPU r), "cpu" (Triton's interpreter), or "auto".
+    backend: of torch.distributed; default nccl on GPUs, gloo without.
     Functions and arguments travel by pickle, so functions are defined in importable modules.
     """
 
-    def __init__(self, size: int, device: str = "auto"):
+    def __init__(self, size: int, device: str = "auto", backend: str | None = None):
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         if self.device == "cuda" and size > torch.cuda.device_count():
             raise ValueError(f"{size} ranks need {size} GPUs, this machine has {torch.cuda.device_count()}")
@@ -37,7 +38,7 @@ class Ranks:
             self.processes, self._pipes = [], []
             for rank in range(size):
                 mine, theirs = context.Pipe()
-                arguments = (rank, size, self.device, self._store.port, theirs, sys.path)
+                arguments = (rank, size, self.device, backend, self._store.port, theirs, sys.path)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -71,7 +72,7 @@ class Ranks:
         return answers
 
     def run(self, function, *arguments, timeout: float = 300.0) -> list:
-        """The values of ``function(*arguments)`` by rank; raises RuntimeError with the tracebacks if any rank failed."""
+        """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed."""
         self.start(function, *arguments)
         answers = self.results(timeout)
         failures = [
@@ -101,16 +102,18 @@ class Ranks:
         self.close()
 
 
-def _serve(rank, size, device, port, pipe, path):
+def _serve(rank, size, device, backend, port, pipe, path):
     """What a rank's process does: run what comes through the pipe."""
     sys.path[:] = path
     store = dist.TCPStore("127.0.0.1", port)
+    where = {}
     if device == "cuda":
         torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=torch.device(device, rank))
+        where = {"device_id": torch.device(device, rank)} if backend is None else {}
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    backend = backend or ("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **where)
     while (work := pipe.recv()) is not None:
         function, arguments = work
         try:

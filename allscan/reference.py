@@ -1,4 +1,4 @@
-"""What the operators mean, in float64 and in rank order, on one process. Slow, differentiable, for tests and readers."""
+"""What the operators mean, in float64 and in rank order, in one process. Slow, differentiable, for tests."""
 
 from __future__ import annotations
 

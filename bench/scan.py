@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import os
 import subprocess
 import sys
@@ -24,8 +25,10 @@ import triton
 import triton.language as tl
 
 import allscan
+from allscan.doctor import replay_us
 from allscan.launch import Ranks
 from allscan.reference import allscan_reference
+from allscan.shmem_kernels.scan import copy_kernel
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REPEATS, REPLAYS = 20, 60
@@ -36,14 +39,8 @@ COLUMNS = (
 
 
 @triton.jit
-def copy_kernel(p_dst, p_src, numel, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(p_dst + offsets, tl.load(p_src + offsets, mask=offsets < numel), mask=offsets < numel)
-
-
-@triton.jit
 def fold_kernel(p_states, p_decays, p_out, numel, RANK: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """out = the exclusive scan for rank ``RANK`` from all gathered states and decays: one pass, states of lower ranks only."""
+    """The exclusive scan for rank ``RANK`` from all gathered states and decays, in one pass over those it needs."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     carry = tl.zeros([BLOCK], tl.float32)
@@ -64,9 +61,13 @@ class AllScanMethod:
 
 
 class AllGather:
-    """LASP-2: gather all states and decays (one coalesced NCCL call), fold locally in one kernel."""
+    """LASP-2: gather all states and decays (one coalesced NCCL call), then fold what came from lower ranks.
 
-    def __init__(self, comm, state, decay):
+    fused: the fold is one kernel of ours; else it is written with torch's operators, as a user would.
+    """
+
+    def __init__(self, comm, state, decay, fused):
+        self.fused = fused
         self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
         self.states, self.decays = state.new_empty(comm.size, *state.shape), decay.new_empty(comm.size, *decay.shape)
 
@@ -82,6 +83,11 @@ class AllGather:
 
     def __call__(self):
         self.gather()
+        if not self.fused:
+            self.out.zero_()
+            for p in range(self.comm.rank):
+                torch.addcmul(self.states[p], self.out, self.decays[p][..., None], out=self.out)
+            return self.out
         numel, block = self.state.numel(), 1024
         fold_kernel[(triton.cdiv(numel, block),)](
             self.states, self.decays, self.out, numel, RANK=self.comm.rank, V=self.state.shape[-1], BLOCK=block
@@ -127,7 +133,8 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         name = f"sentinel-{words}-depth{depth}"
         made[name] = AllScanMethod(comm, state, decay, "sentinel", tile=tile, depth=depth)
     if "all_gather" in methods:
-        made["all_gather"] = AllGather(comm, state, decay)
+        made["all_gather"] = AllGather(comm, state, decay, fused=False)
+        made["all_gather (fused fold)"] = AllGather(comm, state, decay, fused=True)
     if "ring" in methods:
         made["ring"] = Ring(comm, state, decay)
 
@@ -161,8 +168,11 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         def barrier():  # noqa: F811
             dist.all_reduce(flag, group=group)
 
-    base = _replay([barrier] * REPEATS, comm)
-    copy = min((_replay([barrier, c] * REPEATS, comm) - base for c in _copies(made, comm)), key=lambda t: t.median())
+    def measure(*calls):
+        return replay_us(calls * REPEATS, REPLAYS) / REPEATS
+
+    base = measure(barrier).median()
+    copy = min((measure(barrier, c) - base for c in _copies(comm, state)), key=lambda t: t.median())
     copy_us = copy.median().item()
     if "all_gather" in made:
         made["all_gather (no fold)"] = made["all_gather"].gather
@@ -172,10 +182,16 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         if row["method"] == "peer copy":
             times, free = copy, torch.zeros(1)
         else:
-            times = _replay([barrier, made[row["method"]]] * REPEATS, comm) - base
-            free = _replay([made[row["method"]]] * REPEATS, comm)
+            times = measure(barrier, made[row["method"]]) - base
+            free = measure(made[row["method"]])
         p20, p50, p80 = times.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=times.dtype)).tolist()
-        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80, "free_running_us": free.median().item(), "copy_us": copy_us}
+        row |= {
+            "p20_us": p20,
+            "p50_us": p50,
+            "p80_us": p80,
+            "free_running_us": free.median().item(),
+            "copy_us": copy_us,
+        }
     comm.check()
     comm.close()
     return rows
@@ -190,38 +206,21 @@ def _group(ranks):
     return _groups[ranks]
 
 
-def _copies(made, comm):
-    """Bare copies of a state to the next rank's memory; kernels of several shapes, of which the fastest counts."""
-    method = next(m for m in made.values() if isinstance(m, AllScanMethod))
-    numel = method.state.numel()
-    spare = allscan.AllScan(comm, method.state.shape, protocol="signal", depth=1)  # an inbox to be overwritten
-    channel = spare.channel()
-    for block, warps in ((512, 1), (1024, 2), (2048, 4), (8192, 8)):
+def _copies(comm, state):
+    """Bare copies of a state into the next rank's memory, by kernels of several shapes; the fastest counts."""
+    channel = allscan.AllScan(comm, state.shape, protocol="signal", depth=1).channel()  # an inbox to be overwritten
+
+    def copy(block, warps):
         if comm.rank < comm.size - 1:
-            grid = (triton.cdiv(numel, block),)
-            yield lambda: copy_kernel[grid](channel.next_inbox, method.state, numel, BLOCK=block, num_warps=warps)
-        else:
-            yield lambda: None
+            grid = (triton.cdiv(state.numel(), block),)
+            copy_kernel[grid](channel.next_inbox, state, state.numel(), BLOCK=block, num_warps=warps)
+
+    return [functools.partial(copy, *shape) for shape in ((512, 1), (2048, 4), (8192, 8))]
 
 
-def _replay(calls, comm):
-    """Microseconds a pair (or a call, if there is no pair), one value a replay."""
-    calls[0]()
-    calls[-1]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(REPLAYS + 5):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / REPEATS)
-    return torch.tensor(times[5:], dtype=torch.float64)
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 def main() -> int:
@@ -244,7 +243,7 @@ def main() -> int:
     os.environ.setdefault("ALLSCAN_HEAP", "2G")
     names = dict(
         gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        commit=subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+        commit=_commit(),
     )  # fmt: skip
     table = []
     with Ranks(max(counts), "cuda") as ranks:

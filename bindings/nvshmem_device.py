@@ -167,12 +167,12 @@ def device_library() -> str:
 
 
 def extern_libs() -> dict:
-    """The launch option that links the device library into a kernel: ``kernel[grid](..., extern_libs=extern_libs())``."""
+    """The launch option that links the device library: ``kernel[grid](..., extern_libs=extern_libs())``."""
     return {_LIBRARY: device_library()}
 
 
 class Kernel:
-    """A ``triton.jit`` function that is linked with NVSHMEM and whose modules are initialised before their first launch.
+    """A ``triton.jit`` function linked with NVSHMEM, whose modules are initialised before their first launch.
 
     Every specialisation that Triton compiles is a CUDA module with a copy of NVSHMEM's device state in it; a module
     that was not initialised ends in an illegal address at its first NVSHMEM call. NVSHMEM must be initialised first.

@@ -1,7 +1,7 @@
 """A linear recurrence y_t = a * y_{t-1} + x_t over a sequence that is cut over the ranks, in one kernel of your own.
 
-    torchrun --nproc-per-node 4 examples/scan_in_your_kernel.py                       # on 4 GPUs
-    TRITON_INTERPRET=1 torchrun --nproc-per-node 4 examples/scan_in_your_kernel.py    # on CPUs
+torchrun --nproc-per-node 4 examples/scan_in_your_kernel.py                       # on 4 GPUs
+TRITON_INTERPRET=1 torchrun --nproc-per-node 4 examples/scan_in_your_kernel.py    # on CPUs
 """
 
 import os

@@ -104,7 +104,7 @@ class Channel(NamedTuple):
 
 
 def lonely(channel: Channel) -> Channel:
-    """The same tiles without neighbours: a kernel that gets it is the first and the last rank and communicates nothing."""
+    """The same tiles without neighbours: a kernel that gets it is first and last rank and communicates nothing."""
     return channel._replace(RECV=tl.constexpr(NONE.value), SEND=tl.constexpr(NONE.value))
 
 

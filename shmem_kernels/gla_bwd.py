@@ -4,7 +4,8 @@
     score_grad_kernel            dA = scale * do v^T, needs nothing remote
     intra_grad_kernel            what dA gives q and k of the same chunk, pairs of different tokens only
     grad_kernel                  dv = A^T do + (k exp(gates after)) D
-                                 dq = intra + scale * exp(gates up to) * (do S^T),  dk = intra + exp(gates after) * (v D^T)
+                                 dq = intra + scale * exp(gates up to) * (do S^T)
+                                 dk = intra + exp(gates after) * (v D^T)
                                  and dg, below
 
 dg_t collects every term whose decay holds g_t; within a chunk those are
@@ -23,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gla_fwd import SIZES, gates_after, load_causal, load_rows, load_state, rows
+from .gla_fwd import SIZES, gates_after, load_causal, rows, state_at
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -35,11 +36,12 @@ def score_grad_kernel(
     n, i_bh = tl.program_id(0), tl.program_id(1)
     b_da = tl.zeros([BT, BT], tl.float32)
     for i_v in range((V + BV - 1) // BV):
-        b_v = load_rows(p_v, i_bh, n * BT, T, H, V, BT, BV, i_v)  # [BT, BV]
-        b_do = load_rows(p_do, i_bh, n * BT, T, H, V, BT, BV, i_v)
+        at, inside, _ = rows(i_bh, n * BT, T, H, V, BT, BV, i_v)
+        b_v = tl.load(p_v + at, mask=inside, other=0.0).to(tl.float32)  # [BT, BV]
+        b_do = tl.load(p_do + at, mask=inside, other=0.0).to(tl.float32)
         b_da += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    offsets, mask = rows(i_bh, n * BT, T, H, BT, BT, BT)
-    tl.store(p_da + offsets, b_da * scale, mask=mask)
+    at, inside, _ = rows(i_bh, n * BT, T, H, BT, BT, BT)
+    tl.store(p_da + at, b_da * scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -53,54 +55,48 @@ def intra_grad_kernel(
     NC: tl.constexpr = BT // BC
     i_sub = i_row % NC
     start = i_row * BC
-    b_q = load_rows(p_q, i_bh, start, T, H, K, BC, BS, i_s)  # [BC, BS]
-    b_k = load_rows(p_k, i_bh, start, T, H, K, BC, BS, i_s)
-    b_g = load_rows(p_g, i_bh, start, T, H, K, BC, BS, i_s)
+    own, inside, has_next = rows(i_bh, start, T, H, K, BC, BS, i_s)
+    b_q = tl.load(p_q + own, mask=inside, other=0.0).to(tl.float32)  # [BC, BS]
+    b_k = tl.load(p_k + own, mask=inside, other=0.0).to(tl.float32)
+    b_g = tl.load(p_g + own, mask=inside, other=0.0).to(tl.float32)
 
     # Its own sub-block, every pair by itself
     later = tl.arange(0, BC)[:, None] > tl.arange(0, BC)[None, :]
-    offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, i_sub)
-    b_da = tl.load(p_da + offsets_a, mask=mask_a & later, other=0.0)  # [BC, BC]
+    at_a, inside_a, _ = rows(i_bh, start, T, H, BT, BC, BC)
+    b_da = tl.load(p_da + at_a + i_sub * BC, mask=inside_a & later, other=0.0)  # [BC, BC]
     b_decay = tl.exp(tl.cumsum(tl.where(later[:, :, None], b_g[:, None, :], 0.0), 0)) * b_da[:, :, None]
     b_dq = tl.sum(b_decay * b_k[None, :, :], 1)  # [BC, BS]
     b_dk = tl.sum(b_decay * b_q[:, None, :], 0)
 
-    # Earlier sub-blocks give dq; b_between: the gates in between
-    b_dq_far = tl.zeros([BC, BS], tl.float32)
+    # Earlier sub-blocks, which are whole, give dq; b_between: the gates in between
+    b_far = tl.zeros([BC, BS], tl.float32)
     b_between = tl.zeros([BS], tl.float32)
+    at, whole, whole_next = rows(i_bh, start - BC, T, H, K, BC, BS, i_s)
     j = i_sub - 1
     while j >= 0:
-        start_j = start + (j - i_sub) * BC
-        b_next = load_rows(p_g, i_bh, start_j + 1, T, H, K, BC, BS, i_s, start_j + BC)
-        b_kj = load_rows(p_k, i_bh, start_j, T, H, K, BC, BS, i_s)
-        b_kj *= tl.exp(tl.cumsum(b_next, 0, reverse=True) + b_between[None, :])
-        offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, j)
-        b_da = tl.load(p_da + offsets_a, mask=mask_a, other=0.0)
-        b_dq_far += tl.dot(b_da, b_kj, input_precision=PRECISION)
-        b_between += tl.sum(load_rows(p_g, i_bh, start_j, T, H, K, BC, BS, i_s), 0)
+        b_kj = tl.load(p_k + at, mask=whole, other=0.0).to(tl.float32)
+        b_kj *= tl.exp(gates_after(p_g, at, whole_next, H, K) + b_between[None, :])
+        b_far += tl.dot(tl.load(p_da + at_a + j * BC, mask=inside_a, other=0.0), b_kj, input_precision=PRECISION)
+        b_between += tl.sum(tl.load(p_g + at, mask=whole, other=0.0).to(tl.float32), 0)
+        at -= BC * H * K
         j -= 1
-    b_dq += b_dq_far * tl.exp(tl.cumsum(b_g, 0))
+    tl.store(p_dq + own, b_dq + b_far * tl.exp(tl.cumsum(b_g, 0)), mask=inside)
 
     # Later sub-blocks give dk
-    b_dk_far = tl.zeros([BC, BS], tl.float32)
+    b_far = tl.zeros([BC, BS], tl.float32)
     b_between = tl.zeros([BS], tl.float32)
     i = i_sub + 1
     while i < NC:
-        start_i = start + (i - i_sub) * BC
-        b_gi = load_rows(p_g, i_bh, start_i, T, H, K, BC, BS, i_s)
-        b_qi = load_rows(p_q, i_bh, start_i, T, H, K, BC, BS, i_s)
+        at, inside_i, _ = rows(i_bh, start + (i - i_sub) * BC, T, H, K, BC, BS, i_s)
+        at_a, inside_a, _ = rows(i_bh, start + (i - i_sub) * BC, T, H, BT, BC, BC, i_sub)
+        b_gi = tl.load(p_g + at, mask=inside_i, other=0.0).to(tl.float32)
+        b_qi = tl.load(p_q + at, mask=inside_i, other=0.0).to(tl.float32)
         b_qi *= tl.exp(tl.cumsum(b_gi, 0) + b_between[None, :])
-        offsets_a, mask_a = rows(i_bh, start_i, T, H, BT, BC, BC, i_sub)
-        b_da = tl.load(p_da + offsets_a, mask=mask_a, other=0.0)
-        b_dk_far += tl.dot(tl.trans(b_da), b_qi, input_precision=PRECISION)
+        b_da = tl.load(p_da + at_a, mask=inside_a, other=0.0)
+        b_far += tl.dot(tl.trans(b_da), b_qi, input_precision=PRECISION)
         b_between += tl.sum(b_gi, 0)
         i += 1
-    b_next = load_rows(p_g, i_bh, start + 1, T, H, K, BC, BS, i_s, start + BC)
-    b_dk += b_dk_far * tl.exp(tl.cumsum(b_next, 0, reverse=True))
-
-    offsets, mask = rows(i_bh, start, T, H, K, BC, BS, i_s)
-    tl.store(p_dq + offsets, b_dq, mask=mask)
-    tl.store(p_dk + offsets, b_dk, mask=mask)
+    tl.store(p_dk + own, b_dk + b_far * tl.exp(gates_after(p_g, own, has_next, H, K)), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -112,9 +108,9 @@ def grad_kernel(
 ):  # fmt: skip
     """dq, dk, dv, dg of one chunk."""
     n, i_bh = tl.program_id(0), tl.program_id(1)
-    start = n * BT
-    b_k = load_rows(p_k, i_bh, start, T, H, K, BT, BK)  # [BT, BK]
-    b_after = tl.exp(gates_after(p_g, i_bh, start, T, H, K, BT, BK))
+    at_k, inside_k, has_next = rows(i_bh, n * BT, T, H, K, BT, BK)
+    b_k = tl.load(p_k + at_k, mask=inside_k, other=0.0).to(tl.float32)  # [BT, BK]
+    b_after = tl.exp(gates_after(p_g, at_k, has_next, H, K))
     b_a = load_causal(p_a, i_bh, n, T, H, BT)  # [BT, BT]
 
     b_dq = tl.zeros([BT, BK], tl.float32)
@@ -122,22 +118,22 @@ def grad_kernel(
     b_through = tl.zeros([BK], tl.float32)
     b_self = tl.zeros([BT], tl.float32)
     for i_v in range((V + BV - 1) // BV):
-        b_v = load_rows(p_v, i_bh, start, T, H, V, BT, BV, i_v)  # [BT, BV]
-        b_do = load_rows(p_do, i_bh, start, T, H, V, BT, BV, i_v)
-        offsets, mask = load_state(p_state, i_bh * N + n, i_v, K, V, BK, BV)
-        b_state = tl.load(p_state + offsets, mask=mask, other=0.0)  # [BK, BV]
-        b_dstate = tl.load(p_dstate + offsets, mask=mask, other=0.0)
+        at_v, inside_v, _ = rows(i_bh, n * BT, T, H, V, BT, BV, i_v)
+        b_v = tl.load(p_v + at_v, mask=inside_v, other=0.0).to(tl.float32)  # [BT, BV]
+        b_do = tl.load(p_do + at_v, mask=inside_v, other=0.0).to(tl.float32)
+        at, inside = state_at(i_bh * N + n, i_v, K, V, BK, BV)
+        b_state = tl.load(p_state + at, mask=inside, other=0.0)  # [BK, BV]
+        b_dstate = tl.load(p_dstate + at, mask=inside, other=0.0)
         b_dq += tl.dot(b_do, tl.trans(b_state), input_precision=PRECISION)
         b_dk += tl.dot(b_v, tl.trans(b_dstate), input_precision=PRECISION)
         b_through += tl.sum(b_state * b_dstate, 1)
         b_self += tl.sum(b_do * b_v, 1)
         b_dv = tl.dot(b_k * b_after, b_dstate, input_precision=PRECISION)
         b_dv += tl.dot(tl.trans(b_a), b_do, input_precision=PRECISION)
-        offsets, mask = rows(i_bh, start, T, H, V, BT, BV, i_v)
-        tl.store(p_dv + offsets, b_dv.to(p_dv.dtype.element_ty), mask=mask)
+        tl.store(p_dv + at_v, b_dv.to(p_dv.dtype.element_ty), mask=inside_v)
 
-    b_g = load_rows(p_g, i_bh, start, T, H, K, BT, BK)
-    b_q = load_rows(p_q, i_bh, start, T, H, K, BT, BK)
+    b_g = tl.load(p_g + at_k, mask=inside_k, other=0.0).to(tl.float32)
+    b_q = tl.load(p_q + at_k, mask=inside_k, other=0.0).to(tl.float32)
     b_dq *= tl.exp(tl.cumsum(b_g, 0)) * scale
     b_dk *= b_after
     # the sum over s < t as a product: a cumulative sum less its last term would lose what is small beside that term
@@ -145,12 +141,11 @@ def grad_kernel(
     b_dg = tl.dot(before.to(tl.float32), b_k * b_dk, input_precision="tf32x3")
     b_dg += (b_through * tl.exp(tl.sum(b_g, 0)))[None, :]
 
-    offsets, mask = rows(i_bh, start, T, H, K, BT, BK)
-    b_dk_intra = tl.load(p_dk_intra + offsets, mask=mask, other=0.0)
-    b_dq += tl.load(p_dq_intra + offsets, mask=mask, other=0.0)
+    b_dk_intra = tl.load(p_dk_intra + at_k, mask=inside_k, other=0.0)
+    b_dq += tl.load(p_dq_intra + at_k, mask=inside_k, other=0.0)
     b_dg += tl.cumsum(b_q * b_dq - b_k * b_dk_intra, 0, reverse=True)
-    tl.store(p_dg + offsets, b_dg.to(p_dg.dtype.element_ty), mask=mask)
+    tl.store(p_dg + at_k, b_dg.to(p_dg.dtype.element_ty), mask=inside_k)
     b_dq += (b_self * scale)[:, None] * b_k
     b_dk += b_dk_intra + (b_self * scale)[:, None] * b_q
-    tl.store(p_dq + offsets, b_dq.to(p_dq.dtype.element_ty), mask=mask)
-    tl.store(p_dk + offsets, b_dk.to(p_dk.dtype.element_ty), mask=mask)
+    tl.store(p_dq + at_k, b_dq.to(p_dq.dtype.element_ty), mask=inside_k)
+    tl.store(p_dk + at_k, b_dk.to(p_dk.dtype.element_ty), mask=inside_k)

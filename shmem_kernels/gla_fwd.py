@@ -4,7 +4,7 @@ The T tokens of this rank are cut into N chunks of BT tokens. In the order the d
 
     state_kernel    each chunk alone, from a zero state: U[n] = sum_t (k_t exp(sum of g after t))^T v_t
     carry_kernel    U[0..N-1] -> this rank's state; All-Scan over the ranks; then the state entering each chunk, S[n]
-    intra_kernel    A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t) for s <= t of one chunk; needs nothing remote
+    intra_kernel    A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk; nothing remote
     output_kernel   o = A v + scale * (q exp(sum of g up to t)) S[n]
 
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
@@ -27,35 +27,28 @@ SIZES = ("T", "N")  # arguments that vary from call to call: no specialisation f
 
 
 @triton.jit
-def rows(i_bh, start, T, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0, end=2**31 - 1):
-    """(offsets, mask) [BT, BW] of tokens start .. start + BT of one head in a tensor [B, T, H, W].
+def rows(i_bh, start, T, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
+    """Where tokens start .. start + BT of one head lie in a tensor [B, T, H, W], columns i_w * BW .. + BW.
 
-    Tokens from T or ``end`` on, and columns from W on, are masked.
+    Returns [BT, BW]: offsets; which of them are inside; for which the next token is inside and in the block too.
     """
     t = start + tl.arange(0, BT)
     w = i_w * BW + tl.arange(0, BW)
-    base = ((i_bh // H).to(tl.int64) * T * H + i_bh % H) * W
-    offsets = base + t.to(tl.int64)[:, None] * (H * W) + w[None, :]
-    return offsets, ((t >= 0) & (t < T) & (t < end))[:, None] & (w < W)[None, :]
+    first = ((i_bh // H).to(tl.int64) * T * H + i_bh % H) * W
+    offsets = first + t.to(tl.int64)[:, None] * (H * W) + w[None, :]
+    columns = (w < W)[None, :]
+    return offsets, (t < T)[:, None] & columns, (t + 1 < min(T, start + BT))[:, None] & columns
 
 
 @triton.jit
-def load_rows(p, i_bh, start, T, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0, end=2**31 - 1):
-    """Those tokens as float32 [BT, BW], 0 where masked."""
-    offsets, mask = rows(i_bh, start, T, H, W, BT, BW, i_w, end)
-    return tl.load(p + offsets, mask=mask, other=0.0).to(tl.float32)
+def gates_after(p_g, offsets, has_next, H: tl.constexpr, K: tl.constexpr):
+    """For each token of a block, the sum of the gates of the block's later tokens."""
+    return tl.cumsum(tl.load(p_g + offsets + H * K, mask=has_next, other=0.0).to(tl.float32), 0, reverse=True)
 
 
 @triton.jit
-def gates_after(p_g, i_bh, start, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """[BT, BK]: for each token of the block, the sum of the gates of the block's later tokens."""
-    b_next = load_rows(p_g, i_bh, start + 1, T, H, K, BT, BK, 0, start + BT)
-    return tl.cumsum(b_next, 0, reverse=True)
-
-
-@triton.jit
-def load_state(p_h, i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """(offsets, mask) [BK, BV] of one of many [K, V] matrices."""
+def state_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """(offsets, mask) [BK, BV] of one of many [K, V] matrices, columns i_v * BV .. + BV."""
     k = tl.arange(0, BK)
     v = i_v * BV + tl.arange(0, BV)
     return i_state.to(tl.int64) * (K * V) + k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
@@ -68,17 +61,20 @@ def state_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk alone. Forward (x, y = k, v): the state it leaves. REVERSE (x, y = q, do): the gradient it gives the
-    state that enters it, which is decayed up to each token instead of after it. Also the sum of its gates [BH, N, K]."""
+    """One chunk alone. Forward (x, y = k, v): the state it leaves. REVERSE (x, y = q, do): the gradient it gives to
+    the state that enters it, decayed up to each token instead of after it. Also the sum of its gates [BH, N, K].
+    """
     i_v, n, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b_x = load_rows(p_x, i_bh, n * BT, T, H, K, BT, BK)  # [BT, BK]
-    b_y = load_rows(p_y, i_bh, n * BT, T, H, V, BT, BV, i_v)  # [BT, BV]
-    b_g = load_rows(p_g, i_bh, n * BT, T, H, K, BT, BK)  # [BT, BK]
+    at_k, inside_k, has_next = rows(i_bh, n * BT, T, H, K, BT, BK)
+    at_v, inside_v, _ = rows(i_bh, n * BT, T, H, V, BT, BV, i_v)
+    b_x = tl.load(p_x + at_k, mask=inside_k, other=0.0).to(tl.float32)  # [BT, BK]
+    b_y = tl.load(p_y + at_v, mask=inside_v, other=0.0).to(tl.float32)  # [BT, BV]
+    b_g = tl.load(p_g + at_k, mask=inside_k, other=0.0).to(tl.float32)  # [BT, BK]
     if REVERSE:
         b_x *= tl.exp(tl.cumsum(b_g, 0)) * scale
     else:
-        b_x *= tl.exp(gates_after(p_g, i_bh, n * BT, T, H, K, BT, BK))
-    offsets, mask = load_state(p_state, i_bh * N + n, i_v, K, V, BK, BV)
+        b_x *= tl.exp(gates_after(p_g, at_k, has_next, H, K))
+    offsets, mask = state_at(i_bh * N + n, i_v, K, V, BK, BV)
     tl.store(p_state + offsets, tl.dot(tl.trans(b_x), b_y, input_precision=PRECISION), mask=mask)
     if i_v == 0:
         k = tl.arange(0, BK)
@@ -151,40 +147,42 @@ def intra_kernel(
     i_row, i_bh = tl.program_id(0), tl.program_id(1)
     i_sub = i_row % (BT // BC)
     start = i_row * BC
-    offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, i_sub)
+    at_a, inside_a, _ = rows(i_bh, start, T, H, BT, BC, BC)
 
     # Its own sub-block, every pair by itself; BS columns of K at a time
     b_a = tl.zeros([BC, BC], tl.float32)
     later = (tl.arange(0, BC)[:, None] > tl.arange(0, BC)[None, :])[:, :, None]
     for i_s in tl.static_range(BK // BS):
-        b_q = load_rows(p_q, i_bh, start, T, H, K, BC, BS, i_s)  # [BC, BS]
-        b_k = load_rows(p_k, i_bh, start, T, H, K, BC, BS, i_s)
-        b_g = load_rows(p_g, i_bh, start, T, H, K, BC, BS, i_s)
+        at, inside, _ = rows(i_bh, start, T, H, K, BC, BS, i_s)
+        b_q = tl.load(p_q + at, mask=inside, other=0.0).to(tl.float32)  # [BC, BS]
+        b_k = tl.load(p_k + at, mask=inside, other=0.0).to(tl.float32)
+        b_g = tl.load(p_g + at, mask=inside, other=0.0).to(tl.float32)
         b_decay = tl.exp(tl.cumsum(tl.where(later, b_g[:, None, :], 0.0), 0))  # [BC, BC, BS]
         b_a += tl.sum(b_q[:, None, :] * b_k[None, :, :] * b_decay, 2)
-    tl.store(p_a + offsets_a, b_a * scale, mask=mask_a)
+    tl.store(p_a + at_a + i_sub * BC, b_a * scale, mask=inside_a)
 
-    # Earlier sub-blocks, nearest first; b_between: the gates of the sub-blocks in between
-    b_qi = load_rows(p_q, i_bh, start, T, H, K, BC, BK)  # [BC, BK]
-    b_qi *= tl.exp(tl.cumsum(load_rows(p_g, i_bh, start, T, H, K, BC, BK), 0)) * scale
+    # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
+    at, inside, has_next = rows(i_bh, start, T, H, K, BC, BK)
+    b_qi = tl.load(p_q + at, mask=inside, other=0.0).to(tl.float32)  # [BC, BK]
+    b_qi *= tl.exp(tl.cumsum(tl.load(p_g + at, mask=inside, other=0.0).to(tl.float32), 0)) * scale
+    at, whole, has_next = rows(i_bh, start - BC, T, H, K, BC, BK)
     b_between = tl.zeros([BK], tl.float32)
     j = i_sub - 1
     while j >= 0:
-        start_j = start + (j - i_sub) * BC
-        b_kj = load_rows(p_k, i_bh, start_j, T, H, K, BC, BK)
-        b_kj *= tl.exp(gates_after(p_g, i_bh, start_j, T, H, K, BC, BK) + b_between[None, :])
-        offsets_a, mask_a = rows(i_bh, start, T, H, BT, BC, BC, j)
-        tl.store(p_a + offsets_a, tl.dot(b_qi, tl.trans(b_kj), input_precision=PRECISION), mask=mask_a)
-        b_between += tl.sum(load_rows(p_g, i_bh, start_j, T, H, K, BC, BK), 0)
+        b_kj = tl.load(p_k + at, mask=whole, other=0.0).to(tl.float32)
+        b_kj *= tl.exp(gates_after(p_g, at, has_next, H, K) + b_between[None, :])
+        tl.store(p_a + at_a + j * BC, tl.dot(b_qi, tl.trans(b_kj), input_precision=PRECISION), mask=inside_a)
+        b_between += tl.sum(tl.load(p_g + at, mask=whole, other=0.0).to(tl.float32), 0)
+        at -= BC * H * K
         j -= 1
 
 
 @triton.jit
 def load_causal(p_a, i_bh, n, T, H: tl.constexpr, BT: tl.constexpr):
     """[BT, BT] of one chunk from [B, T, H, BT], 0 above the diagonal."""
-    offsets, mask = rows(i_bh, n * BT, T, H, BT, BT, BT)
+    at, inside, _ = rows(i_bh, n * BT, T, H, BT, BT, BT)
     causal = tl.arange(0, BT)[:, None] >= tl.arange(0, BT)[None, :]
-    return tl.load(p_a + offsets, mask=mask & causal, other=0.0)
+    return tl.load(p_a + at, mask=inside & causal, other=0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -195,12 +193,12 @@ def output_kernel(
 ):  # fmt: skip
     """o of one chunk: what the state that enters it gives, and what its own tokens give."""
     i_v, n, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b_q = load_rows(p_q, i_bh, n * BT, T, H, K, BT, BK)  # [BT, BK]
-    b_q *= tl.exp(tl.cumsum(load_rows(p_g, i_bh, n * BT, T, H, K, BT, BK), 0)) * scale
-    offsets, mask = load_state(p_state, i_bh * N + n, i_v, K, V, BK, BV)
-    b_state = tl.load(p_state + offsets, mask=mask, other=0.0)  # [BK, BV]
-    b_o = tl.dot(b_q, b_state, input_precision=PRECISION)
-    b_v = load_rows(p_v, i_bh, n * BT, T, H, V, BT, BV, i_v)  # [BT, BV]
+    at_k, inside_k, _ = rows(i_bh, n * BT, T, H, K, BT, BK)
+    at_v, inside_v, _ = rows(i_bh, n * BT, T, H, V, BT, BV, i_v)
+    b_g = tl.load(p_g + at_k, mask=inside_k, other=0.0).to(tl.float32)  # [BT, BK]
+    b_q = tl.load(p_q + at_k, mask=inside_k, other=0.0).to(tl.float32) * tl.exp(tl.cumsum(b_g, 0)) * scale
+    at, inside = state_at(i_bh * N + n, i_v, K, V, BK, BV)
+    b_o = tl.dot(b_q, tl.load(p_state + at, mask=inside, other=0.0), input_precision=PRECISION)
+    b_v = tl.load(p_v + at_v, mask=inside_v, other=0.0).to(tl.float32)  # [BT, BV]
     b_o += tl.dot(load_causal(p_a, i_bh, n, T, H, BT), b_v, input_precision=PRECISION)
-    offsets, mask = rows(i_bh, n * BT, T, H, V, BT, BV, i_v)
-    tl.store(p_o + offsets, b_o.to(p_o.dtype.element_ty), mask=mask)
+    tl.store(p_o + at_v, b_o.to(p_o.dtype.element_ty), mask=inside_v)

@@ -79,8 +79,12 @@ def pytest_sessionfinish(session):
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-                     "nvshmem": nvshmem_version()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "nvshmem": nvshmem_version(),
+        },
         **count,
         "sha256": source_hash(),
     }

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 import allscan
 
-
-
 _groups = {}
 
 
@@ -28,7 +26,6 @@ def on_group(size, function, *arguments):
 def late(epoch: int, rank: int, most_ms: float) -> None:
     """A delay of 0 to ``most_ms``, different for every epoch and rank, before a rank's call."""
     time.sleep(random.Random(epoch * 1000 + rank).uniform(0, most_ms) / 1000)
-
 
 
 def inputs(comm, shape, decay_shape, seed, special=False):
@@ -53,7 +50,7 @@ def inputs(comm, shape, decay_shape, seed, special=False):
 
 
 def error(actual, expected) -> float:
-    """Largest |actual - expected| relative to the largest |expected|; NaN and Inf must stand where they are expected."""
+    """Largest |actual - expected| over the largest |expected|; NaN and Inf must stand where they are expected."""
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than expected"
     assert torch.equal(actual.isinf(), expected.isinf()), "Inf in other places than expected"
@@ -71,5 +68,3 @@ def raised(function, *arguments, **options):
     except Exception as problem:
         return type(problem).__name__, str(problem)
     return None
-
-

@@ -59,4 +59,6 @@ class Compiled:
 
     def count(self, pattern: str) -> int:
         """How many instructions of the PTX match the regular expression."""
-        return sum(bool(re.search(pattern, line)) for line in self.ptx.splitlines() if not line.lstrip().startswith("//"))
+        return sum(
+            bool(re.search(pattern, line)) for line in self.ptx.splitlines() if not line.lstrip().startswith("//")
+        )

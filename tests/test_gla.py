@@ -56,9 +56,7 @@ def gla_case(group, lengths, B, H, K, V, kind, dtype, gate_dtype, steps):
             mine = slice(begin, begin + lengths[comm.rank])
             own = [x[:, mine].to(device).requires_grad_() for x in (q, k, v, g)]
             own.append(initial.to(device).requires_grad_())
-            own_o, own_final = allscan.zeco_gla(
-                *own[:4], comm=comm, initial_state=own[4], output_final_state=True
-            )
+            own_o, own_final = allscan.zeco_gla(*own[:4], comm=comm, initial_state=own[4], output_final_state=True)
             loss = (own_o.float() * do[:, mine].float().to(device)).sum() + (own_final * dfinal.to(device)).sum()
             loss.backward()
             errors = {"o": relative(own_o, o[:, mine])}

@@ -1,0 +1,43 @@
+# make demo      a GLA language model on real text, unsplit and split over ranks; sets everything up
+# make test      the whole CPU suite, and ruff
+# make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
+# make bench     what this machine can hold
+# make venv      the environment alone
+#
+# With CUDA, set PYTHON to the interpreter that has your torch, e.g. make test-gpu PYTHON=python3: no environment is made.
+
+VENV := .venv
+ifdef PYTHON
+  READY :=
+else
+  PYTHON := $(VENV)/bin/python
+  READY := $(VENV)/ready
+endif
+
+.PHONY: venv demo test test-gpu bench clean
+
+venv: $(VENV)/ready
+
+$(VENV)/ready: setup.py
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --upgrade 'setuptools>=64' wheel
+	$(VENV)/bin/python -m pip install -q 'torch==2.13.0' 'triton==3.6.0'
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[test,bench]'
+	touch $@
+
+demo: $(READY)
+	$(PYTHON) examples/train_text.py
+
+test: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pytest
+
+test-gpu: $(READY)
+	$(PYTHON) -m pytest --gpu
+
+bench: $(READY)
+	$(PYTHON) -m bench.scan
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo.png demo.csv

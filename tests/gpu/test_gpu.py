@@ -1,0 +1,320 @@
+"""What only GPUs can show: long runs, ranks far ahead, CUDA graphs, NVSHMEM's own paths. ``make test-gpu``."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
+from test_gla import gates, relative
+from test_scan import scan_case
+
+import allscan
+import allscan.launch
+from allscan.bindings import nvshmem_device as nvshmem
+from allscan.reference import allscan_reference, gla_reference
+from ranks import error, inputs, late
+
+pytestmark = pytest.mark.gpu
+SIZES = [2, 4]
+
+
+def long_case(group, epochs, protocol, depth, late_rank):
+    """Fresh data every epoch, checked every epoch; one rank is late every now and then."""
+    with allscan.Communicator(group) as comm:
+        shape = (4, 16, 32)
+        scan = allscan.AllScan(comm, shape, protocol=protocol, depth=depth)
+        generator = torch.Generator(comm.device).manual_seed(0)  # the same numbers on every rank
+        chance = random.Random(comm.rank)
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        out = torch.empty(shape, device=comm.device)
+        for _ in range(epochs):
+            states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
+            decays = torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+            if comm.rank == late_rank and chance.random() < 0.02:
+                torch.cuda.synchronize()
+                time.sleep(chance.uniform(0, 4e-3))
+            out.fill_(float("nan"))
+            scan.scan(states[comm.rank], decays[comm.rank], out=out)
+            expected = torch.zeros(shape, device=comm.device, dtype=torch.float64)
+            for p in range(comm.rank):
+                expected = decays[p].double()[..., None] * expected + states[p]
+            worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_10000_epochs_with_a_late_rank(run, size):
+    assert max(run(size, long_case, 10_000, "auto", 3, size - 1)) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+def test_protocols_and_depths(run, size, depth, protocol):
+    assert max(run(size, long_case, 300, protocol, depth, depth % size)) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_put_in_both_directions_with_special_values(run, size):
+    for reverse in (False, True):
+        assert max(run(size, scan_case, (3, 5, 7), (3, 5), reverse, 2, "put", True, 6, True, 3)) < 1e-6
+
+
+def ahead_case(group, protocol):
+    """All ranks but the last launch 100 scans at once while the last sleeps: credits must hold them back."""
+    with allscan.Communicator(group) as comm:
+        shape = (8, 32, 64)
+        scan = allscan.AllScan(comm, shape, protocol=protocol)
+        count = 100
+        generator = torch.Generator(comm.device).manual_seed(0)
+        states = torch.randn(count, comm.size, *shape, generator=generator, device=comm.device)
+        outs = torch.full((count, *shape), float("nan"), device=comm.device)
+        comm.barrier()
+        if comm.rank == comm.size - 1:
+            time.sleep(1.0)
+        start = time.monotonic()
+        for i in range(count):
+            scan.scan(states[i, comm.rank], 0.5, out=outs[i])
+        launched = time.monotonic() - start
+        torch.cuda.synchronize()
+        waited = time.monotonic() - start
+        expected = torch.zeros(count, *shape, device=comm.device, dtype=torch.float64)
+        for p in range(comm.rank):
+            expected = 0.5 * expected + states[:, p]
+        return error(outs, expected), launched, waited
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+def test_100_scans_ahead(run, size, protocol):
+    answers = run(size, ahead_case, protocol)
+    assert max(worst for worst, _, _ in answers) < 1e-6
+    assert answers[0][2] > 0.5 > answers[0][1]  # rank 0 launched all at once, and its GPU waited for the sleeper
+
+
+def graph_case(group, replays):
+    with allscan.Communicator(group) as comm:
+        shape = (4, 16, 32)
+        scan = allscan.AllScan(comm, shape)
+        state, decay = torch.zeros(shape, device=comm.device), torch.zeros(shape[:-1], device=comm.device)
+        forward, backward = torch.empty_like(state), torch.empty_like(state)
+
+        def both():
+            scan.scan(state, decay, out=forward)
+            scan.scan(forward, decay, reverse=True, out=backward)
+
+        both()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            both()
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        generator = torch.Generator(comm.device).manual_seed(0)
+        chance = random.Random(comm.rank)
+        for _ in range(replays):
+            states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
+            decays = torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+            state.copy_(states[comm.rank])
+            decay.copy_(decays[comm.rank])
+            if chance.random() < 0.02:
+                time.sleep(2e-3)
+            graph.replay()
+            prevs = allscan_reference(list(states), list(decays))
+            nexts = allscan_reference(prevs, list(decays), reverse=True)
+            for actual, expected in ((forward, prevs[comm.rank]), (backward, nexts[comm.rank])):
+                worst = torch.maximum(worst, (actual - expected).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_1000_graph_replays(run, size):
+    assert max(run(size, graph_case, 1000)) < 1e-4
+
+
+def gla_graph_case(group):
+    """zeco_gla forward and backward in one CUDA graph, replayed on fresh inputs."""
+    with allscan.Communicator(group) as comm:
+        B, T, H, K, V = 1, 128, 2, 64, 64
+        leaves = [torch.zeros(B, T, H, w, device=comm.device, requires_grad=True) for w in (K, K, V, K)]
+        weights = torch.zeros(B, T, H, V, device=comm.device)
+
+        def step():
+            for leaf in leaves:
+                leaf.grad = None
+            o, _ = allscan.zeco_gla(*leaves, comm=comm)
+            (o * weights).sum().backward()
+            return o
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = step()
+        worst = 0.0
+        for i in range(5):
+            generator = torch.Generator().manual_seed(i)
+            whole = [torch.randn(B, T * comm.size, H, w, generator=generator) for w in (K, K, V)]
+            whole += [gates("mild", (B, T * comm.size, H, K), generator)]
+            whole += [torch.randn(B, T * comm.size, H, V, generator=generator)]
+            reference = [x.double().to(comm.device).requires_grad_() for x in whole]
+            expected, _ = gla_reference(*reference[:4])
+            (expected * reference[4]).sum().backward()
+            mine = slice(comm.rank * T, (comm.rank + 1) * T)
+            with torch.no_grad():
+                for leaf, x in zip((*leaves, weights), whole):
+                    leaf.copy_(x[:, mine])
+            late(i, comm.rank, 5)
+            graph.replay()
+            worst = max(worst, relative(o, expected[:, mine]))
+            for leaf, x in zip(leaves, reference):
+                worst = max(worst, relative(leaf.grad, x.grad[:, mine]))
+        return worst
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_zeco_gla_in_a_graph(run, size):
+    assert max(run(size, gla_graph_case)) < 1e-5
+
+
+@nvshmem.jit
+def effects_kernel(p_words, p_data, p_out, peer):
+    """Every function and constant by its effect. p_words: int64 [8], p_data: float32 [4, 128], both symmetric."""
+    i = tl.arange(0, 128)
+    tl.store(p_out, nvshmem.my_pe())
+    tl.store(p_out + 1, nvshmem.n_pes())
+    tl.store(p_out + 2, nvshmem.remote_ptr(p_words, peer))
+    tl.store(p_data + i, (i + 1000 * nvshmem.my_pe()).to(tl.float32))  # what I give
+    tl.debug_barrier()
+    nvshmem.barrier_all_block()
+    # word 0: set to 5 over 77; word 1: 77 + 5
+    nvshmem.putmem_signal_block(p_data + 128, p_data, 512, p_words, 5, nvshmem.SIGNAL_SET, peer)
+    nvshmem.putmem_signal_nbi_block(p_data + 256, p_data, 512, p_words + 1, 5, nvshmem.SIGNAL_ADD, peer)
+    tl.store(p_out + 3, nvshmem.signal_wait_until(p_words, nvshmem.CMP_EQ, 5).to(tl.int64))
+    tl.store(p_out + 4, nvshmem.signal_wait_until(p_words + 1, nvshmem.CMP_GE, 82).to(tl.int64))
+    tl.store(p_out + 5, nvshmem.signal_wait_until(p_words, nvshmem.CMP_NE, 77).to(tl.int64))
+    tl.store(p_out + 6, nvshmem.signal_wait_until(p_words, nvshmem.CMP_LT, 6).to(tl.int64))
+    tl.store(p_out + 7, nvshmem.signal_wait_until(p_words, nvshmem.CMP_LE, 5).to(tl.int64))
+    tl.store(p_out + 8, nvshmem.signal_wait_until(p_words + 1, nvshmem.CMP_GT, 81).to(tl.int64))
+    nvshmem.quiet()
+    nvshmem.barrier_all_block()
+    nvshmem.getmem_block(p_data + 384, p_data, 512, peer)
+    tl.debug_barrier()
+    nvshmem.putmem_block(p_words + 3, p_out, 8, peer)  # my number, as a plain put
+    nvshmem.putmem_nbi_block(p_words + 4, p_out, 8, peer)
+    nvshmem.getmem_nbi_block(p_words + 5, p_words + 6, 8, peer)
+    nvshmem.fence()
+    nvshmem.signal_op(p_words + 2, 9, nvshmem.SIGNAL_SET, peer)
+    nvshmem.quiet()
+    tl.store(p_out + 9, nvshmem.signal_wait_until(p_words + 2, nvshmem.CMP_GE, 9).to(tl.int64))
+    nvshmem.sync_all_block()
+
+
+def effects_case(group):
+    """Over all PEs of the job; the memory is a piece of the arena."""
+    from allscan import communicator
+
+    heap = communicator._heap
+    comm = allscan.Communicator(group)
+    offset = comm.alloc(8192)
+    assert len(set(comm.exchange(offset, "test"))) == 1, "the test wants equal offsets"
+    me, peer = heap.pes[comm.rank], heap.pes[(comm.rank + 1) % comm.size]
+    before = heap.pes[(comm.rank - 1) % comm.size]
+    words = heap.local(me, offset, 8, torch.int64)
+    data = heap.local(me, offset + 4096, 512, torch.float32)
+    words.copy_(torch.tensor([77, 77, 0, -1, -1, -1, 60 + me, 0]))
+    data.fill_(float("nan"))
+    out = torch.full((16,), -1, dtype=torch.int64, device=comm.device)
+    comm.barrier()
+    effects_kernel[(1,)](words, data, out, peer, num_warps=4)
+    comm.barrier()
+    got = out.tolist()
+    assert got[:2] == [me, comm.size] and got[2] != 0
+    assert got[3:10] == [5, 82, 5, 5, 5, 82, 9], got
+    index = torch.arange(128, device=comm.device)
+    for row, pe in enumerate((me, before, before, peer)):
+        assert torch.equal(data[row * 128 : row * 128 + 128], (index + 1000 * pe).float()), (row, pe)
+    assert words.tolist()[:6] == [5, 82, 9, before, before, 60 + peer]
+    comm.close()
+    return True
+
+
+def test_nvshmem_functions_and_constants_by_effect(run, pool):
+    assert all(run(len(pool.processes), effects_case))
+
+
+def quick_case():
+    with allscan.Communicator() as comm:
+        states, decays = inputs(comm, (2, 8, 16), (2, 8), 1)
+        expected = allscan_reference(states, decays)[comm.rank]
+        mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+        return error(allscan.allscan(mine, decay, comm=comm), expected)
+
+
+def shared_case():
+    """Somebody else has initialised NVSHMEM: it is shared, and still there after finalize()."""
+    import numpy as np
+    import nvshmem.core
+    from cuda.core import Device
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = Device(torch.cuda.current_device())
+    device.set_current()
+    uid = nvshmem.core.get_unique_id(empty=rank != 0)
+    answer = [uid._data.view(np.int8).copy()]
+    dist.broadcast_object_list(answer, src=0)
+    uid._data.view(np.int8)[...] = answer[0]
+    nvshmem.core.init(device=device, uid=uid, rank=rank, nranks=size, initializer_method="uid")
+    worst = quick_case()
+    allscan.finalize()
+    tensor = nvshmem.core.tensor((16,), dtype=torch.float32)
+    tensor.fill_(1.0)
+    nvshmem.core.free_tensor(tensor)
+    nvshmem.core.finalize()
+    return worst
+
+
+def finalize_case():
+    first = quick_case()
+    allscan.finalize()
+    return first
+
+
+def test_gloo_as_default_back_end_and_finalize():
+    with allscan.launch.Ranks(2, "cuda", "gloo") as ranks:
+        assert max(ranks.run(finalize_case)) < 1e-6
+
+
+def test_nvshmem_of_somebody_else_is_shared(fresh):
+    assert max(fresh(2).run(shared_case)) < 1e-6
+
+
+def test_streams_are_joined(run):
+    assert max(run(2, streams_case)) < 1e-6
+
+
+def streams_case(group):
+    """Calls on changing streams are ordered one behind the other."""
+    with allscan.Communicator(group) as comm:
+        scan = allscan.AllScan(comm, (4, 16, 32))
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        worst = 0.0
+        for epoch in range(60):
+            states, decays = inputs(comm, scan.shape, (4, 16), epoch)
+            expected = allscan_reference(states, decays)[comm.rank]
+            stream = streams[epoch % 3]
+            with torch.cuda.stream(stream):
+                out = scan.scan(states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device))
+            stream.synchronize()
+            worst = max(worst, error(out, expected))
+        return worst
