@@ -40,13 +40,14 @@ def _exchange(ranks: tuple[int, ...], value, what: str) -> list:
     """Every rank's ``value``, in the order of ``ranks`` (global ranks). Through torch.distributed's store.
 
     No GPU, no stream and no collective of a back end is involved, and the wait is bounded. The first rank gathers, the
-    others read one answer: O(size) requests.
+    others read one answer: O(size) requests. Everybody who is here has read the previous answer, so that is removed.
     """
     if len(ranks) == 1:
         return [value]
     store = dist.distributed_c10d._get_default_store()
     number = _exchanges[ranks] = _exchanges.get(ranks, 0) + 1
-    prefix = f"allscan/{'-'.join(map(str, ranks))}/{number}/"
+    group = "-".join(map(str, ranks))
+    prefix = f"allscan/{group}/{number}/"
     me, limit = dist.get_rank(), timedelta(seconds=EXCHANGE_TIMEOUT_S)
     try:
         store.set(f"{prefix}{me}", pickle.dumps(value))
@@ -57,6 +58,9 @@ def _exchange(ranks: tuple[int, ...], value, what: str) -> list:
                 store.wait([f"{prefix}{rank}"], limit)
                 values.append(pickle.loads(store.get(f"{prefix}{rank}")))
             store.set(prefix + "all", pickle.dumps(values))
+            if number > 1:
+                for key in (*ranks, "all"):
+                    store.delete_key(f"allscan/{group}/{number - 1}/{key}")
         missing = ranks[0]
         store.wait([prefix + "all"], limit + timedelta(seconds=5))
         return pickle.loads(store.get(prefix + "all"))
@@ -133,6 +137,9 @@ class Communicator:
     transport: "auto", "nvshmem" or "shm"; see :func:`init`.
     timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken.
 
+    Attributes: rank, size, group, device, transport; mapped (whether all neighbours reach each other by loads and
+    stores); broken (whether a wait has timed out).
+
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** Nothing
     synchronises the host after construction.
@@ -169,8 +176,11 @@ class Communicator:
         self.scans = {}  # what allscan() and zeco_gla() have made, by shape
         self._last_stream = None
         self._closed = False
-        if any(other != self.transport for other in self.exchange(self.transport, "Communicator")):
+        near = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
+        answers = self.exchange((self.transport, all(self.maps(rank) for rank in near)), "Communicator")
+        if any(transport != self.transport for transport, _ in answers):
             raise ValueError("the ranks of the group use different transports")
+        self.mapped = all(mapped for _, mapped in answers)  # every rank reaches its neighbours by loads and stores
 
     def exchange(self, value, what: str) -> list:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group."""
@@ -242,6 +252,11 @@ class Communicator:
     def heap_and_pe(self, rank: int):
         """The symmetric heap, and what its transport calls ``rank`` of this group."""
         return _heap, _heap.pes[self._ranks[rank]]
+
+    def maps(self, rank: int) -> bool:
+        """Whether this rank reaches ``rank``'s memory by loads and stores."""
+        heap, pe = self.heap_and_pe(rank)
+        return heap.is_mapped(pe)
 
     def begin(self) -> None:
         """Before every launch: raise if broken or closed; order the launch behind those made on another stream."""

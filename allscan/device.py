@@ -14,6 +14,9 @@
 ``send``      send the tile to the next rank; put any combine you like between the two
 ``wait_signal``, ``set_signal``   the signals underneath, for words of your own in mapped memory
 
+``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
+``my_kernel[grid](...)`` does as well.
+
 The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, ``recv`` before ``send``;
 launches on one channel follow one another on a stream; a block does nothing between ``recv`` and ``send`` that waits
 for another block. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the

@@ -31,7 +31,6 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         # A child imports this package, and with it the kernels, before it runs any code of ours.
         changed = {"TRITON_INTERPRET": "1" if self.device == "cpu" else "0", "GLOO_SOCKET_IFNAME": "lo"}
-        changed |= {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo", "NVSHMEM_REMOTE_TRANSPORT": "none"}
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:

@@ -13,15 +13,16 @@ from .shmem_kernels.channel import PUT, Channel
 from .shmem_kernels.scan import scan_kernel
 from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
-# Words of a tile. On GPUs one 16-byte access for each thread of one warp was the fastest of 128 to 4096 words at
-# 0.25, 2 and 8 MiB on 4 H200s; the interpreter pays by the program.
-TILE_WORDS = {"cuda": 128, "cpu": 8192}
-MAX_PROGRAMS = 2048  # of the scan kernel; each takes several tiles of a large state
+# (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp, the
+# fastest of 128 to 4096 words at 0.25, 2 and 8 MiB on 4 H200s. With signals a tile is known only when its stores have
+# been acknowledged, behind those of every other tile that is under way. The interpreter pays by the program.
+SENTINEL_SHAPE = (128, 2048)
+SIGNAL_SHAPE = (1024, 256)
+CPU_SHAPE = (8192, 2048)
 
 
-def default_tile(K: int, V: int, device_type: str) -> tuple[int, int]:
-    """(BK, BV), powers of two: whole rows of V where they fit, since those are contiguous."""
-    words = TILE_WORDS[device_type]
+def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
+    """(BK, BV), powers of two of at most ``words``: whole rows of V where they fit, since those are contiguous."""
     BV = min(_next_power_of_2(V), words)
     return min(_next_power_of_2(K), max(1, words // BV)), BV
 
@@ -61,7 +62,11 @@ class AllScan:
         if protocol != "auto" and protocol not in PROTOCOLS:
             raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
         *lead, self.K, self.V = self.shape
-        self.tile = tuple(tile) if tile is not None else default_tile(self.K, self.V, comm.device.type)
+        direct = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
+        words, self._programs = SENTINEL_SHAPE if direct else SIGNAL_SHAPE
+        if comm.device.type == "cpu":
+            words, self._programs = CPU_SHAPE
+        self.tile = tuple(tile) if tile is not None else default_tile(self.K, self.V, words)
         if any(n != _next_power_of_2(n) for n in self.tile):
             raise ValueError(f"tile must be two powers of two, got {self.tile}")
         self.num_tiles = math.prod(lead) * -(-self.K // self.tile[0]) * -(-self.V // self.tile[1])
@@ -114,9 +119,10 @@ class AllScan:
             if not out.is_contiguous():
                 raise ValueError("out must be contiguous")
         self.launch(
-            scan_kernel, (min(self.num_tiles, MAX_PROGRAMS),), state, state if decay is None else decay,
+            scan_kernel, (min(self.num_tiles, self._programs),), state, state if decay is None else decay,
             state if initial_state is None else initial_state, out, self.channel(reverse), *strides,
-            K=self.K, V=self.V, HAS_DECAY=decay is not None, HAS_INITIAL=initial_state is not None, num_warps=1,
+            K=self.K, V=self.V, HAS_DECAY=decay is not None, HAS_INITIAL=initial_state is not None,
+            num_warps=max(1, min(8, math.prod(self.tile) // 512)),
         )  # fmt: skip
         return out
 

@@ -45,9 +45,7 @@ def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], dep
         lonely = Channel(values, values, values, words, words, words, words, words, words, **constants)
         return lonely, lonely
 
-    heap, _ = comm.heap_and_pe(comm.rank)
-    maps = {rank: heap.is_mapped(comm.heap_and_pe(rank)[1]) for rank in (comm.rank - 1, comm.rank + 1)
-            if 0 <= rank < comm.size}  # fmt: skip
+    maps = {rank: comm.maps(rank) for rank in (comm.rank - 1, comm.rank + 1) if 0 <= rank < comm.size}
     put = protocol == "put" or not all(maps.values())
     try:
         offsets, error = [comm.alloc(workspace_bytes(num_tiles, tile, depth, put)) for _ in range(2)], None

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import triton
@@ -159,14 +160,7 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     nvshmem = load()
 
     def barrier():
-        nvshmem.sync_all_on_stream(torch.cuda.current_stream().cuda_stream)
-
-    whole_job = ranks == dist.get_world_size()
-    if not whole_job:
-        flag = torch.zeros(1, device=comm.device)
-
-        def barrier():  # noqa: F811
-            dist.all_reduce(flag, group=group)
+        nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
 
     def measure(*calls):
         return replay_us(calls * REPEATS, REPLAYS) / REPEATS
@@ -197,12 +191,21 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     return rows
 
 
-_groups = {}
+_groups, _teams = {}, {}
 
 
 def _group(ranks):
+    """The process group of the first ranks, and NVSHMEM's team of them for barriers. Collective over the job."""
     if ranks not in _groups:
-        _groups[ranks] = dist.group.WORLD if ranks == dist.get_world_size() else dist.new_group(list(range(ranks)))
+        allscan.init()
+        _groups[ranks] = dist.new_group(list(range(ranks)))
+        if torch.cuda.is_available():
+            from allscan.bindings.nvshmem_host import load
+
+            team = np.full(1, -1, dtype=np.int32)
+            nvshmem = load()
+            nvshmem.team_split_strided(nvshmem.Team_id.TEAM_WORLD, 0, 1, ranks, 0, 0, team.ctypes.data)
+            _teams[ranks] = int(team[0])
     return _groups[ranks]
 
 

@@ -83,8 +83,8 @@ class NvshmemHeap:
     """One symmetric block a process, taken once from NVSHMEM's heap; ``pe`` is NVSHMEM's number of a process.
 
     Collective over the job, like NVSHMEM's own initialisation. ``exchange(object) -> list`` gathers an object from
-    every process of the job in rank order; ``ranks`` are in the order of NVSHMEM's processing elements only where this
-    class initialised it, so rank -> pe goes through the table :attr:`pes`.
+    every process of the job in rank order. Ranks are numbered like NVSHMEM's processing elements only where this class
+    initialised it, so rank -> pe goes through the table ``pes``.
     """
 
     transport = "nvshmem"
@@ -93,10 +93,14 @@ class NvshmemHeap:
         self._bindings = load()
         self.heap = Heap(heap_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())
-        sizes = exchange(self.heap.size)
+        nodes, sizes = zip(*exchange((os.uname().nodename, self.heap.size)), strict=True)
         if len(set(sizes)) > 1:
-            raise ValueError(f"heap_bytes must be the same on every rank, got {sizes}")
-        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(max(1 << 30, 2 * self.heap.size)))
+            raise ValueError(f"heap_bytes must be the same on every rank, got {list(sizes)}")
+        defaults = {"NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, 2 * self.heap.size)), "NVSHMEM_DISABLE_NVLS": "1"}
+        if len(set(nodes)) == 1:  # one host needs no network
+            defaults |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+        for name, value in defaults.items():
+            os.environ.setdefault(name, value)
         self._owner = initialize(rank, size, exchange)
         self.pes = exchange(self._bindings.my_pe())
         self._base = self._bindings.malloc(self.heap.size)

@@ -22,7 +22,6 @@ class SharedMemoryHeap:
     """
 
     transport = "shm"
-    mapped = True  # every peer is reachable by plain loads and stores
 
     def __init__(self, exchange, nbytes: int | None = None):
         self.device = torch.device("cpu")

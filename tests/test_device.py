@@ -65,7 +65,7 @@ def test_dense_combine_between_recv_and_send(run, size, protocol):
 
 
 def torchrun(script: str, ranks: int, on_gpu: bool) -> str:
-    environment = dict(os.environ, PYTHONPATH=ROOT)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]))
     if not on_gpu:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]

@@ -49,10 +49,12 @@ def test_layers_know_only_what_is_below_them(layer):
 
 def test_import_is_quick_and_needs_no_gpu():
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    subprocess.run([sys.executable, "-c", "import allscan"], env=environment, check=True)  # warms the file cache
+    code = "import time, torch; start = time.perf_counter(); import allscan; print(time.perf_counter() - start)"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # warms the file cache
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import allscan"], env=environment, check=True)
-    assert time.perf_counter() - start < 3
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    whole, own = time.perf_counter() - start, float(done.stdout)
+    assert own < 1 and (whole < 3 or whole - own > 2), (whole, own)  # some machines need over 2 s for torch alone
 
 
 @pytest.mark.cpu
