@@ -27,12 +27,15 @@ class AllScanTimeout(RuntimeError):
     """
 
     def __init__(self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float):
+        super().__init__(rank, neighbour, tile, expected, seen, timeout)
         self.rank, self.neighbour, self.tile = rank, neighbour, tile
-        self.expected, self.seen = expected, seen
-        super().__init__(
-            f"rank {rank} waited {timeout:g} s for rank {neighbour}, tile {tile}: expected epoch {expected}, "
-            f"saw {seen}. Rank {neighbour} is late, has ended, or does not make the same calls in the same order. "
-            "This communicator is broken: close it and make a new one."
+        self.expected, self.seen, self.timeout = expected, seen, timeout
+
+    def __str__(self):
+        return (
+            f"rank {self.rank} waited {self.timeout:g} s for rank {self.neighbour}, tile {self.tile}: expected epoch "
+            f"{self.expected}, saw {self.seen}. Rank {self.neighbour} is late, has ended, or does not make the same "
+            "calls in the same order. This communicator is broken: close it and make a new one."
         )
 
 

@@ -88,9 +88,11 @@ class AllScan:
     def launch(self, kernel, grid, *args, **options):
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
-        Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it.
+        Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. num_warps
+        is by default what the tile fills with 16 bytes a thread, at most 4.
         """
         self.comm.begin()
+        options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         if any(PUT in (channel.SEND, channel.RECV) for channel in self._channels):
             kernel = _linked(kernel)
         kernel[grid](*args, **options)

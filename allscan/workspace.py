@@ -21,6 +21,7 @@ def _layout(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> tup
         ("outbox", slots if put else 0, torch.float32),
         ("arrived", num_tiles, torch.int64),
         ("epoch", num_tiles, torch.int64),
+        ("clock", num_tiles, torch.int64),
         ("freed", 2, torch.int64),
     ):
         parts[name] = (offset, numel, dtype)
@@ -42,7 +43,7 @@ def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], dep
         constants = _constants(num_tiles, tile, depth, NONE.value, NONE.value)
         words = torch.zeros(num_tiles, dtype=torch.int64, device=comm.device)
         values = torch.zeros(1, dtype=torch.float32, device=comm.device)
-        lonely = Channel(values, values, values, words, words, words, words, words, words, **constants)
+        lonely = Channel(*[values] * 3, *[words] * 7, **constants)
         return lonely, lonely
 
     maps = {rank: comm.maps(rank) for rank in (comm.rank - 1, comm.rank + 1) if 0 <= rank < comm.size}
@@ -120,6 +121,7 @@ def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Chan
         freed=mine("freed"),
         prev_freed=theirs(prev, recv, "freed"),
         epoch=mine("epoch"),
+        clock=mine("clock"),
         info=info.to(comm.device),
         **_constants(num_tiles, tile, depth, recv, send),
     )

@@ -226,6 +226,16 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
+def _slowest(rows) -> dict:
+    """One row from those of all ranks: the times of the slowest rank, and how far the fastest is from it."""
+    row = dict(max(rows, key=lambda r: r["p50_us"]))
+    row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in rows)
+    for name in ("copy_us", "free_running_us", "max_error"):
+        row[name] = max(r.get(name, 0.0) for r in rows)
+    row["times_copy"] = row["p50_us"] / row["copy_us"]
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
@@ -248,32 +258,25 @@ def main() -> int:
         gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
         commit=_commit(),
     )  # fmt: skip
-    table = []
-    with Ranks(max(counts), "cuda") as ranks:
+    os.makedirs(os.path.dirname(os.path.abspath(arguments.csv)), exist_ok=True)
+    with open(arguments.csv, "w", newline="") as file, Ranks(max(counts), "cuda") as ranks:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
         for count in counts:
             for mib in arguments.mib:
                 tiles = [(words, depth) for words in arguments.tiles for depth in (2, 3)]
                 results = ranks.run(point, count, int(mib * (1 << 20)), arguments.methods, tiles)[:count]
                 for same in zip(*results):
-                    row = dict(max(same, key=lambda r: r["p50_us"]))
-                    row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in same)
-                    row["copy_us"] = max(r["copy_us"] for r in same)
-                    row["free_running_us"] = max(r["free_running_us"] for r in same)
-                    row["max_error"] = max(r.get("max_error", 0.0) for r in same)
-                    row["times_copy"] = row["p50_us"] / row["copy_us"]
-                    table.append(row | names)
+                    row = _slowest(same) | names
+                    formatted = {c: f"{row[c]:.4g}" if isinstance(row[c], float) else row[c] for c in COLUMNS}
+                    writer.writerow(formatted)
                     print(
                         f"P={count} {mib:6g} MiB  {row['method']:24} {row['p50_us']:8.2f} us "
                         f"({row['times_copy']:5.2f} x copy)  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  "
                         f"free running {row['free_running_us']:8.2f} us",
                         flush=True,
                     )
-    os.makedirs(os.path.dirname(os.path.abspath(arguments.csv)), exist_ok=True)
-    with open(arguments.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for row in table:
-            writer.writerow({c: f"{row[c]:.4g}" if isinstance(row.get(c), float) else row.get(c, "") for c in COLUMNS})
+                file.flush()
     print(f"wrote {arguments.csv}")
     return 0
 

@@ -32,6 +32,10 @@ Order waits by (epoch, place of the rank): (b) leads to the same epoch and a sma
 launch of the same epoch, where every tile gives the credit before it waits for anything. Blocks need not be
 co-resident, except that a rank's waiting blocks must not keep *another rank's* blocks off a GPU: one rank a GPU.
 
+**One opinion a block.** Triton takes a scalar to be the same in all threads, but warps that load a changing word, or
+read a clock, may see different values and then take different branches around a barrier. So one thread looks, by an
+atomic whose result the block shares; a tile's own words are looked at by all threads and reduced over the block.
+
 **Faults.** Every wait ends after ``timeout`` by the clock. The first one that does records who waited for whom in
 memory that the host can read; ``recv`` then returns NaN, the tile's epoch becomes ``BROKEN``, nothing is sent on, and
 later waits of the communicator give up at once.
@@ -94,6 +98,7 @@ class Channel(NamedTuple):
     freed: object  # [2], mine, written by next: every tile up to this epoch was consumed; a spare word
     prev_freed: object  # prev's freed
     epoch: object  # [num_tiles], mine: the last epoch that each tile has completed here
+    clock: object  # [num_tiles], mine: where a waiting tile shares its clock among its threads
     info: object  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
     num_tiles: tl.constexpr
     BK: tl.constexpr  # rows of a tile
@@ -125,12 +130,32 @@ def clock_ns(_semantic=None):
     )
 
 
+@_builtin
+def num_warps(_semantic=None):
+    """Warps of a program, at compile time; 1 in the interpreter."""
+    return core.constexpr(1 if _semantic is None else _semantic.builder.options.num_warps)
+
+
+@triton.jit
+def _look(p_word):
+    """What one thread sees at ``p_word``, for all threads of the block."""
+    return tl.atomic_add(p_word, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _now(channel, tile):
+    """The clock of one thread, for all threads of the block."""
+    tl.store(channel.clock + tile, clock_ns())
+    tl.debug_barrier()
+    return _look(channel.clock + tile)
+
+
 @triton.jit
 def _gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
     """Whether a wait that began at ``started`` is to end: its time is over, or another wait's was."""
     p_fault = tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))
-    fault = tl.load(p_fault, volatile=True) != 0
-    if clock_ns() - started > tl.load(channel.info + INFO_TIMEOUT_NS):
+    fault = _look(p_fault) != 0
+    if _now(channel, tile) - started > tl.load(channel.info + INFO_TIMEOUT_NS):
         if tl.atomic_xchg(p_fault, 1, sem="relaxed", scope="sys") == 0:  # the first one writes the record
             p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
             tl.store(p_record + RECORD_RANK, tl.load(channel.info + INFO_RANK))
@@ -151,7 +176,7 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
     # acquire: what the writer stored before it set the word, for the loads and stores below
     seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")
     if seen < value:
-        started = clock_ns()
+        started = _now(channel, tile)
         waiting = seen < value
         polls = 0
         while waiting:
@@ -218,8 +243,7 @@ def _recv(channel, tile, b_first):
     ok = epoch > 0  # not BROKEN
     if channel.SEND != NONE:
         # a first look without acquire, at once with the epoch: the stores it allows depend on what it finds
-        freed = tl.load(channel.freed, volatile=True)
-        if ok & (freed < epoch - channel.DEPTH):
+        if ok & (_look(channel.freed) < epoch - channel.DEPTH):
             ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
     b_prev = b_first
     if channel.RECV == SENTINEL:
@@ -235,11 +259,16 @@ def _recv(channel, tile, b_first):
 
 @triton.jit
 def _recv_sentinel(channel, tile, epoch, ok):
+    # so that no two warps hold the same words, and the reduction below is over the whole block
+    tl.static_assert(
+        (num_warps() == 1) | (channel.BK * channel.BV >= 32 * num_warps()),
+        "a tile needs at least one word for each thread: launch with fewer warps or choose larger tiles",
+    )
     p_words = (channel.inbox + _slot(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
     b_words = tl.load(p_words, volatile=True)  # [BK, BV]
     missing = tl.max((b_words == SENTINEL_BITS).to(tl.int32))
     if ok & (missing > 0):
-        started = clock_ns()
+        started = _now(channel, tile)
         polls = 0
         while ok & (missing > 0):
             b_words = tl.load(p_words, volatile=True)
@@ -285,6 +314,7 @@ def _send(channel, tile, b_value, epoch, ok):
             p_slot = channel.inbox + _slot(channel, tile, epoch)
             b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
             tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)
+        tl.debug_barrier()  # every thread has read the epoch before it moves on
         tl.store(channel.epoch + tile, epoch)
 
 

@@ -46,6 +46,7 @@ def test_scan_signals(recv, send, acquires, releases):
     assert compiled.registers <= 64  # 32 programs of one warp fit a multiprocessor
     assert compiled.count(r"ld\.global\.sys\.acquire|\.acquire\.sys") == acquires
     assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == releases
+    assert compiled.count(r"ld\.volatile\.global\.b64") == 0  # no thread looks at a changing word by itself
     # the words of a tile are read past the first-level cache, 16 bytes a thread
     assert (compiled.count(r"ld\.volatile\.global\.v4\.b32") > 0) == (recv != NONE)
     if recv == NONE and send == NONE:

@@ -65,6 +65,33 @@ def test_put_in_both_directions_with_special_values(run, size):
         assert max(run(size, scan_case, (3, 5, 7), (3, 5), reverse, 2, "put", True, 6, True, 3)) < 1e-6
 
 
+def full_size_case(group, protocol, depth):
+    """2 MiB states, several warps a tile and tiles a program, without barriers: credits are really waited for."""
+    with allscan.Communicator(group) as comm:
+        scan = allscan.AllScan(comm, (32, 128, 128), protocol=protocol, depth=depth)
+        generator = torch.Generator(comm.device).manual_seed(0)
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        for _ in range(20):
+            states = torch.randn(comm.size, *scan.shape, generator=generator, device=comm.device)
+            decays = torch.rand(comm.size, *scan.shape[:-1], generator=generator, device=comm.device)
+            outs = [torch.full(scan.shape, float("nan"), device=comm.device) for _ in range(20)]
+            for i, out in enumerate(outs):
+                scan.scan(states[comm.rank], decays[comm.rank], reverse=bool(i % 2), out=out)
+            for reverse in (False, True):
+                expected = allscan_reference(list(states), list(decays), reverse=reverse)[comm.rank]
+                for out in outs[reverse::2]:
+                    worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_full_size_free_running(run, size, protocol, depth):
+    assert max(run(size, full_size_case, protocol, depth)) < 1e-4
+
+
 def ahead_case(group, protocol):
     """All ranks but the last launch 100 scans at once while the last sleeps: credits must hold them back."""
     with allscan.Communicator(group) as comm:
