@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 import allscan
-from allscan.doctor import replay_us
+from allscan.doctor import replay_us, source_hash
 from allscan.launch import Ranks
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.scan import copy_kernel
@@ -35,7 +35,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REPEATS, REPLAYS = 20, 60
 COLUMNS = (
     "method", "ranks", "bytes", "p20_us", "p50_us", "p80_us", "skew_us", "free_running_us", "copy_us", "times_copy",
-    "max_error", "gpu", "torch", "triton", "commit",
+    "max_error", "gpu", "torch", "triton", "commit", "sources",
 )  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def main() -> int:
     os.environ.setdefault("ALLSCAN_HEAP", "2G")
     names = dict(
         gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        commit=_commit(),
+        commit=_commit(), sources=source_hash()[:12],
     )  # fmt: skip
     os.makedirs(os.path.dirname(os.path.abspath(arguments.csv)), exist_ok=True)
     with open(arguments.csv, "w", newline="") as file, Ranks(max(counts), "cuda") as ranks:
