@@ -172,7 +172,10 @@ def _gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
 
 @triton.jit
 def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
-    """Wait until the int64 at ``p_word`` is at least ``value``; True if it is, False if the wait timed out."""
+    """Wait until the int64 at ``p_word`` is at least ``value``; True if it is, False if the wait timed out.
+
+    NEIGHBOUR (INFO_PREV or INFO_NEXT) and ``tile`` say in the record of a time-out who was waited for, and for what.
+    """
     # acquire: what the writer stored before it set the word, for the loads and stores below
     seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")
     if seen < value:

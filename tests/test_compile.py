@@ -58,6 +58,18 @@ def test_scan_tiles_do_not_spill(tile):
     assert compile_scan(SENTINEL, SENTINEL, tile).spilled_bytes == 0
 
 
+def test_a_tile_too_small_for_its_warps_is_refused():
+    channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
+    arguments = types("p_state p_decay p_initial p_out", "*fp32") | types("stride_g stride_k", "i32")
+    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": True, "HAS_INITIAL": False}
+    with pytest.raises(triton.compiler.errors.CompilationError) as caught:
+        Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=4)
+    problem, messages = caught.value, ""
+    while problem is not None:
+        messages, problem = messages + str(problem), problem.__cause__
+    assert "at least one word for each thread" in messages
+
+
 def test_scan_over_nvshmem_links_the_device_library():
     compiled = compile_scan(PUT, PUT)
     assert compiled.spilled_bytes == 0

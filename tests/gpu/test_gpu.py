@@ -327,6 +327,33 @@ def test_nvshmem_of_somebody_else_is_shared(fresh):
     assert max(fresh(2).run(shared_case)) < 1e-6
 
 
+def mixed_case(group):
+    """A chain as over two nodes: ranks 1 and 2 do not map each other, so that one link is NVSHMEM's."""
+    comm = allscan.Communicator(group)
+    comm.maps = lambda rank: {rank, comm.rank} != {1, 2}
+    scan = allscan.AllScan(comm, (4, 16, 32))
+    kinds = [scan.channel().RECV.value, scan.channel().SEND.value]
+    worst = 0.0
+    for epoch in range(40):
+        for reverse in (False, True):
+            states, decays = inputs(comm, scan.shape, (4, 16), epoch)
+            expected = allscan_reference(states, decays, reverse=reverse)[comm.rank]
+            late(epoch, comm.rank, 3)
+            mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+            worst = max(worst, error(scan.scan(mine, decay, reverse=reverse), expected))
+    comm.close()
+    return worst, kinds
+
+
+def test_a_chain_of_both_kinds_of_links(run, pool):
+    if len(pool.processes) < 4:
+        pytest.skip("needs 4 GPUs")
+    answers = run(4, mixed_case)
+    none, sentinel, put = -1, 0, 2
+    assert [kinds for _, kinds in answers] == [[none, sentinel], [sentinel, put], [put, sentinel], [sentinel, none]]
+    assert max(worst for worst, _ in answers) < 1e-6
+
+
 def test_streams_are_joined(run):
     assert max(run(2, streams_case)) < 1e-6
 
