@@ -20,7 +20,7 @@ setup(
         "cuda12": ["nvshmem4py-cu12>=0.3,<0.5", f"nvidia-nvshmem-cu12{NVSHMEM}", "cupy-cuda12x>=13.6"],
         "bench": ["matplotlib"],
         # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that
-        # PyTorch 2.11 brings along, because the tests count registers and stack (3.6 needs 128 bytes of stack for a put)
+        # PyTorch 2.11 brings along, because the tests count registers and stack (3.6: 128 bytes of stack)
         "test": ["pytest", "matplotlib", "ruff", "nvidia-nvshmem-cu13==3.4.5"],
     },
     entry_points={"console_scripts": ["allscan=allscan.doctor:main"]},
