@@ -176,8 +176,12 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         if row["method"] == "peer copy":
             times, free = copy, torch.zeros(1)
         else:
-            times = measure(barrier, made[row["method"]]) - base
-            free = measure(made[row["method"]])
+            try:
+                times = measure(barrier, made[row["method"]]) - base
+                free = measure(made[row["method"]])
+                comm.check()
+            except allscan.AllScanTimeout as timeout:
+                raise RuntimeError(f"{row['method']}, {nbytes} bytes, {ranks} ranks: {timeout}") from timeout
         p20, p50, p80 = times.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=times.dtype)).tolist()
         row |= {
             "p20_us": p20,
