@@ -13,10 +13,10 @@ from .shmem_kernels.channel import PUT, Channel
 from .shmem_kernels.scan import scan_kernel
 from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
-# (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp, within the
-# noise the fastest of 128, 256, 512 and 1024 words at 0.25, 2 and 8 MiB on 4 H200s. With signals a tile is known only
-# when its stores have been acknowledged, behind those of every other tile that is under way: 2 MiB took 25.0 us with 256
-# programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
+# (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp, within
+# the noise the fastest of 128, 256, 512 and 1024 words at 0.25, 2 and 8 MiB on 4 H200s. With signals a tile is known
+# only when its stores have been acknowledged, behind those of every other tile that is under way: 2 MiB took 25.0 us
+# with 256 programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
 SENTINEL_SHAPE = (128, 2048)
 SIGNAL_SHAPE = (1024, 256)
 CPU_SHAPE = (8192, 2048)
