@@ -167,6 +167,6 @@ class _ZecoGla(torch.autograd.Function):
         grad_kernel[(shape.N, shape.BH)](
             q, k, v, g, do, a, states, dstates, dq_intra, dk_intra, dq, dk, dv, dg, shape.T, shape.N, shape.scale,
             **shape.widths, **blocks, **shape.precision, num_stages=1,
-            num_warps=8 if shape.BK >= 64 else 4,  # Triton 3.6 gives small blocks on 8 warps a wrong shared address
+            num_warps=8 if shape.BK >= 64 else 4,  # Triton 3.6, K = 16, float32, 8 warps: shared address out of range
         )  # fmt: skip
         return dq, dk, dv, dg, dinitial if ctx.needs_input_grad[4] else None, None, None
