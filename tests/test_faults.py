@@ -69,9 +69,9 @@ def test_a_rank_that_never_calls(fresh, request):
         assert closing < 1
 
 
-def poisoned_case(absent):
+def poisoned_case(absent, protocol):
     comm = allscan.Communicator(timeout=1.0)
-    scan = allscan.AllScan(comm, (1, 4, 8))
+    scan = allscan.AllScan(comm, (1, 4, 8), protocol=protocol)
     if comm.rank == absent:
         time.sleep(3)
         return None
@@ -85,8 +85,9 @@ def poisoned_case(absent):
     return bool(out.isnan().all())
 
 
-def test_a_wait_that_timed_out_gives_nan(fresh):
-    assert fresh(2).run(poisoned_case, 0, timeout=120) == [None, True]
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
+def test_a_wait_that_timed_out_gives_nan(fresh, protocol):
+    assert fresh(2).run(poisoned_case, 0, protocol, timeout=120) == [None, True]
 
 
 def scan_for_ever():

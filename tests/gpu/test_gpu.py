@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
+from test_faults import poisoned_case
 from test_gla import gates, relative
 from test_scan import scan_case
 
@@ -325,6 +326,10 @@ def test_gloo_as_default_back_end_and_finalize():
 
 def test_nvshmem_of_somebody_else_is_shared(fresh):
     assert max(fresh(2).run(shared_case)) < 1e-6
+
+
+def test_a_wait_on_nvshmem_is_bounded_too(fresh):
+    assert fresh(2).run(poisoned_case, 0, "put", timeout=120) == [None, True]
 
 
 def mixed_case(group):
