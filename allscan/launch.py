@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -34,7 +35,7 @@ class Ranks:
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:
-            self.processes, self._pipes = [], []
+            self.processes, self._pipes, self._calls = [], [], 0
             for rank in range(size):
                 mine, theirs = context.Pipe()
                 arguments = (rank, size, self.device, backend, self._store.port, theirs, sys.path)
@@ -50,25 +51,27 @@ class Ranks:
                 else:
                     os.environ[name] = value
 
-    def start(self, function, *arguments, ranks=None) -> None:
-        """Begin ``function`` in ``ranks`` (default all) without waiting for it."""
-        self._running = list(range(len(self._pipes)) if ranks is None else ranks)
-        for rank in self._running:
-            self._pipes[rank].send((function, arguments))
+    def start(self, function, *arguments) -> None:
+        """Begin ``function`` in every process without waiting for it."""
+        self._calls += 1
+        for pipe in self._pipes:
+            pipe.send((self._calls, function, arguments))
 
     def results(self, timeout: float = 300.0) -> list:
-        """(value, None) or (None, exception) of every rank that was started; a dead process gives a ProcessError."""
+        """(value, None) or (None, exception) of every rank for the last call; a dead process gives a ProcessError."""
         deadline = time.monotonic() + timeout
-        answers = []
-        for rank in self._running:
-            try:
-                if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
-                    answers.append((None, TimeoutError(f"rank {rank} did not answer within {timeout:g} s")))
-                else:
-                    answers.append(self._pipes[rank].recv())
-            except (EOFError, ConnectionError):
-                answers.append((None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")))
-        return answers
+        return [self._answer(rank, deadline, timeout) for rank in range(len(self._pipes))]
+
+    def _answer(self, rank, deadline, timeout):
+        pipe = self._pipes[rank]
+        try:
+            while pipe.poll(max(0.0, deadline - time.monotonic())):
+                call, answer = pipe.recv()
+                if call == self._calls:  # else it is a late answer to an earlier call that was given up
+                    return answer
+        except (EOFError, ConnectionError):
+            return None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")
+        return None, TimeoutError(f"rank {rank} did not answer within {timeout:g} s")
 
     def run(self, function, *arguments, timeout: float = 300.0) -> list:
         """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed."""
@@ -76,7 +79,7 @@ class Ranks:
         answers = self.results(timeout)
         failures = [
             f"rank {rank}: {getattr(error, 'text', error)}"
-            for rank, (_, error) in zip(self._running, answers)
+            for rank, (_, error) in enumerate(answers)
             if error is not None
         ]
         if failures:
@@ -114,14 +117,24 @@ def _serve(rank, size, device, backend, port, pipe, path):
     backend = backend or ("nccl" if device == "cuda" else "gloo")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **where)
     while (work := pipe.recv()) is not None:
-        function, arguments = work
+        call, function, arguments = work
         try:
             answer = (function(*arguments), None)
         except Exception as error:
-            error.text = traceback.format_exc()
-            answer = (None, error)
+            answer = (None, _portable(error))
         try:
-            pipe.send(answer)
-        except Exception as error:  # an answer that cannot be pickled
-            pipe.send((None, RuntimeError(f"{answer!r}: {error}")))
+            pipe.send((call, answer))
+        except Exception as error:  # a value that cannot be pickled
+            pipe.send((call, (None, RuntimeError(f"{answer!r}: {error}"))))
     dist.destroy_process_group()
+
+
+def _portable(error: Exception) -> Exception:
+    """``error`` with its traceback as ``text``; a RuntimeError with that text where it does not survive pickling."""
+    text = traceback.format_exc()
+    try:
+        error.text = text
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(text)
+    return error

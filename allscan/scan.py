@@ -130,23 +130,36 @@ class AllScan:
         return out
 
 
-def decay_rows(decay, shape, device):
-    """What the user gave as decay: (float32 tensor or None, (stride of a matrix, stride of a row)).
+def decay_target(decay, shape, device):
+    """The part of ``shape`` that a decay is to be expanded to: [..., K], [...], or () for a number; None without one.
 
-    Raises TypeError or ValueError unless it is a number, None, or broadcastable from [..., K] or [...] of ``shape``.
+    Raises TypeError or ValueError unless it is a number, None, or a tensor broadcastable to one of these.
     """
     if decay is None:
-        return None, (0, 0)
+        return None
     if not isinstance(decay, torch.Tensor):
-        decay = torch.full((), float(decay), dtype=torch.float32, device=device)
+        float(decay)
+        return ()
     check_tensor("decay", decay, None, device)
     rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
     if decay.ndim == 0:
-        return decay, (0, 0)
+        return ()
     target = rows if decay.ndim == len(rows) else heads
     if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
         raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
-    return decay.expand(target).contiguous(), (shape[-2], 1) if target is rows else (1, 0)
+    return target
+
+
+def decay_rows(decay, shape, device):
+    """What a kernel gets of a decay: (float32 tensor or None, (stride of a matrix, stride of a row))."""
+    target = decay_target(decay, shape, device)
+    if target is None:
+        return None, (0, 0)
+    if not isinstance(decay, torch.Tensor):
+        decay = torch.full((), float(decay), dtype=torch.float32, device=device)
+    if not target:
+        return decay, (0, 0)
+    return decay.expand(target).contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
 
 
 @functools.cache
@@ -215,7 +228,7 @@ def allscan(state, decay=None, *, comm: Communicator, initial_state=None, revers
         check_tensor("state", state, None, comm.device)
         if state.ndim < 2 or min(state.shape) < 1:
             raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
-        decay_rows(decay, state.shape, comm.device)
+        decay_target(decay, state.shape, comm.device)
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .channel import NONE, allscan
+from .scan import tile_place
 
 SIZES = ("T", "N")  # arguments that vary from call to call: no specialisation for 1 or multiples of 16
 
@@ -93,11 +94,7 @@ def carry_kernel(
     the last rank; zeros elsewhere.
     """
     tile = tl.program_id(0)
-    NK: tl.constexpr = (K + channel.BK - 1) // channel.BK
-    NV: tl.constexpr = (V + channel.BV - 1) // channel.BV
-    i_bh = (tile // (NK * NV)).to(tl.int64)
-    k = (tile // NV) % NK * channel.BK + tl.arange(0, channel.BK)
-    v = tile % NV * channel.BV + tl.arange(0, channel.BV)
+    i_bh, k, v = tile_place(channel, tile, K, V)
     inside = (k < K)[:, None] & (v < V)[None, :]
     offsets = k[:, None] * V + v[None, :]
     step = -1 if REVERSE else 1
@@ -162,7 +159,7 @@ def intra_kernel(
     tl.store(p_a + at_a + i_sub * BC, b_a * scale, mask=inside_a)
 
     # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
-    at, inside, has_next = rows(i_bh, start, T, H, K, BC, BK)
+    at, inside, _ = rows(i_bh, start, T, H, K, BC, BK)
     b_qi = tl.load(p_q + at, mask=inside, other=0.0).to(tl.float32)  # [BC, BK]
     b_qi *= tl.exp(tl.cumsum(tl.load(p_g + at, mask=inside, other=0.0).to(tl.float32), 0)) * scale
     at, whole, has_next = rows(i_bh, start - BC, T, H, K, BC, BK)

@@ -32,7 +32,7 @@ def scan_kernel(
     while tile < channel.num_tiles:
         b_decay = tl.full([channel.BK], 1.0, tl.float32)
         if HAS_DECAY:
-            g, k, _ = _place(channel, tile, K, V)
+            g, k, _ = tile_place(channel, tile, K, V)
             b_decay = tl.load(p_decay + g * stride_g + k * stride_k, mask=k < K, other=0.0)  # [BK]
         b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
         if HAS_INITIAL:
@@ -47,7 +47,7 @@ def scan_kernel(
 
 
 @triton.jit
-def _place(channel, tile, K: tl.constexpr, V: tl.constexpr):
+def tile_place(channel, tile, K: tl.constexpr, V: tl.constexpr):
     """(matrix, rows [BK], columns [BV]) of a tile."""
     NK: tl.constexpr = (K + channel.BK - 1) // channel.BK
     NV: tl.constexpr = (V + channel.BV - 1) // channel.BV
@@ -59,7 +59,7 @@ def _place(channel, tile, K: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def _offsets(channel, tile, K: tl.constexpr, V: tl.constexpr):
     """(offsets, mask) [BK, BV] of a tile in [G, K, V]; a tile beyond the last is masked."""
-    g, k, v = _place(channel, tile, K, V)
+    g, k, v = tile_place(channel, tile, K, V)
     inside = (k < K)[:, None] & (v < V)[None, :] & (tile < channel.num_tiles)
     return g * (K * V) + k[:, None] * V + v[None, :], inside
 

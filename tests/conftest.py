@@ -68,8 +68,9 @@ def fresh(request):
 
 
 def pytest_sessionfinish(session):
-    if not session.config.getoption("--gpu") or not session.testscollected:
-        return
+    options = session.config.option
+    if not options.gpu or not session.testscollected or options.keyword or options.file_or_dir:
+        return  # a part of the tests is no record of the whole
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
     import triton

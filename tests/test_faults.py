@@ -34,7 +34,7 @@ def scan_until_timeout(comm, scan, epochs):
     return time.monotonic() - start, None, ""
 
 
-def never_calls_case(absent, reverse_too):
+def never_calls_case(absent):
     comm = allscan.Communicator(timeout=TIMEOUT)
     scan = allscan.AllScan(comm, (2, 4, 8), depth=2, tile=(4, 8))
     if comm.rank == absent:
@@ -57,7 +57,7 @@ def never_calls_case(absent, reverse_too):
 def test_a_rank_that_never_calls(fresh, request):
     if request.config.getoption("--gpu") and torch.cuda.device_count() < 3:
         pytest.skip("needs 3 ranks")
-    answers = fresh(3).run(never_calls_case, 1, False, timeout=120)
+    answers = fresh(3).run(never_calls_case, 1, timeout=120)
     assert all(good for _, good in answers)
     for rank, neighbour, expected in ((0, 1, 1), (2, 1, 1)):
         seconds, record, message, again, closing = answers[rank][0]
@@ -193,6 +193,32 @@ def test_a_missing_transport_names_what_to_install():
 
     with pytest.raises(RuntimeError, match=r"pip install allscan\[cuda13\]"):
         load()
+
+
+class Unportable(Exception):
+    """Can be pickled, but not back."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def answer_late(seconds, value):
+    time.sleep(seconds)
+    if value is None:
+        raise Unportable("this", "that")
+    return value
+
+
+@pytest.mark.cpu
+def test_answers_belong_to_their_call(fresh):
+    ranks = fresh(1)
+    assert ranks.run(answer_late, 0, "first") == ["first"]
+    with pytest.raises(RuntimeError, match="did not answer within 0.2 s"):
+        ranks.run(answer_late, 1, "late", timeout=0.2)
+    assert ranks.run(answer_late, 0, "next") == ["next"]
+    with pytest.raises(RuntimeError, match="Unportable: this and that"):
+        ranks.run(answer_late, 0, None)
+    assert ranks.run(answer_late, 0, "last") == ["last"]
 
 
 def test_shared_memory_is_private_and_leaves_nothing():
