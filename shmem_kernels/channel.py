@@ -81,6 +81,7 @@ RECORD_SEEN = tl.constexpr(5)
 RECORD_WORDS = 8
 
 POLLS_PER_CLOCK = tl.constexpr(64)
+HOT_POLLS = tl.constexpr(32)  # looks at full speed; a longer wait pauses in between, for the sake of other kernels
 
 
 class Channel(NamedTuple):
@@ -108,18 +109,13 @@ class Channel(NamedTuple):
     SEND: tl.constexpr  # the link to next
 
 
-def lonely(channel: Channel) -> Channel:
-    """The same tiles without neighbours: a kernel that gets it is first and last rank and communicates nothing."""
-    return channel._replace(RECV=tl.constexpr(NONE.value), SEND=tl.constexpr(NONE.value))
-
-
-def _builtin(function):
+def builtin(function):
     """A function that the compiler calls with a builder, and the interpreter without one."""
     setattr(function, core.TRITON_BUILTIN, True)
     return function
 
 
-@_builtin
+@builtin
 def clock_ns(_semantic=None):
     """A clock in nanoseconds. In the interpreter, where a rank is a process, it lets other processes run too."""
     if _semantic is None:
@@ -130,7 +126,16 @@ def clock_ns(_semantic=None):
     )
 
 
-@_builtin
+@builtin
+def pause(_semantic=None):
+    """Let other warps run for half a microsecond or so."""
+    if _semantic is not None:
+        core.inline_asm_elementwise(
+            "nanosleep.u32 500; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+
+@builtin
 def num_warps(_semantic=None):
     """Warps of a program, at compile time; 1 in the interpreter."""
     return core.constexpr(1 if _semantic is None else _semantic.builder.options.num_warps)
@@ -186,6 +191,8 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
             seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")  # acquire: as above
             waiting = seen < value
             polls += 1
+            if waiting & (polls > HOT_POLLS):
+                pause()
             if waiting & (polls % POLLS_PER_CLOCK == 0):
                 waiting = not _gave_up(channel, started, NEIGHBOUR, tile, value, seen)
     return seen >= value
@@ -277,6 +284,8 @@ def _recv_sentinel(channel, tile, epoch, ok):
             b_words = tl.load(p_words, volatile=True)
             missing = tl.max((b_words == SENTINEL_BITS).to(tl.int32))
             polls += 1
+            if (polls > HOT_POLLS) & (missing > 0):
+                pause()
             if (missing > 0) & (polls % POLLS_PER_CLOCK == 0):
                 ok = not _gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     return b_words.to(tl.float32, bitcast=True), ok
