@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import pickle
 import warnings
+import weakref
 from datetime import timedelta
 
 import torch
@@ -17,6 +20,8 @@ from .shmem_kernels import channel as kernels
 EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
 
 _heap = None  # this process's symmetric arena; made once, by init()
+_handles = itertools.count(1)
+_communicators = weakref.WeakValueDictionary()  # by handle
 _exchanges = {}  # (ranks of a group) -> how many exchanges it has had: equal on all its ranks
 
 
@@ -177,7 +182,11 @@ class Communicator:
         self._record = self.record.numpy()  # the same memory, quicker to read
         self._offsets = []
         self.scans = {}  # what allscan() and zeco_gla() have made, by shape
-        self._last_stream = None
+        self.agreements = set()  # what the ranks have agreed upon at first calls
+        self.layouts = {}  # of zeco_gla
+        self.handle = next(_handles)  # a number that stands for this object where torch wants one
+        _communicators[self.handle] = self
+        self._last_stream = self._side = None
         self._closed = False
         near = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
         answers = self.exchange((self.transport, all(self.maps(rank) for rank in near)), "Communicator")
@@ -226,6 +235,7 @@ class Communicator:
             for offset in self._offsets:
                 _heap.heap.free(offset)
         self.scans.clear()
+        self.layouts.clear()
         self._closed = True
 
     def __enter__(self):
@@ -269,6 +279,28 @@ class Communicator:
             if self._last_stream is not None and self._last_stream != stream:
                 stream.wait_stream(self._last_stream)
             self._last_stream = stream
+
+    @contextlib.contextmanager
+    def side_stream(self):
+        """A stream of this communicator, behind the current one. Yields ``join``, which makes the current stream wait
+        for what was launched inside; memory that it uses may not be given back before."""
+        if self.device.type == "cpu":
+            yield lambda: None
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            yield lambda: current.wait_stream(self._side)
+
+
+def communicator_of(handle: int) -> Communicator:
+    """The communicator with this ``handle``. Raises RuntimeError if it is gone."""
+    try:
+        return _communicators[handle]
+    except KeyError:
+        raise RuntimeError("this Communicator is gone") from None
 
 
 def _process_group(group):

@@ -179,23 +179,27 @@ def check_tensor(name: str, tensor, shape, device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
-def persistent(comm: Communicator, shape, agree=(), problem: Exception | None = None) -> AllScan:
-    """The AllScan that ``comm`` keeps for ``shape`` and ``agree``, made at the first call, which is collective.
+def persistent(comm: Communicator, shape, agree=None, problem: Exception | None = None) -> AllScan:
+    """The AllScan that ``comm`` keeps for ``shape``, made at the first call, which is collective.
 
+    ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
     on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ.
     """
     comm.check()
-    key = (shape and tuple(shape), agree)
-    if key not in comm.scans:
-        answers = comm.exchange((key, problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape")
-        if problem is None and any(answer != (key, None) for answer in answers):
+    shape = shape and tuple(shape)
+    if shape not in comm.scans or (agree is not None and (shape, agree) not in comm.agreements):
+        answers = comm.exchange(
+            ((shape, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
+        )
+        if problem is None and any(answer != ((shape, agree), None) for answer in answers):
             raise ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
     if problem is not None:
         raise problem
-    if key not in comm.scans:
-        comm.scans[key] = AllScan(comm, shape)
-    return comm.scans[key]
+    if shape not in comm.scans:
+        comm.scans[shape] = AllScan(comm, shape)
+    comm.agreements.add((shape, agree))
+    return comm.scans[shape]
 
 
 def allscan(state, decay=None, *, comm: Communicator, initial_state=None, reverse: bool = False, out=None):
