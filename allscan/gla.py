@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch import Tensor
 
-from .communicator import Communicator
+from .communicator import Communicator, communicator_of
+from .layout import chunk_tokens, find_layout, most_segments, segment_length
 from .scan import check_tensor, persistent
-from .shmem_kernels.channel import lonely
-from .shmem_kernels.gla_bwd import grad_kernel, intra_grad_kernel, score_grad_kernel
+from .shmem_kernels.gla_bwd import grad_kernel, intra_grad_kernel, value_grad_kernel
 from .shmem_kernels.gla_fwd import carry_kernel, intra_kernel, output_kernel, state_kernel
 
 # Tokens of a sub-block. On GPUs its pairs of tokens fill the registers; the interpreter pays by the program.
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
+
+
+# Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
+PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
 
 def zeco_gla(
@@ -21,51 +26,53 @@ def zeco_gla(
 ):  # fmt: skip
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
-        S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every batch entry and head
+        S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
 
-    q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike.
-    g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q.
+    q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike. K and V up
+        to 256. T may differ between ranks; B, H, K and V may not.
+    g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no gate
+        is positive is checked at the first call for a shape only: looking waits for the GPU.
     scale: default K ** -0.5.
-    initial_state: [B, H, K, V] float32, the same on every rank: the state before the first rank's first token. Its
-        gradient is non-zero on the first rank only.
-    output_final_state: whether to return the state after the last rank's last token.
-    cu_seqlens: packed sequences; not supported yet, must be None.
+    initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token. Its
+        gradient is non-zero on the rank that has this token.
+    output_final_state: whether to return each sequence's state after its last token.
+    cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
+        i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
+        the GPU, or a list. Sequences may be empty, and lie on any number of ranks. A tensor on the GPU is read once,
+        which waits for it; do not change its values afterwards other than by torch.
 
-    Returns (o, final_state): o [B, T, H, V] like v; final_state [B, H, K, V] float32, true on the last rank and zeros
-    on the others, or None. K and V up to 256. T may differ between ranks; B, H, K and V may not.
+    Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
+    the sequence's last token and zeros on the others, or None.
 
     Differentiable in q, k, v, g and initial_state. One scan forward and one in reverse in backward, each moving one
-    state of B*H*K*V float32 words from a rank to the next. Runs on the current stream; the host does not wait. All
-    ranks make the same calls in the same order, forward and backward.
+    state of B*H*K*V float32 words from a rank to the next, while the kernels that need nothing remote run. The result
+    is ready on the current stream; the host does not wait. All ranks make the same calls in the same order, forward and
+    backward; activation checkpointing keeps that order. A torch custom op: torch.compile takes it as a whole. The first
+    call for a shape, or for a cu_seqlens, is collective on the host and must come before a CUDA graph's capture.
 
-    Raises TypeError (dtypes), ValueError (shapes, device), NotImplementedError (cu_seqlens), and what
+    Raises TypeError (dtypes), ValueError (shapes, device, cu_seqlens, a positive gate), and what
     :func:`allscan.allscan` raises, before anything is launched.
     Source: ZeCO, arXiv 2507.01004, algorithms 1 and 2.
 
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
-    if cu_seqlens is not None:
-        raise NotImplementedError("zeco_gla does not take packed sequences (cu_seqlens) yet")
-    shape = agree = problem = None
-    try:
-        _check(q, k, v, g, initial_state, comm)
-        B, _, H, K = q.shape
-        shape, agree = (B * H, K, v.shape[-1]), ("zeco_gla", B, q.dtype, initial_state is None)
-    except (TypeError, ValueError) as error:
-        problem = error
-    scan = persistent(comm, shape, agree, problem)
+    for name, x in dict(q=q, k=k, v=v, g=g).items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = torch.tensor(cu_seqlens)
+    q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    scale = K**-0.5 if scale is None else float(scale)
-    o, final_state = _ZecoGla.apply(*(x.contiguous() for x in (q, k, v, g)), initial_state, scale, scan)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    o, final_state, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, comm.handle)
     return o, final_state if output_final_state else None
 
 
-def _check(q, k, v, g, initial_state, comm):
+def _check(q, k, v, g, initial_state, cu_seqlens, comm):
+    """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     names = dict(q=q, k=k, v=v, g=g)
     for name, x in names.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
         if x.ndim != 4 or min(x.shape) < 1:
@@ -79,94 +86,204 @@ def _check(q, k, v, g, initial_state, comm):
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
     if max(q.shape[-1], v.shape[-1]) > 256:
         raise ValueError(f"K and V must be at most 256, got {q.shape[-1]} and {v.shape[-1]}")
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or q.shape[0] != 1:
+            raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {q.shape[0]}")
     if initial_state is not None:
+        check_tensor("initial_state", initial_state, _state_shape(q, v, cu_seqlens), comm.device)
+
+
+def _state_shape(q, v, cu_seqlens):
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return sequences, q.shape[2], q.shape[3], v.shape[3]
+
+
+def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
+    """(AllScan, Layout), after all checks."""
+    shape = agree = problem = None
+    try:
+        _check(q, k, v, g, initial_state, cu_seqlens, comm)
         B, _, H, K = q.shape
-        check_tensor("initial_state", initial_state, (B, H, K, v.shape[-1]), comm.device)
+        shape = (B * H, K, v.shape[-1])
+        agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
+        if (shape, agree) not in comm.agreements and (g > 0).any():
+            raise ValueError(f"g must be at most 0, got {g.max().item():g}")
+    except (TypeError, ValueError) as error:
+        problem = error
+    scan = persistent(comm, shape, agree, problem)
+    segment = segment_length(B * q.shape[1], H, chunk_tokens(K), q.is_cuda)
+    return scan, find_layout(comm, B, q.shape[1], cu_seqlens, segment, chunk_tokens(K))
 
 
-class _Shape:
-    """Sizes, block sizes and launches that forward and backward share."""
+class _Launcher:
+    """Block sizes, and the launches that forward and backward share."""
 
-    def __init__(self, q, v, scale, scan):
-        self.B, self.T, self.H, self.K = q.shape
-        self.V = v.shape[-1]
-        self.BT = BT = 64 if self.K <= 128 else 32  # tokens of a chunk
-        self.BC = SUB_BLOCK[q.device.type]
-        self.N = triton.cdiv(self.T, BT)
-        self.BH = self.B * self.H
-        self.scale, self.scan = scale, scan
+    def __init__(self, q, v, scale, scan, layout):
+        self.scan, self.layout, self.scale = scan, layout, scale
+        self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
+        self.BT = chunk_tokens(self.K)
         self.BK = max(16, triton.next_power_of_2(self.K))
-        self.BV = min(64, max(16, triton.next_power_of_2(self.V)))
+        narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
+        widest = (128 if narrow else 64) if self.K <= 128 else (64 if narrow else 32)
+        self.BV = min(widest, max(16, triton.next_power_of_2(self.V)))
         self.NV = triton.cdiv(self.V, self.BV)
-        self.BS = min(32, self.BK)
-        self.precision = dict(PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32")
+        self.precision = dict(PRECISION=PRECISION[q.dtype])
         self.widths = dict(H=self.H, K=self.K, V=self.V)
-        self.blocks = dict(BT=BT, BK=self.BK, BV=self.BV)
+        self.blocks = dict(BT=self.BT, BK=self.BK, BV=self.BV)
+        self.num_warps = 8 if self.BK * self.BV > 8192 else 4
+        self.num_stages = 3 if narrow else 1
+        exact = q.dtype == torch.float32
+        self.intra = dict(BC=SUB_BLOCK[q.device.type], BS=min(32, self.BK), RANGE=16.0 if exact else 80.0)
 
-    def states(self, x, y, g, initial, channel, reverse):
-        """([BH, N, K, V] entering each chunk, [BH, K, V] entering this rank, the same leaving the last rank)."""
-        states = x.new_empty(self.BH, self.N, self.K, self.V, dtype=torch.float32)
-        gates = x.new_empty(self.BH, self.N, self.K, dtype=torch.float32)
-        prev, final = (states.new_empty(self.B, self.H, self.K, self.V) for _ in range(2))
-        state_kernel[(self.NV, self.N, self.BH)](
-            x, y, g, states, gates, self.T, self.N, self.scale,
-            **self.widths, **self.blocks, REVERSE=reverse, **self.precision,
+    def segment_states(self, x, y, g, states, reverse):
+        """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
+        gates = states.new_empty(states.shape[:3])
+        self._states(x, y, g, states, gates, (states, gates, states), reverse, False)
+        return gates
+
+    def chunk_states(self, x, y, g, entering, reverse):
+        """What enters each chunk [NC, H, K, V], from what enters each segment: (own, gates, prev)."""
+        states = x.new_empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=torch.float32)
+        self._states(x, y, g, states, states, entering, reverse, True)
+        return states
+
+    def _states(self, x, y, g, states, gate, entering, reverse, every_chunk):
+        state_kernel[(self.NV, self.layout.num_segments, self.H)](
+            x, y, g, self.layout.segments, states, gate, *entering, self.scale,
+            **self.widths, **self.blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, **self.precision,
+            num_warps=self.num_warps, num_stages=self.num_stages,
         )  # fmt: skip
-        self.scan.launch(
-            carry_kernel, (self.scan.num_tiles,), states, gates, states if initial is None else initial, prev, final,
-            channel, self.N, K=self.K, V=self.V, HAS_INITIAL=initial is not None, REVERSE=reverse, num_warps=1,
-        )  # fmt: skip
-        return states, prev, final
+
+    def carry(self, states, gate, gates, outside, prev, final, channel, reverse):
+        """Over the segments and the ranks, on the communicator's own stream: see carry_kernel. Returns ``join``: what
+        is launched on the current stream after join() has the result; what is launched before runs at the same time."""
+        with self.scan.comm.side_stream() as join:
+            self.scan.launch(
+                carry_kernel, (self.scan.num_tiles,), states, gate, gates, self.layout.segments, self.layout.slots,
+                states if outside is None else outside, prev, prev if final is None else final, channel, **self.widths,
+                HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None, REVERSE=reverse, num_warps=1,
+            )  # fmt: skip
+        return join
 
     def scores(self, q, k, g):
         """A [B, T, H, BT]; above the diagonal it holds nothing."""
-        a = q.new_empty(self.B, self.T, self.H, self.BT, dtype=torch.float32)
-        intra_kernel[(self.N * (self.BT // self.BC), self.BH)](
-            q, k, g, a, self.T, self.scale,
-            H=self.H, K=self.K, BT=self.BT, BC=self.BC, BK=self.BK, BS=self.BS, **self.precision,
-        )  # fmt: skip
+        a = q.new_empty(*q.shape[:3], self.BT, dtype=torch.float32)
+        intra_kernel[(self.layout.num_chunks, self.H)](
+            q,
+            k,
+            g,
+            self.layout.chunks,
+            a,
+            self.scale,
+            H=self.H,
+            K=self.K,
+            BT=self.BT,
+            BK=self.BK,
+            **self.intra,
+            **self.precision,
+        )
         return a
 
 
-class _ZecoGla(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, g, initial_state, scale, scan):
-        shape = _Shape(q, v, scale, scan)
-        states, prev, final = shape.states(k, v, g, initial_state, scan.channel(), reverse=False)
-        a = shape.scores(q, k, g)
-        o = torch.empty_like(v)
-        output_kernel[(shape.NV, shape.N, shape.BH)](
-            q, v, g, a, states, o, shape.T, shape.N, scale, **shape.widths, **shape.blocks, **shape.precision
-        )
-        ctx.save_for_backward(q, k, v, g, prev)
-        ctx.shape = shape
-        ctx.set_materialize_grads(False)
-        return o, final
+def _state_tensors(q, v, cu_seqlens, final):
+    """Uninitialised (final_state, what enters each segment, its gates, what enters this rank)."""
+    B, T, H, K = q.shape
+    shape = _state_shape(q, v, cu_seqlens)
+    segments = most_segments(B, T, shape[0], segment_length(B * T, H, chunk_tokens(K), q.device.type == "cuda"))
+    empty = q.new_empty
+    states, gates = (empty(s, dtype=torch.float32) for s in ((segments, *shape[1:]), (segments, H, K)))
+    final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
+    return final_state, states, gates, empty(B, *shape[1:], dtype=torch.float32)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dfinal):
-        q, k, v, g, prev = ctx.saved_tensors
-        shape, scan = ctx.shape, ctx.shape.scan
-        do = torch.zeros_like(v) if do is None else do.contiguous()
-        dfinal = None if dfinal is None else dfinal.contiguous()
-        dstates, _, dinitial = shape.states(q, do, g, dfinal, scan.channel(reverse=True), reverse=True)
-        states, _, _ = shape.states(k, v, g, prev, lonely(scan.channel()), reverse=False)
-        a = shape.scores(q, k, g)
-        da = torch.empty_like(a)
-        score_grad_kernel[(shape.N, shape.BH)](
-            v, do, da, shape.T, shape.scale, H=shape.H, V=shape.V, BT=shape.BT, BV=shape.BV, **shape.precision
-        )
-        dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-        intra_grad_kernel[(triton.cdiv(shape.K, shape.BS), shape.N * (shape.BT // shape.BC), shape.BH)](
-            q, k, g, da, dq_intra, dk_intra, shape.T,
-            H=shape.H, K=shape.K, BT=shape.BT, BC=shape.BC, BK=shape.BK, BS=shape.BS, **shape.precision,
-        )  # fmt: skip
-        dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
-        blocks = shape.blocks | dict(BV=min(32, shape.BV))
-        grad_kernel[(shape.N, shape.BH)](
-            q, k, v, g, do, a, states, dstates, dq_intra, dk_intra, dq, dk, dv, dg, shape.T, shape.N, shape.scale,
-            **shape.widths, **blocks, **shape.precision, num_stages=1,
-            num_warps=8 if shape.BK >= 64 else 4,  # Triton 3.6, K = 16, float32, 8 warps: shared address out of range
-        )  # fmt: skip
-        return dq, dk, dv, dg, dinitial if ctx.needs_input_grad[4] else None, None, None
+
+@torch.library.custom_op("allscan::zeco_gla_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, final: bool, comm: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank)."""
+    scan, layout = _prepare(q, k, v, g, initial_state, cu_seqlens, communicator_of(comm))
+    launcher = _Launcher(q, v, scale, scan, layout)
+    final_state, states, gates, prev = _state_tensors(q, v, cu_seqlens, final)
+    gate = launcher.segment_states(k, v, g, states, reverse=False)
+    join = launcher.carry(
+        states, gate, gates, initial_state, prev, final_state if final else None, scan.channel(), reverse=False
+    )
+    a = launcher.scores(q, k, g)
+    join()
+    o = torch.empty_like(v)
+    output_kernel[(launcher.NV, layout.num_segments, launcher.H)](
+        q, k, v, g, a, layout.segments, states, gates, prev, o, scale,
+        **launcher.widths, **launcher.blocks, **launcher.precision, num_warps=launcher.num_warps, num_stages=1,
+    )  # fmt: skip
+    return o, final_state, states, gates, prev
+
+
+@_forward.register_fake
+def _(q, k, v, g, initial_state, cu_seqlens, scale, final, comm):
+    return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final)
+
+
+@torch.library.custom_op("allscan::zeco_gla_backward", mutates_args=())
+def _backward(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
+    states: Tensor, gates: Tensor, prev: Tensor, scale: float, initial: bool, comm: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dg, dinitial_state or nothing)."""
+    communicator = communicator_of(comm)
+    B, T, H, K = q.shape
+    scan = persistent(communicator, (B * H, K, v.shape[-1]))
+    segment = segment_length(B * T, H, chunk_tokens(K), q.is_cuda)
+    layout = find_layout(communicator, B, T, cu_seqlens, segment, chunk_tokens(K))
+    launcher = _Launcher(q, v, scale, scan, layout)
+    dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial)
+    dgate = launcher.segment_states(q, do, g, dstates, reverse=True)
+    join = launcher.carry(
+        dstates, dgate, dgates, dfinal, dprev, dinitial if initial else None, scan.channel(reverse=True), reverse=True
+    )
+    states = launcher.chunk_states(k, v, g, (states, gates, prev), reverse=False)
+    a = launcher.scores(q, k, g)
+    dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
+    intra_grad_kernel[(layout.num_chunks, H)](
+        q, k, v, g, do, layout.chunks, torch.empty_like(a), dq_intra, dk_intra, scale,
+        **launcher.widths, **launcher.blocks | dict(BV=min(64, launcher.BV)), **launcher.intra, **launcher.precision,
+    )  # fmt: skip
+    join()
+    dstates = launcher.chunk_states(q, do, g, (dstates, dgates, dprev), reverse=True)
+    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
+    value_grad_kernel[(launcher.NV, layout.num_chunks, H)](
+        k, g, do, a, layout.chunks, dstates, dv,
+        **launcher.widths, **launcher.blocks, **launcher.precision, num_warps=launcher.num_warps, num_stages=1,
+    )  # fmt: skip
+    blocks = dict(BT=launcher.BT, BK=min(32, launcher.BK), BV=min(64, launcher.BV))
+    grad_kernel[(triton.cdiv(K, blocks["BK"]), layout.num_chunks, H)](
+        q, k, v, g, do, layout.chunks, states, dstates, dq_intra, dk_intra, dq, dk, dg, scale,
+        **launcher.widths, **blocks, **launcher.precision, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dinitial
+
+
+@_backward.register_fake
+def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, scale, initial, comm):
+    return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial)[0]
+
+
+def _save(ctx, inputs, output):
+    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, ctx.comm = inputs
+    ctx.initial = initial_state is not None and initial_state.requires_grad
+    ctx.save_for_backward(q, k, v, g, cu_seqlens, *output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _gradient(ctx, do, dfinal, *_):
+    q, k, v, g, cu_seqlens, states, gates, prev = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ctx.scale, ctx.initial, ctx.comm)
+    return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None
+
+
+torch.library.register_autograd("allscan::zeco_gla_forward", _gradient, setup_context=_save)

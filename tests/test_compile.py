@@ -82,30 +82,32 @@ def test_copy():
     assert Compiled(copy_kernel, arguments, {"BLOCK": 2048}).spilled_bytes == 0
 
 
-GLA = dict(H=4, K=64, V=64, BT=64, BK=64)
+GLA = dict(H=4, K=128, V=128, BT=64, BK=128)
 
 
-@pytest.mark.parametrize("dtype, precision", [("*bf16", "tf32"), ("*fp32", "tf32x3")])
+@pytest.mark.parametrize("dtype, precision", [("*bf16", "bf16"), ("*fp16", "tf32x3"), ("*fp32", "tf32x3")])
 def test_gla_kernels(dtype, precision):
     common = {"PRECISION": precision}
-    sizes = {"T": "i32", "N": "i32", "scale": "fp32"}
-    one_size = {"T": "i32", "scale": "fp32"}
+    states = types("p_g p_state p_gate p_own p_gates p_prev", "*fp32") | {"p_segments": "*i32", "scale": "fp32"}
+    chunks = {"p_chunks": "*i32", "scale": "fp32"}
+    state = dict(GLA, BV=64)
+    intra = dict(BC=16, BS=32, RANGE=16.0)
     kernels = [
-        (gla_fwd.state_kernel, types("p_x p_y", dtype) | types("p_g p_state p_gate", "*fp32") | sizes,
-         dict(GLA, BV=64, REVERSE=False), 4),
-        (gla_fwd.state_kernel, types("p_x p_y", dtype) | types("p_g p_state p_gate", "*fp32") | sizes,
-         dict(GLA, BV=64, REVERSE=True), 4),
-        (gla_fwd.intra_kernel, types("p_q p_k", dtype) | types("p_g p_a", "*fp32") | one_size,
-         dict(H=4, K=64, BT=64, BC=16, BK=64, BS=32), 4),
-        (gla_fwd.output_kernel, types("p_q p_v p_o", dtype) | types("p_g p_a p_state", "*fp32") | sizes,
-         dict(GLA, BV=64), 4),
-        (gla_bwd.score_grad_kernel, types("p_v p_do", dtype) | types("p_da", "*fp32") | one_size,
-         dict(H=4, V=64, BT=64, BV=64), 4),
-        (gla_bwd.intra_grad_kernel, types("p_q p_k", dtype) | types("p_g p_da p_dq p_dk", "*fp32") | {"T": "i32"},
-         dict(H=4, K=64, BT=64, BC=16, BK=64, BS=32), 4),
+        *((gla_fwd.state_kernel, types("p_x p_y", dtype) | states, state | {"REVERSE": r, "EVERY_CHUNK": e}, 4)
+          for r in (False, True) for e in (False, True)),
+        (gla_fwd.intra_kernel, types("p_q p_k", dtype) | types("p_g p_a", "*fp32") | chunks,
+         dict(H=4, K=128, BT=64, BK=128) | intra, 4),
+        (gla_fwd.output_kernel,
+         types("p_q p_k p_v p_o", dtype) | types("p_g p_a p_state p_gates p_prev", "*fp32")
+         | {"p_segments": "*i32", "scale": "fp32"}, state, 4),
+        (gla_bwd.intra_grad_kernel,
+         types("p_q p_k p_v p_do", dtype) | types("p_g p_da p_dq p_dk", "*fp32") | chunks,
+         GLA | intra | {"BV": 64}, 4),
+        (gla_bwd.value_grad_kernel,
+         types("p_k p_do p_dv", dtype) | types("p_g p_a p_dstate", "*fp32") | {"p_chunks": "*i32"}, state, 4),
         (gla_bwd.grad_kernel,
-         types("p_q p_k p_v p_do p_dq p_dk p_dv", dtype)
-         | types("p_g p_a p_state p_dstate p_dq_intra p_dk_intra p_dg", "*fp32") | sizes, dict(GLA, BV=32), 8),
+         types("p_q p_k p_v p_do p_dq p_dk", dtype)
+         | types("p_g p_state p_dstate p_dq_intra p_dk_intra p_dg", "*fp32") | chunks, state | {"BK": 32}, 4),
     ]  # fmt: skip
     for kernel, arguments, constants, warps in kernels:
         compiled = Compiled(kernel, arguments, constants | common, num_warps=warps, num_stages=1)
@@ -117,10 +119,13 @@ def test_gla_kernels(dtype, precision):
 @pytest.mark.parametrize("recv, send", [(NONE, NONE), (SENTINEL, SENTINEL), (SIGNAL, SIGNAL), (PUT, PUT)])
 def test_carry(recv, send, reverse):
     channel, constants = channel_type(recv.value, send.value, BK=1)
-    arguments = types("p_state p_gate p_initial p_prev p_final", "*fp32") | {"channel": channel, "N": "i32"}
-    values = {"channel": constants, "K": 128, "V": 128, "HAS_INITIAL": True, "REVERSE": reverse}
+    arguments = types("p_state p_gate p_gates p_outside p_prev p_final", "*fp32") | {"channel": channel}
+    arguments |= types("p_segments p_slots", "*i32")
+    values = {"channel": constants, "H": 4, "K": 128, "V": 128, "HAS_OUTSIDE": True, "HAS_FINAL": True}
     libraries = nvshmem.extern_libs() if recv == PUT else None
-    compiled = Compiled(gla_fwd.carry_kernel, arguments, values, num_warps=1, extern_libs=libraries)
+    compiled = Compiled(
+        gla_fwd.carry_kernel, arguments, values | {"REVERSE": reverse}, num_warps=1, extern_libs=libraries
+    )
     assert compiled.spilled_bytes == 0
     assert (compiled.count("acquire") == 0) == (recv == NONE)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,91 +34,268 @@ def relative(actual, expected):
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
 
 
-def gla_case(group, lengths, B, H, K, V, kind, dtype, gate_dtype, steps):
-    """Largest relative error by tensor. ``lengths``: tokens of each rank."""
-    worst = {}
-    with allscan.Communicator(group) as comm:
-        for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            total = sum(lengths)
+def relative_all(names, actual, expected):
+    return {name: relative(x, y) for name, x, y in zip(names, actual, expected)}
 
-            def normal(*shape, generator=generator):
-                return torch.randn(shape, generator=generator)
 
-            q, k, v = (normal(B, total, H, w).to(dtype) for w in (K, K, V))
-            g = gates(kind, (B, total, H, K), generator).to(gate_dtype)
-            do, dfinal = normal(B, total, H, V).to(dtype), normal(B, H, K, V)
-            initial = normal(B, H, K, V)
-            device = comm.device
-            leaves = [x.double().to(device).requires_grad_() for x in (q, k, v, g, initial)]
+class Whole:
+    """The whole sequence with all that belongs to it, the same on every rank, and its float64 reference."""
+
+    def __init__(self, seed, total, B, H, K, V, kind, dtype, gate_dtype, device, lengths=None):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(device)
+
+        self.lengths, sequences = lengths, B if lengths is None else len(lengths) - 1
+        self.q, self.k, self.v = (normal(B, total, H, w).to(dtype) for w in (K, K, V))
+        self.g = gates(kind, (B, total, H, K), generator).to(device, gate_dtype)
+        self.do = normal(B, total, H, V).to(dtype)
+        self.initial, self.dfinal = normal(sequences, H, K, V), normal(sequences, H, K, V)
+
+    def reference(self):
+        """(o, final_state, dq, dk, dv, dg, dinitial_state) in float64."""
+        leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.initial)]
+        if self.lengths is None:
             o, final = gla_reference(*leaves[:4], initial_state=leaves[4])
-            ((o * do.double().to(device)).sum() + (final * dfinal.double().to(device)).sum()).backward()
+        else:
+            parts = []
+            for i, (a, b) in enumerate(zip(self.lengths, self.lengths[1:])):
+                some = [x[:, a:b] for x in leaves[:4]]
+                initial = leaves[4][i : i + 1]
+                parts.append(gla_reference(*some, initial_state=initial) if b > a else (some[2], initial))
+            o, final = (torch.cat(x, d) for x, d in zip(zip(*parts), (1, 0)))
+        ((o * self.do.double()).sum() + (final * self.dfinal.double()).sum()).backward()
+        return [o, final] + [x.grad.nan_to_num() for x in leaves]
 
-            begin = sum(lengths[: comm.rank])
-            mine = slice(begin, begin + lengths[comm.rank])
-            own = [x[:, mine].to(device).requires_grad_() for x in (q, k, v, g)]
-            own.append(initial.to(device).requires_grad_())
-            own_o, own_final = allscan.zeco_gla(*own[:4], comm=comm, initial_state=own[4], output_final_state=True)
-            loss = (own_o.float() * do[:, mine].float().to(device)).sum() + (own_final * dfinal.to(device)).sum()
-            loss.backward()
-            errors = {"o": relative(own_o, o[:, mine])}
-            if comm.rank == comm.size - 1:
-                errors["final_state"] = relative(own_final, final)
-            else:
-                assert not own_final.any()
-            for name, leaf, reference in zip("qkvg", own, leaves):
-                # -inf gates have no gradient worth the name
-                expected = reference.grad[:, mine].nan_to_num()
-                errors["d" + name] = relative(torch.where(leaf.isfinite(), leaf.grad, 0), expected)
-            if comm.rank == 0:
-                errors["dinitial_state"] = relative(own[4].grad, leaves[4].grad)
-            else:
-                assert not own[4].grad.any()
-            worst = {name: max(value, worst.get(name, 0.0)) for name, value in errors.items()}
-    return worst
+    def ours(self, comm, mine, call=allscan.zeco_gla):
+        """The same of zeco_gla on tokens ``mine``. -inf gates have no gradient worth the name: 0 here."""
+        own = [x[:, mine].requires_grad_() for x in (self.q, self.k, self.v, self.g)]
+        own.append(self.initial.clone().requires_grad_())
+        packed = None if self.lengths is None else torch.tensor(self.lengths, device=comm.device)
+        o, final = call(*own[:4], comm=comm, initial_state=own[4], output_final_state=True, cu_seqlens=packed)
+        ((o.float() * self.do[:, mine].float()).sum() + (final * self.dfinal).sum()).backward()
+        own[3].grad.masked_fill_(own[3].detach().isinf(), 0.0)
+        return [o, final] + [x.grad for x in own]
+
+
+NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state")
+
+
+def place(comm, tokens):
+    """The slice of the whole that this rank has."""
+    begin = sum(tokens[: comm.rank])
+    return slice(begin, begin + tokens[comm.rank])
+
+
+def owners(tokens, lengths, sequences):
+    """(rank of each sequence's first token, rank of its last), -1 for the first of an empty one."""
+    edges = [sum(tokens[: r + 1]) for r in range(len(tokens))]
+    if lengths is None:
+        return [0] * sequences, [len(tokens) - 1] * sequences
+    last = [next(r for r, edge in enumerate(edges) if b <= edge) for b in lengths[1:]]
+    first = [next(r for r, edge in enumerate(edges) if a < edge) if a < b else last[i]
+             for i, (a, b) in enumerate(zip(lengths, lengths[1:]))]  # fmt: skip
+    return first, last
+
+
+def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0):
+    """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
+        expected = whole.reference()
+        mine = place(comm, tokens)
+        actual = whole.ours(comm, mine)
+        first, last = owners(tokens, lengths, B)
+        has_first, has_last = (torch.tensor([r == comm.rank for r in ranks]) for ranks in (first, last))
+        assert not actual[1][~has_last.to(comm.device)].any()
+        assert not actual[6][~has_first.to(comm.device)].any()
+        for i in (0, 2, 3, 4, 5):
+            expected[i] = expected[i][:, mine]
+        for i, has in ((1, has_last), (6, has_first)):
+            expected[i] = torch.where(has.to(comm.device)[:, None, None, None], expected[i], 0.0)
+        return relative_all(NAMES, actual, expected)
+
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def check(answers, dtype=torch.float32):
+    for errors in answers:
+        assert max(errors.values()) < LIMIT[dtype], errors
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_gradients_and_values(run, size):
-    lengths = [(40, 70, 16, 65, 1, 33, 64, 20)[rank] for rank in range(size)]
-    for worst in run(size, gla_case, lengths, 1, 2, 16, 24, "mild", torch.float32, torch.float32, 1):
-        assert max(worst.values()) < 1e-5, worst
+    tokens = [(40, 70, 16, 65, 1, 33, 64, 20)[rank] for rank in range(size)]
+    check(run(size, gla_case, tokens, 1, 2, 16, 24, "mild", F32, F32))
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed"])
-def test_every_gate_is_exact(run, kind):
-    for worst in run(2, gla_case, [66, 70], 2, 1, 32, 16, kind, torch.float32, torch.float32, 1):
-        assert max(worst.values()) < 1e-5, (kind, worst)
+def test_every_gate_is_exact(run, size, kind):
+    check(run(size, gla_case, [66, 270][:size], 2, 1, 32, 16, kind, F32, F32))
 
 
-@pytest.mark.parametrize("K, V", [(17, 5), (48, 80), (160, 33)])
-def test_odd_widths(run, K, V):
-    for worst in run(2, gla_case, [30, 35], 1, 1, K, V, "mild", torch.float32, torch.float32, 1):
-        assert max(worst.values()) < 1e-5, worst
+@pytest.mark.parametrize("K, V", [(17, 5), (48, 80), (160, 33), (256, 16)])
+def test_odd_widths(run, K, V, size=2):
+    check(run(size, gla_case, [30, 35], 1, 1, K, V, "mild", F32, F32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_inputs(run, dtype):
-    for worst in run(2, gla_case, [40, 50], 1, 1, 32, 32, "mild", dtype, dtype, 1):
-        assert max(worst.values()) < (4e-3 if dtype == torch.bfloat16 else 6e-4), worst
+@pytest.mark.parametrize("kind", ["weak", "mild", "mixed"])
+@pytest.mark.parametrize("dtype, gate_dtype", [(BF16, BF16), (BF16, F32), (F16, F16)])
+def test_16_bit_inputs(run, kind, dtype, gate_dtype, size=2):
+    check(run(size, gla_case, [40, 150], 1, 1, 32, 32, kind, dtype, gate_dtype), dtype)
+
+
+# Tokens of each rank, and packed sequences over all of them
+PACKED = {
+    "one": ([64], [0, 64]),
+    "several on one rank": ([200], [0, 3, 3, 70, 135, 199, 200]),
+    "over the cut": ([40, 30], [0, 25, 55, 70]),
+    "at the cut": ([64, 64], [0, 64, 128]),
+    "one-token tails": ([33, 40], [0, 1, 32, 33, 34, 72, 73]),
+    "empty ones": ([20, 20], [0, 0, 20, 20, 20, 39, 40, 40]),
+    "one over all": ([30, 20, 25], [0, 75]),
+    "over three, between others": ([40, 70, 10, 50], [0, 13, 39, 125, 126, 170]),
+    "several a rank, uneven": ([90, 5, 70, 140], [0, 10, 20, 91, 94, 95, 96, 230, 300, 305]),
+}
+
+
+@pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
+def test_packed(run, size, name):
+    tokens, lengths = PACKED[name]
+    for kind in ("mild", "weak"):
+        check(run(size, gla_case, tokens, 1, 2, 16, 16, kind, F32, F32, lengths))
+
+
+def unsplit_case(group, tokens, rank):
+    """This rank's part of the outputs for the whole, computed by rank's ``tokens`` alone or by all ranks together."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(0, sum(tokens), 1, 2, 32, 32, "weak", F32, F32, comm.device)
+        mine = place(comm, tokens) if comm.size > 1 else slice(None)
+        return [x.detach().cpu() for x in whole.ours(comm, mine)]
+
+
+@pytest.mark.parametrize("size", [4])
+def test_split_against_unsplit(run, size):
+    tokens = [130, 70, 64, 100]
+    (whole,) = run(1, unsplit_case, tokens, 0)
+    parts = run(size, unsplit_case, tokens, None)
+    for i, name in enumerate(NAMES):
+        split = sum(p[i] for p in parts) if i in (1, 6) else torch.cat([p[i] for p in parts], 1)
+        assert relative(split, whole[i]) < 1e-5, name
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, comm, H, D):
+        super().__init__()
+        torch.manual_seed(0)
+        self.comm, self.H, self.qkvg = comm, H, torch.nn.Linear(H * D, 4 * H * D)
+
+    def forward(self, x, cu_seqlens=None):
+        q, k, v, g = (t.unflatten(-1, (self.H, -1)) for t in self.qkvg(x).chunk(4, -1))
+        o, _ = allscan.zeco_gla(q, k, v, F.logsigmoid(g), comm=self.comm, cu_seqlens=cu_seqlens)
+        return x + o.flatten(-2)
+
+
+def compiled_case(group, packed):
+    """Gradients of a layer taken as it is, compiled as one graph, and under activation checkpointing."""
+    from torch.utils.checkpoint import checkpoint
+
+    with allscan.Communicator(group) as comm:
+        layer = Layer(comm, 2, 16).to(comm.device)
+        T = 40
+        lengths = torch.tensor([0, 30, 40 * comm.size - 7, 40 * comm.size], device=comm.device) if packed else None
+        torch._dynamo.reset()
+        backend = "inductor" if comm.device.type == "cuda" and packed else "aot_eager"
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        forms = {
+            "plain": layer,
+            "compiled": compiled,
+            "checkpointed": lambda x, cu: checkpoint(layer, x, cu, use_reentrant=False),
+        }
+        results = {}
+        for name, form in forms.items():
+            for step in range(2):
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(1, T * comm.size, 32, generator=generator)[:, comm.rank * T :][:, :T]
+                x = x.to(comm.device).requires_grad_()
+                layer.zero_grad()
+                y = form(x, lengths)
+                y.square().sum().backward()
+            results[name] = [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        plain = results.pop("plain")
+        return {name: max(relative(a, b) for a, b in zip(values, plain)) for name, values in results.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_and_checkpointed(run, size, packed):
+    for errors in run(size, compiled_case, packed):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def operator_case(group):
+    """torch's own checks of the custom operators: schema, fake kernels, autograd registration."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(0, 100, 1, 2, 16, 16, "mild", F32, F32, comm.device, [0, 30, 100])
+        packed = torch.tensor([0, 30, 100])
+        leaves = [x.requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g, whole.initial)]
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        for final, cu_seqlens, initial in ((True, packed, leaves[4]), (False, None, None)):
+            arguments = (*leaves[:4], initial, cu_seqlens, 0.25, final, comm.handle)
+            torch.library.opcheck(torch.ops.allscan.zeco_gla_forward, arguments, test_utils=checks)
+    return True
+
+
+def test_custom_operators(run):
+    assert run(1, operator_case) == [True]
 
 
 def bad_input_case(group):
     with allscan.Communicator(group) as comm:
         q = torch.zeros(1, 8, 2, 16, device=comm.device)
         v = torch.zeros(1, 8, 2, 8, device=comm.device)
+        odd = comm.rank == 1
+
+        def packed(*lengths):
+            return raised(allscan.zeco_gla, q, q, v, q, comm=comm, cu_seqlens=list(lengths))
+
         answers = [
             raised(allscan.zeco_gla, q, q, v, q.double(), comm=comm),
             raised(allscan.zeco_gla, q, q[:, :4], v, q, comm=comm),
             raised(allscan.zeco_gla, q, q, v, q, comm=comm, initial_state=q),
             raised(allscan.zeco_gla, q, q, v[..., :0], q, comm=comm),
-            raised(allscan.zeco_gla, q, q, v, q, comm=comm, cu_seqlens=[0, 8]),
-            raised(allscan.zeco_gla, q.bfloat16() if comm.rank else q, q.bfloat16() if comm.rank else q,
-                   v.bfloat16() if comm.rank else v, q, comm=comm),
+            raised(allscan.zeco_gla, q, q, v, q + (0.5 if odd else 0.0), comm=comm),
+            raised(allscan.zeco_gla, *(torch.zeros(1, 8, 1, 257, device=comm.device) for _ in range(4)), comm=comm),
+            raised(allscan.zeco_gla, q.bfloat16() if odd else q, q.bfloat16() if odd else q,
+                   v.bfloat16() if odd else v, q, comm=comm),
+            packed(0, 8 * comm.size - 1),
+            packed(0, 12, 5, 8 * comm.size),
+            packed(1, 8 * comm.size),
+            packed(0, 5 + comm.rank, 8 * comm.size),
+            packed(0),
+            raised(allscan.zeco_gla, q, q, v, q, comm=comm, cu_seqlens=torch.tensor([0.0, 16.0])),
         ]  # fmt: skip
-        return [name for name, _ in answers]
+        healthy = allscan.zeco_gla(q + 1, q + 1, v + 1, q, comm=comm, cu_seqlens=[0, 8 * comm.size])[0]
+        assert relative(healthy[0, -1, 0], torch.full((8,), 4.0 * 8 * (comm.rank + 1))) < 1e-6
+        return answers
 
 
-def test_bad_input_is_refused_on_every_rank(run):
-    expected = ["TypeError", "ValueError", "ValueError", "ValueError", "NotImplementedError", "ValueError"]
-    assert run(2, bad_input_case) == [expected] * 2
+def test_bad_input_is_refused_on_every_rank(run, size=2):
+    expected = [
+        ("TypeError", "float64"), ("ValueError", "q, k, g must be"), ("ValueError|TypeError", "initial_state"),
+        ("ValueError", "no empty dimension"), ("ValueError", "g must be at most 0"), ("ValueError", "at most 256"),
+        ("ValueError", "different arguments|bfloat16"), ("ValueError", "must rise from 0"),
+        ("ValueError", "must rise from 0"), ("ValueError", "must rise from 0"), ("ValueError", "differs between ranks"),
+        ("ValueError", "N \\+ 1"), ("TypeError", "int32 or int64"),
+    ]  # fmt: skip
+    for answers in run(size, bad_input_case):
+        for answer, (kinds, pattern) in zip(answers, expected, strict=True):
+            assert answer is not None, pattern
+            # a rank that was right itself raises ValueError with what the other one says
+            assert re.search(kinds + "|ValueError", answer[0]) and re.search(pattern, answer[1]), (answer, pattern)

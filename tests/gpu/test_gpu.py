@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 from test_faults import poisoned_case
-from test_gla import gates, relative
+from test_gla import check, gates, gla_case, relative
 from test_scan import scan_case
 
 import allscan
@@ -214,6 +214,42 @@ def gla_graph_case(group):
 @pytest.mark.parametrize("size", SIZES)
 def test_zeco_gla_in_a_graph(run, size):
     assert max(run(size, gla_graph_case)) < 1e-5
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "B, T, H, D, kind, dtype",
+    [
+        (1, 64, 1, 64, "mild", F16),
+        (2, 1024, 4, 60, "mild", F16),
+        (2, 1024, 8, 128, "mild", BF16),
+        (2, 1024, 8, 128, "strong", BF16),
+        (1, 1024, 2, 128, "mixed", F32),
+        (4, 2048, 8, 64, "mild", BF16),
+        (1, 512, 4, 256, "mild", BF16),
+    ],
+)
+def test_zeco_gla_at_size(run, size, B, T, H, D, kind, dtype):
+    check(run(size, gla_case, [T // size] * size, B, H, D, D, kind, dtype, F32), dtype)
+
+
+@pytest.mark.parametrize(
+    "size, H, D, lengths",
+    [
+        (2, 4, 64, [3000, 4000, 3240]),
+        (4, 4, 128, [7000, 3240]),
+        (4, 4, 128, [700, 2, 800, 1000, 1, 1, 0, 3000, 500, 4000, 236]),
+    ],
+)
+def test_packed_at_size(run, size, H, D, lengths):
+    """Sequences over ranks, ranks over sequences; 10,240 tokens in all."""
+    edges = [0]
+    for length in lengths:
+        edges.append(edges[-1] + length)
+    check(run(size, gla_case, [edges[-1] // size] * size, 1, H, D, D, "weak", BF16, F32, edges), BF16)
 
 
 @nvshmem.jit

@@ -1,0 +1,147 @@
+"""How the tokens of this rank divide into sequences, segments and chunks: tables for the kernels, once a layout."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from .communicator import Communicator
+from .shmem_kernels.gla_fwd import FIRST, LAST
+from .workspace import by_rank
+
+KEPT = 256  # layouts that a communicator keeps
+
+
+class Piece(NamedTuple):
+    """What this rank has of one sequence."""
+
+    start: int  # tokens start .. end - 1 of this rank's B * T
+    end: int
+    slot: int  # which of the travelling states is its own: the batch entry, 0 for packed sequences
+    sequence: int  # row of initial_state and final_state
+    flags: int  # FIRST: the sequence begins here; LAST: it ends here
+
+
+class Layout:
+    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT tokens."""
+
+    def __init__(self, pieces: list[Piece], slots: int, segment: int, BT: int, device):
+        segments, chunks, begins = [], [], []
+        for piece in pieces:
+            while len(begins) <= piece.slot:
+                begins.append(len(segments))
+            starts = range(piece.start, piece.end, segment) or [piece.start]  # an empty sequence has an empty segment
+            for start in starts:
+                end = min(start + segment, piece.end)
+                first, last = start == piece.start, end == piece.end
+                flags = (FIRST.value * first | LAST.value * last) & piece.flags
+                segments.append((start, end, len(chunks), piece.slot, piece.sequence, flags))
+                chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
+        begins += [len(segments)] * (slots + 1 - len(begins))
+        self.num_segments, self.num_chunks, self.num_slots = len(segments), len(chunks), slots
+        self.segments, self.chunks, self.slots = (
+            torch.tensor(table, dtype=torch.int32).to(device) for table in (segments, chunks, begins)
+        )
+        self.captured = False  # a CUDA graph holds the addresses of the tables
+
+
+def segment_length(tokens: int, H: int, BT: int, cuda: bool) -> int:
+    """Tokens of a segment, a multiple of BT: long, for few states to be carried, yet enough segments to fill a GPU."""
+    if not cuda:
+        return 2 * BT
+    length = 2048
+    while length > 4 * BT and tokens * H // length < 128:
+        length //= 2
+    return length
+
+
+def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
+    """An upper bound of the number of segments that does not depend on where packed sequences begin."""
+    return B * (T // segment) + sequences
+
+
+def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, BT: int) -> Layout:
+    """The layout of this rank. A new packed one is exchanged between the ranks: the first call with it is collective.
+
+    Raises ValueError for a bad cu_seqlens, or one that differs between ranks; on all ranks alike.
+    """
+    lengths = None if cu_seqlens is None else _content(cu_seqlens)
+    key = (B, T, lengths, segment, BT)
+    layout = comm.layouts.pop(key, None)
+    capturing = comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if layout is None:
+        if capturing:
+            raise RuntimeError("a first call with these lengths cannot be captured: call once before the capture")
+        if lengths is None:
+            flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
+            pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
+        else:
+            pieces = _packed(comm, lengths, T)
+        layout = Layout(pieces, B, segment, BT, comm.device)
+        if len(comm.layouts) >= KEPT:
+            oldest = next((k for k, old in comm.layouts.items() if not old.captured), None)
+            comm.layouts.pop(oldest, None)
+    layout.captured |= capturing
+    comm.layouts[key] = layout  # the newest is last
+    return layout
+
+
+def _packed(comm, lengths, T) -> list[Piece]:
+    answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
+    if any(answer[0] != lengths for answer in answers):
+        raise ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
+    tokens = [answer[1] for answer in answers]
+    if lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:])) or lengths[-1] != sum(tokens):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
+        )
+    return cut(lengths, sum(tokens[: comm.rank]), T)
+
+
+def cut(lengths, begin: int, T: int) -> list[Piece]:
+    """The pieces of packed sequences in tokens begin .. begin + T - 1. An empty sequence lies where a token before it
+    would: behind the last token of the rank that ends there, or on the first rank."""
+    pieces = []
+    for i, (first, end) in enumerate(zip(lengths, lengths[1:])):
+        here = begin < end <= begin + T or (first == end == begin == 0)
+        if first == end:
+            flags = FIRST.value | LAST.value
+        else:
+            flags = FIRST.value * (begin <= first < begin + T) | LAST.value * here
+            here = first < begin + T and end > begin
+        if here:
+            pieces.append(Piece(max(first, begin) - begin, min(end, begin + T) - begin, 0, i, flags))
+    return pieces
+
+
+def _content(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    if cu_seqlens.device.type == "cpu":
+        return tuple(cu_seqlens.tolist())
+    return _device_content(_Identity(cu_seqlens))
+
+
+class _Identity:
+    """A tensor as a dictionary key: the same object, not written to since."""
+
+    def __init__(self, tensor):
+        self.tensor = weakref.ref(tensor)
+        self.key = (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+
+    def __hash__(self):
+        return hash(self.key)
+
+    def __eq__(self, other):
+        return self.key == other.key and self.tensor() is other.tensor()
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _device_content(identity):
+    return tuple(identity.tensor().tolist())  # waits for the GPU, once for each tensor
+
+
+def chunk_tokens(K: int) -> int:
+    """Tokens of a chunk, BT."""
+    return 64 if K <= 128 else 32
