@@ -23,13 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import triton
-import triton.language as tl
 
 import allscan
 from allscan.doctor import replay_us, source_hash
 from allscan.launch import Ranks
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.scan import copy_kernel
+from bench.baselines import AllGather, Ring
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REPEATS, REPLAYS = 20, 60
@@ -39,18 +39,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@triton.jit
-def fold_kernel(p_states, p_decays, p_out, numel, RANK: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The exclusive scan for rank ``RANK`` from all gathered states and decays, in one pass over those it needs."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < numel
-    carry = tl.zeros([BLOCK], tl.float32)
-    for p in tl.static_range(RANK):
-        decay = tl.load(p_decays + p * (numel // V) + offsets // V, mask=inside, other=0.0)
-        carry = decay * carry + tl.load(p_states + p * numel + offsets, mask=inside, other=0.0)
-    tl.store(p_out + offsets, carry, mask=inside)
-
-
 class AllScanMethod:
     def __init__(self, comm, state, decay, protocol, **options):
         self.scan = allscan.AllScan(comm, state.shape, protocol=protocol, **options)
@@ -58,61 +46,6 @@ class AllScanMethod:
 
     def __call__(self):
         self.scan.scan(self.state, self.decay, out=self.out)
-        return self.out
-
-
-class AllGather:
-    """LASP-2: gather all states and decays (one coalesced NCCL call), then fold what came from lower ranks.
-
-    fused: the fold is one kernel of ours; else it is written with torch's operators, as a user would.
-    """
-
-    def __init__(self, comm, state, decay, fused):
-        self.fused = fused
-        self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
-        self.states, self.decays = state.new_empty(comm.size, *state.shape), decay.new_empty(comm.size, *decay.shape)
-
-    def gather(self):
-        group = self.comm.group
-        if self.state.device.type == "cpu":
-            dist.all_gather(list(self.states), self.state, group=group)
-            dist.all_gather(list(self.decays), self.decay, group=group)
-            return
-        with dist._coalescing_manager(group, device=self.state.device, async_ops=False):
-            dist.all_gather_into_tensor(self.states, self.state, group=group)
-            dist.all_gather_into_tensor(self.decays, self.decay, group=group)
-
-    def __call__(self):
-        self.gather()
-        if not self.fused:
-            self.out.zero_()
-            for p in range(self.comm.rank):
-                torch.addcmul(self.states[p], self.out, self.decays[p][..., None], out=self.out)
-            return self.out
-        numel, block = self.state.numel(), 1024
-        fold_kernel[(triton.cdiv(numel, block),)](
-            self.states, self.decays, self.out, numel, RANK=self.comm.rank, V=self.state.shape[-1], BLOCK=block
-        )
-        return self.out
-
-
-class Ring:
-    """LASP-1: receive, combine, send, by NCCL point to point."""
-
-    def __init__(self, comm, state, decay):
-        self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
-        self.message = torch.empty_like(state)
-
-    def __call__(self):
-        comm = self.comm
-        ranks = dist.get_process_group_ranks(comm.group)
-        if comm.rank == 0:
-            self.out.zero_()
-        else:
-            dist.recv(self.out, ranks[comm.rank - 1], group=comm.group)
-        if comm.rank < comm.size - 1:
-            torch.addcmul(self.state, self.out, self.decay[..., None], out=self.message)
-            dist.send(self.message, ranks[comm.rank + 1], group=comm.group)
         return self.out
 
 

@@ -1,0 +1,65 @@
+"""The benchmarks' own code: baselines give the right result, the model stays near what was measured."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_gla import BF16, F32, LIMIT, NAMES, Whole, place, relative_all
+
+import allscan
+from bench import baselines, scaling, timeline
+
+_alone = {}
+
+
+def baseline_case(group, method, dtype):
+    if group not in _alone:  # a group of this rank only, made by the ranks of the group alone
+        ranks = dist.get_process_group_ranks(group)
+        groups = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()]
+        _alone[group] = groups[0]
+    with allscan.Communicator(group) as comm, allscan.Communicator(_alone[group]) as alone:
+        tokens = [150] * comm.size
+        whole = Whole(0, sum(tokens), 2, 2, 32, 16, "weak", dtype, F32, comm.device)
+        whole.initial.zero_()
+        whole.dfinal.zero_()
+        mine = place(comm, tokens)
+        expected = [x[:, mine] for i, x in enumerate(whole.reference()) if i in (0, 2, 3, 4, 5)]
+        own = [x[:, mine].contiguous().requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g)]
+        o = baselines.gla(*own, comm=comm, alone=alone, method=method)
+        o.backward(whole.do[:, mine])
+        return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_baselines_of_the_operator(run, size, method, dtype):
+    for errors in run(size, baseline_case, method, dtype):
+        assert max(errors.values()) < LIMIT[dtype], errors
+
+
+@pytest.mark.parametrize("size", [2])
+def test_the_ideal_without_communication_is_no_solution(run, size):
+    assert max(run(size, baseline_case, "no communication", F32)[1].values()) > 0.1
+
+
+@pytest.mark.cpu
+def test_the_model_is_near_what_was_measured(tmp_path):
+    assert scaling.main(["--out", str(tmp_path / "scaling")]) == 0
+    with open(tmp_path / "scaling.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert (tmp_path / "scaling.png").stat().st_size > 0
+    for kind, most in (("measured", 0.25), ("published", 0.25)):
+        some = [row for row in rows if row["kind"] == kind]
+        assert some and all(abs(float(r["model_us"]) / float(r["us"]) - 1) < most for r in some)
+    assert all(row["us"] == "" for row in rows if row["kind"] == "extrapolated")
+
+
+@pytest.mark.cpu
+def test_time_of_a_scan_that_nothing_covers():
+    kernels = [("carry_kernel", 1, 10.0, 20.0), ("a", 0, 0.0, 12.0), ("b", 0, 15.0, 5.0), ("c", 0, 18.0, 4.0)]
+    assert timeline.exposed(kernels) == pytest.approx(20 - 2 - 5 - 2)
+    assert torch.isfinite(torch.tensor(timeline.exposed([("a", 0, 0.0, 1.0)])))
