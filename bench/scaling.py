@@ -1,0 +1,170 @@
+"""What happens beyond this machine: a small model, held against measurements first, then extrapolated. Needs no GPU.
+
+    python -m bench.scaling                     # reads bench/results/scan.csv; writes scaling.csv and scaling.png there
+    python -m bench.scaling --net-us 3 --net-gbps 100 --node 4
+
+Each method is a sum of latencies and bytes over bandwidth, with P ranks and a state of m bytes:
+
+    chain       t + (P - 1) a + m / B                   pipelined tiles: All-Scan
+    all-gather  t + (P - 1) (a + m / B)                 every rank receives all states, then folds
+    ring        (P - 1) (t + m / B)                     send/receive one after another: LASP-1
+    two-level   a chain inside each node, a chain over the nodes' totals, and the carry back into the node
+    doubling    log2(P) rounds of whole states: Hillis and Steele
+
+t, a and B of the first three are fitted to our measurements (2 and 4 H200s, NVLink) by least squares of the relative
+error. Links between nodes are not ours to measure: 50 GB/s a GPU is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and
+5 us for a put with its signal is an assumption; the table also says who wins at 2 and at 10 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import sys
+
+import numpy as np
+
+RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results")
+MIB = 1 << 20
+CHAINS = ("sentinel", "signal", "put")
+GATHER = "all_gather (fused fold)"
+# ZeCO, arXiv 2507.01004, table 2, in us: H100s, H=32, K=V=128, so 2 MiB
+PUBLISHED_RANKS = (8, 16, 32, 64, 128, 256)
+PUBLISHED = {
+    "all_gather": (375, 658, 1616, 2543, 4350, 8514),
+    "All-Scan": (226, 297, 448, 739, 1272, 2165),
+}
+
+
+def terms(method: str, ranks, nbytes):
+    """The model's terms [points, 3], whose coefficients are t, a and 1 / B."""
+    hops = np.asarray(ranks, float) - 1
+    nbytes = np.asarray(nbytes, float)
+    if method == "ring":
+        return np.stack([hops, 0 * hops, hops * nbytes], 1)
+    return np.stack([1 + 0 * hops, hops, nbytes if method in CHAINS else hops * nbytes], 1)
+
+
+def fit(method: str, ranks, nbytes, us):
+    """(t, a, 1 / B) by least squares of the relative error."""
+    us = np.asarray(us, float)
+    return np.linalg.lstsq(terms(method, ranks, nbytes) / us[:, None], np.ones(len(us)), rcond=None)[0]
+
+
+def measured(path: str):
+    """{method: (ranks, bytes, us)}."""
+    points = {}
+    with open(path) as file:
+        for row in csv.DictReader(file):
+            if row["method"] in (*CHAINS, GATHER, "ring"):
+                point = int(row["ranks"]), int(row["bytes"]), float(row["p50_us"])
+                points.setdefault(row["method"], []).append(point)
+    return {method: tuple(zip(*rows)) for method, rows in points.items()}
+
+
+def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
+    """{method: us} for P ranks in nodes of ``node``; inside a node as measured, between nodes as given."""
+    t, a, inverse = fits["sentinel"]
+    nodes = math.ceil(P / node)
+    inside = min(P, node)
+    net = m / (net_gbps * 1e3) if nodes > 1 else 0.0
+    wire = max(m * inverse, net)
+    gather_t, gather_a, gather_inverse = fits[GATHER]
+    ring_t, _, ring_inverse = fits["ring"]
+    slow = nodes - 1  # hops between nodes in a chain
+    return {
+        "chain": t + (P - 1 - slow) * a + slow * net_us + wire,
+        "all-gather": gather_t + (P - 1) * (max(gather_a, net_us * (slow > 0)) + max(m * gather_inverse, net)),
+        "ring": (P - 1 - slow) * (ring_t + m * ring_inverse) + slow * (ring_t + net_us + net),
+        "two-level": t + (inside - 1) * a + wire + (slow > 0) * ((inside - 1) * a + m * inverse) + slow * net_us,
+        "doubling": t + math.ceil(math.log2(inside)) * (a + m * inverse) + math.ceil(math.log2(nodes)) * (net_us + net),
+    }
+
+
+def draw(path, points, fits, lines):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, (method, (ranks, us)) in enumerate(lines.items()):
+        axes.plot(ranks, us, "--", color=f"C{i}", label=f"{method}, extrapolated")
+    for i, (method, (ranks, nbytes, us)) in enumerate(points.items()):
+        some = [(p, u) for p, n, u in zip(ranks, nbytes, us) if n == 2 * MIB]
+        axes.plot(*zip(*some), "os^Dv"[i], color="black", markerfacecolor="none", label=f"{method}, measured, H200")
+    for marker, (method, us) in zip("x+", PUBLISHED.items()):
+        axes.plot(PUBLISHED_RANKS, us, marker, color="red", label=f"{method}, published, H100 (ZeCO, table 2)")
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="us", title="Scan of a 2 MiB state")
+    axes.set_xticks([2, 4, 8, 32, 128, 512], [2, 4, 8, 32, 128, 512])
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--scan", default=os.path.join(RESULTS, "scan.csv"), help="what bench.scan has written")
+    parser.add_argument("--node", type=int, default=8, help="GPUs that are joined by NVLink")
+    parser.add_argument("--net-us", type=float, default=5.0, help="latency of a put with signal between nodes")
+    parser.add_argument("--net-gbps", type=float, default=50.0, help="GB/s of a GPU's network card")
+    parser.add_argument("--out", default=os.path.join(RESULTS, "scaling"), help="path of the results, without ending")
+    options = parser.parse_args(arguments)
+    points = measured(options.scan)
+    fits = {method: fit(method, *values) for method, values in points.items()}
+    rows = []
+
+    def keep(kind, method, ranks, nbytes, us, model):
+        rows.append((kind, method, ranks, int(nbytes), f"{us:.4g}" if us else "", f"{model:.4g}"))
+
+    print("The model and our measurements (H200, NVLink), 0.25 to 32 MiB:")
+    for method, (ranks, nbytes, us) in points.items():
+        t, a, inverse = fits[method]
+        model = terms(method, ranks, nbytes) @ fits[method]
+        worst = np.abs(model / us - 1).max()
+        print(f"  {method:24} t {t:6.2f} us  a {a:5.2f} us  B {1e-3 / inverse:5.0f} GB/s   worst error {worst:4.0%}")
+        for values in zip(ranks, nbytes, us, model):
+            keep("measured", method, *values)
+    print("The same forms and the published table 2 (H100, 2 MiB), fitted to it:")
+    for method, us in PUBLISHED.items():
+        shape = terms("sentinel", PUBLISHED_RANKS, [0] * 6)[:, :2]
+        t, a = np.linalg.lstsq(shape / np.array(us)[:, None], np.ones(6), rcond=None)[0]
+        model = shape @ (t, a)
+        worst = np.abs(model / us - 1).max()
+        print(f"  {method:24} t {t:6.0f} us, {a:5.1f} us for each further rank             worst error {worst:4.0%}")
+        for values in zip(PUBLISHED_RANKS, [2 * MIB] * 6, us, model):
+            keep("published", method, *values)
+
+    print(
+        f"EXTRAPOLATED: nodes of {options.node}, {options.net_us:g} us and {options.net_gbps:g} GB/s between them; us"
+    )
+    lines = {}
+    for mib in (0.25, 2, 32):
+        print(
+            f"  {mib:g} MiB"
+            + "".join(f"{name:>12}" for name in beyond(fits, 2, 1, 8, 5, 50))
+            + "   fastest at 2/5/10 us"
+        )
+        for P in (8, 16, 32, 64, 128, 256, 512, 1024):
+            times = beyond(fits, P, mib * MIB, options.node, options.net_us, options.net_gbps)
+            winners = []
+            for net_us in (2.0, 5.0, 10.0):
+                others = beyond(fits, P, mib * MIB, options.node, net_us, options.net_gbps)
+                winners.append(min(others, key=others.get))
+            print(f"  {P:5d}  " + "".join(f"{us:12.0f}" for us in times.values()) + "   " + ", ".join(winners))
+            for method, us in times.items():
+                keep("extrapolated", method, P, mib * MIB, None, us)
+                if mib == 2:
+                    lines.setdefault(method, ([], []))
+                    lines[method][0].append(P)
+                    lines[method][1].append(us)
+    with open(options.out + ".csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("kind", "method", "ranks", "bytes", "us", "model_us"))
+        writer.writerows(rows)
+    draw(options.out + ".png", points, fits, lines)
+    print(f"wrote {options.out}.csv and {options.out}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
