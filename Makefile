@@ -38,6 +38,8 @@ test-gpu: $(READY)
 
 bench: $(READY)
 	$(PYTHON) -m bench.scan
+	$(PYTHON) -m bench.operator
+	$(PYTHON) -m bench.scaling
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo.png demo.csv
