@@ -101,46 +101,53 @@ class Nothing:
         return self.out
 
 
-METHODS = {"all_gather": AllGather, "ring": Ring, "no communication": Nothing}
+# What carries the state, and whether the kernels that need nothing remote run beside it
+METHODS = {
+    "all_gather": (AllGather, False),
+    "all_gather overlapped": (AllGather, True),
+    "ring": (Ring, False),
+    "no communication": (Nothing, False),
+}
 
 
 def gla(q, k, v, g, *, comm, alone, method: str):
-    """zeco_gla with another communication: blocking, between the state pass and the output. ``alone``: a Communicator
-    of this rank only, for the local part; ``method``: of METHODS. q, k, v, g contiguous, equal lengths on all ranks."""
-    return _Gla.apply(q, k, v, g, comm, alone, METHODS[method])
+    """zeco_gla with another communication, by ``method`` of METHODS. ``alone``: a Communicator of this rank only, for
+    the local part. q, k, v, g contiguous, of equal lengths on all ranks."""
+    return _Gla.apply(q, k, v, g, comm, alone, *METHODS[method])
 
 
 class _Gla(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, comm, alone, method):
-        local = _Local(q, v, alone)
-        states, gates, prev = local.states(k, v, g, comm, method, reverse=False)
-        a = local.launcher.scores(q, k, g)
-        o = torch.empty_like(v)
+    def forward(ctx, q, k, v, g, comm, alone, method, overlapped):
+        local = _Local(q, v, comm, alone, method, overlapped)
         x = local.launcher
+        states, gates, prev, join = local.scan(k, v, g, reverse=False)
+        a = x.scores(q, k, g)
+        join()
+        o = torch.empty_like(v)
         output_kernel[(x.NV, x.layout.num_segments, x.H)](
             q, k, v, g, a, x.layout.segments, states, gates, prev, o, x.scale,
             **x.widths, **x.blocks, **x.precision, num_warps=x.num_warps, num_stages=1,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, g, states, gates, prev)
-        ctx.rest = comm, alone, method
+        ctx.local = local
         return o
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, g, *entering = ctx.saved_tensors
-        comm, alone, method = ctx.rest
-        local = _Local(q, v, alone)
         do = do.contiguous()
-        x = local.launcher
-        leaving = local.states(q, do, g, comm, method, reverse=True)
-        states, dstates = x.chunk_states(k, v, g, entering, False), x.chunk_states(q, do, g, leaving, True)
+        x = ctx.local.launcher
+        *leaving, join = ctx.local.scan(q, do, g, reverse=True)
+        states = x.chunk_states(k, v, g, entering, reverse=False)
         a = x.scores(q, k, g)
         dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
         intra_grad_kernel[(x.layout.num_chunks, x.H)](
             q, k, v, g, do, x.layout.chunks, torch.empty_like(a), dq_intra, dk_intra, x.scale,
             **x.widths, **x.blocks | dict(BV=min(64, x.BV)), **x.intra, **x.precision,
         )  # fmt: skip
+        join()
+        dstates = x.chunk_states(q, do, g, leaving, reverse=True)
         dq, dk, dv, dg = (torch.empty_like(t) for t in (q, k, v, g))
         value_grad_kernel[(x.NV, x.layout.num_chunks, x.H)](
             k, g, do, a, x.layout.chunks, dstates, dv,
@@ -151,35 +158,67 @@ class _Gla(torch.autograd.Function):
             q, k, v, g, do, x.layout.chunks, states, dstates, dq_intra, dk_intra, dq, dk, dg, x.scale,
             **x.widths, **blocks, **x.precision, num_warps=4, num_stages=1,
         )  # fmt: skip
-        return dq, dk, dv, dg, None, None, None
+        return dq, dk, dv, dg, None, None, None, None
 
 
 class _Local:
-    """The local part: this rank's tokens as if they were whole sequences, so that it ends with their state."""
+    """zeco_gla's local part, in which this rank's tokens end every sequence, so that their state comes out, and another
+    way to carry it to the other ranks."""
 
-    def __init__(self, q, v, alone):
-        self.q, self.v = q, v
+    def __init__(self, q, v, comm, alone, method, overlapped):
+        self.q, self.v, self.comm, self.alone = q, v, comm, alone
+        self.method, self.overlapped = method, overlapped
         B, T, H, K = q.shape
-        key = ("baseline", B, T, H, K, v.shape)
+        key = ("baseline", B, T, H, K, v.shape[-1])
         if key not in alone.scans:
-            pieces = [Piece(b * T, (b + 1) * T, b, b, FIRST.value | LAST.value) for b in range(B)]
             segment = segment_length(B * T, H, chunk_tokens(K), q.is_cuda)
-            alone.scans[key] = (
-                allscan.AllScan(alone, (B * H, K, v.shape[-1])),
-                Layout(pieces, B, segment, chunk_tokens(K), q.device),
-            )
-        scan, layout = alone.scans[key]
-        self.launcher = _Launcher(q, v, K**-0.5, scan, layout)
+            layouts = []
+            for end in (LAST, FIRST):  # forward, reverse
+                pieces = [Piece(b * T, (b + 1) * T, b, b, end.value) for b in range(B)]
+                layouts.append(Layout(pieces, B, segment, chunk_tokens(K), q.device))
+            alone.scans[key] = allscan.AllScan(alone, (B * H, K, v.shape[-1])), layouts
+        scan, self.layouts = alone.scans[key]
+        self.launcher = _Launcher(q, v, K**-0.5, scan, self.layouts[0])
 
-    def states(self, x, y, g, comm, method, reverse):
-        """What enters each segment: (from this rank's tokens, the gates up to there, what enters this rank)."""
+    def scan(self, x, y, g, reverse):
+        """What enters each segment: from this rank's tokens, the gates up to there, and what enters this rank, which is
+        there after ``join()``, the fourth."""
+        launcher, B, n = self.launcher, self.q.shape[0], self.layouts[0].num_segments
+        launcher.layout = self.layouts[reverse]
         total, states, gates, prev = _state_tensors(self.q, self.v, None, True)
-        gate = self.launcher.segment_states(x, y, g, states, reverse)
-        channel = self.launcher.scan.channel()
-        self.launcher.carry(states, gate, gates, None, prev, total, channel, reverse)()
-        B, T, H, K = self.q.shape
-        by_piece = gate[: self.launcher.layout.num_segments].view(B, -1, H, K)
-        steps = by_piece.flip(1) if reverse else by_piece
-        before = torch.nn.functional.pad(steps, (0, 0, 0, 0, 1, 0))[:, :-1].cumsum(1)
-        gates[: self.launcher.layout.num_segments] = (before.flip(1) if reverse else before).reshape(-1, H, K)
-        return states, gates, method(comm, total, by_piece.sum(1).exp(), reverse=reverse)()
+        gate = launcher.segment_states(x, y, g, states, reverse)
+        launcher.carry(states, gate, gates, None, prev, total, launcher.scan.channel(), reverse)()
+        edge = 0 if reverse else -1
+        decay = (gates[:n] + gate[:n]).unflatten(0, (B, -1))[:, edge].exp()
+        if not self.overlapped:
+            return states, gates, self.method(self.comm, total, decay, reverse=reverse)(), lambda: None
+        with self.alone.side_stream() as join:
+            prev = self.method(self.comm, total, decay, reverse=reverse)()
+        return states, gates, prev, join
+
+
+class _Turn(torch.autograd.Function):
+    """From tokens cut over the ranks to heads cut over them, [1, T, H, W] to [1, P * T, H / P, W], or back."""
+
+    @staticmethod
+    def forward(ctx, x, comm, to_heads):
+        ctx.comm, ctx.to_heads = comm, to_heads
+        P = comm.size
+        if to_heads:
+            send = x[0].unflatten(1, (P, -1)).transpose(0, 1).contiguous()  # [P, T, H / P, W]
+        else:
+            send = x[0].unflatten(0, (P, -1)).contiguous()  # [P, T, H / P, W]
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=comm.group)
+        received = received.flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)
+        return received.contiguous()[None]
+
+    @staticmethod
+    def backward(ctx, dx):
+        return _Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads), None, None
+
+
+def all_to_all(q, k, v, g, *, comm, alone):
+    """DeepSpeed-Ulysses: each rank gets the whole sequence for its share of the heads. B = 1; the ranks divide H."""
+    o, _ = allscan.zeco_gla(*(_Turn.apply(x, comm, True) for x in (q, k, v, g)), comm=alone)
+    return _Turn.apply(o, comm, False)

@@ -2,10 +2,11 @@
 
     python -m bench.operator            # all GPUs of this machine, and 2 of them; writes bench/results/operator.csv
 
-Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold) and the ring
-of LASP-1, each around the same local kernels, blocking; no communication at all, the ideal; and zeco_gla on one rank.
-All are CUDA graphs, replayed in turns on the same GPUs in the same processes. A time is the median over samples of
-REPLAYS replays one after another, of the slowest rank. Every method is checked first against one rank's zeco_gla on
+Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold; blocking,
+and beside what needs nothing remote), the ring of LASP-1 and the all-to-all of Ulysses, all around the same local
+kernels; no communication at all, the ideal; zeco_gla on one rank; and, where fla is installed, its chunk_gla on one
+rank. All are CUDA graphs, replayed in turns on the same GPUs in the same processes. A time is the median over samples
+of REPLAYS replays one after another, of the slowest rank. Every method is checked first against one rank's zeco_gla on
 the whole sequence (at a tenth of the tokens, since that must fit one GPU). Without GPUs only that check runs, on 3 CPU
 ranks.
 """
@@ -24,7 +25,7 @@ import triton
 import allscan
 from allscan.doctor import source_hash
 from allscan.launch import Ranks
-from bench.baselines import METHODS, gla
+from bench.baselines import METHODS, all_to_all, gla
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
@@ -60,7 +61,14 @@ def calls(comm, one) -> dict:
     found = {"zeco": lambda *x: allscan.zeco_gla(*x, comm=comm)[0]}
     for name in METHODS:
         found[name] = lambda *x, name=name: gla(*x, comm=comm, alone=one, method=name)
+    found["all_to_all"] = lambda *x: all_to_all(*x, comm=comm, alone=one)
     found["one rank"] = lambda *x: allscan.zeco_gla(*x, comm=one)[0]
+    try:
+        from fla.ops.gla import chunk_gla
+    except ImportError:
+        return found
+    if comm.device.type == "cuda":
+        found["fla, one rank"] = lambda *x: chunk_gla(*x)[0]
     return found
 
 
@@ -70,11 +78,13 @@ def check(comm, methods, T, H, D, dtype, mildness) -> dict:
     expected = step(leaves, do, methods["one rank"], True)
     mine = slice(comm.rank * T, (comm.rank + 1) * T)
     own = [x.detach()[:, mine].contiguous().requires_grad_() for x in leaves]
+    local = step(own, do[:, mine].contiguous(), methods["one rank"], True)
     errors = {}
     for name in (name for name in methods if name not in ("one rank", "no communication")):
         errors[name] = 0.0
-        for a, b in zip(step(own, do[:, mine].contiguous(), methods[name], True), expected):
-            a, b = a.double(), b[:, mine].double()
+        wanted = local if name == "fla, one rank" else [x[:, mine] for x in expected]
+        for a, b in zip(step(own, do[:, mine].contiguous(), methods[name], True), wanted):
+            a, b = a.double(), b.double()
             errors[name] = max(errors[name], ((a - b).norm() / b.norm()).item())
         if not errors[name] < (1e-5 if dtype == torch.float32 else 5e-3):
             raise AssertionError(f"{name} differs from one rank by {errors[name]}")
@@ -158,8 +168,8 @@ def main() -> int:
     if gpus < 2:
         print("No two GPUs here: a check of every method on 3 CPU ranks, forward and backward.")
         with Ranks(3, "cpu") as ranks:
-            for name, error in ranks.run(point, 3, 70, 2, 16, 16.0, True)[2].items():
-                print(f"{name:12} error {error:.1e}")
+            for name, error in ranks.run(point, 3, 70, 3, 16, 16.0, True)[2].items():
+                print(f"{name:22} error {error:.1e}")
         return 0
     counts = arguments.ranks or sorted({2, gpus})
     names = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
@@ -184,7 +194,7 @@ def main() -> int:
                 row["percent_of_ideal"] = 100 * row["ideal_us"] / row["p50_us"]
                 writer.writerow({c: f"{x:.5g}" if isinstance(x, float) else x for c, x in row.items()})
                 print(
-                    f"T={T} H={H} {kind:7} {row['pass']:16} P={count} {name:17}{row['p50_us']:9.1f} us "
+                    f"T={T} H={H} {kind:7} {row['pass']:16} P={count} {name:22}{row['p50_us']:9.1f} us "
                     f"({row['p20_us']:.1f}-{row['p80_us']:.1f})  {row['times_one_rank']:.4f} x one rank  "
                     f"{row['percent_of_ideal']:5.1f} % of ideal  extra {row['extra_mib']:.0f} MiB",
                     flush=True,

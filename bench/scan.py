@@ -182,7 +182,9 @@ def _slowest(rows) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
-    parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 0.5, 1, 2, 4, 8, 32], help="sizes of the state")
+    parser.add_argument(
+        "--mib", type=float, nargs="+", default=[0.0625, 0.25, 0.5, 1, 2, 4, 8, 32], help="sizes of the state"
+    )
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these words")
     parser.add_argument("--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "ring"])
     parser.add_argument("--csv", default=os.path.join(ROOT, "bench", "results", "scan.csv"))

@@ -7,7 +7,7 @@ import csv
 import pytest
 import torch
 import torch.distributed as dist
-from test_gla import BF16, F32, LIMIT, NAMES, Whole, place, relative_all
+from test_gla import F32, LIMIT, NAMES, Whole, place, relative_all
 
 import allscan
 from bench import baselines, scaling, timeline
@@ -22,21 +22,24 @@ def baseline_case(group, method, dtype):
         _alone[group] = groups[0]
     with allscan.Communicator(group) as comm, allscan.Communicator(_alone[group]) as alone:
         tokens = [150] * comm.size
-        whole = Whole(0, sum(tokens), 2, 2, 32, 16, "weak", dtype, F32, comm.device)
+        B, H = (1, comm.size) if method == "all_to_all" else (2, 2)
+        whole = Whole(0, sum(tokens), B, H, 32, 16, "weak", dtype, F32, comm.device)
         whole.initial.zero_()
         whole.dfinal.zero_()
         mine = place(comm, tokens)
         expected = [x[:, mine] for i, x in enumerate(whole.reference()) if i in (0, 2, 3, 4, 5)]
         own = [x[:, mine].contiguous().requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g)]
-        o = baselines.gla(*own, comm=comm, alone=alone, method=method)
+        if method == "all_to_all":
+            o = baselines.all_to_all(*own, comm=comm, alone=alone)
+        else:
+            o = baselines.gla(*own, comm=comm, alone=alone, method=method)
         o.backward(whole.do[:, mine])
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_baselines_of_the_operator(run, size, method, dtype):
+@pytest.mark.parametrize("method", ["all_gather", "all_gather overlapped", "ring", "all_to_all"])
+def test_baselines_of_the_operator(run, size, method, dtype=F32):
     for errors in run(size, baseline_case, method, dtype):
         assert max(errors.values()) < LIMIT[dtype], errors
 
