@@ -10,7 +10,7 @@ import torch.distributed as dist
 from test_gla import F32, LIMIT, NAMES, Whole, place, relative_all
 
 import allscan
-from bench import baselines, scaling, timeline
+from bench import baselines, local, scaling, timeline
 
 _alone = {}
 
@@ -66,3 +66,13 @@ def test_time_of_a_scan_that_nothing_covers():
     kernels = [("carry_kernel", 1, 10.0, 20.0), ("a", 0, 0.0, 12.0), ("b", 0, 15.0, 5.0), ("c", 0, 18.0, 4.0)]
     assert timeline.exposed(kernels) == pytest.approx(20 - 2 - 5 - 2)
     assert torch.isfinite(torch.tensor(timeline.exposed([("a", 0, 0.0, 1.0)])))
+
+
+@pytest.mark.cpu
+def test_the_count_of_a_kernels_work(capsys):
+    counted = local.work(1, 16384, 16, 128, 128)
+    q = 16384 * 16 * 128 * 2  # bytes of a bfloat16 input; g has twice as many
+    assert counted["intra_grad_kernel"] == (2 * q + 2 * q + 2 * q + 4 * q, 2 * 16384 * 16 * 64 * (2 * 128 + 128))
+    assert all(nbytes > 0 and flops >= 0 for nbytes, flops in counted.values())
+    assert local.main([]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(local.SHAPES)
