@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 def work(B, T, H, K, V) -> dict:
-    """{kernel: (bytes, FLOPs)} of one forward and backward in bfloat16 with float32 gates, all its launches together."""
+    """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
     n, BT = B * T * H, chunk_tokens(K)
     segments = B * -(-T // segment_length(B * T, H, BT, True)) * H * K * V * 4
     chunks = B * -(-T // BT) * H * K * V * 4
