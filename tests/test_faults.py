@@ -90,6 +90,32 @@ def test_a_wait_that_timed_out_gives_nan(fresh, protocol):
     assert fresh(2).run(poisoned_case, 0, protocol, timeout=120) == [None, True]
 
 
+def zeco_timeout_case(absent):
+    """Tokens whose state never came are NaN; those of a sequence that begins after them are not."""
+    comm = allscan.Communicator(timeout=1.0)
+    x = torch.ones(1, 20, 1, 16, device=comm.device)
+
+    def call():
+        return allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm, cu_seqlens=[0, 25, 40])[0]
+
+    call()
+    comm.barrier()
+    if comm.rank == absent:
+        time.sleep(4)
+        return None
+    try:
+        o = call()
+        poisoned = o.isnan().any((0, 2, 3))  # on GPUs; in the interpreter the call itself raises
+        assert poisoned[:5].all() and not poisoned[5:].any()
+        comm.check()
+    except allscan.AllScanTimeout as timeout:
+        return timeout.rank, timeout.neighbour
+
+
+def test_zeco_gla_without_its_neighbour(fresh):
+    assert fresh(2).run(zeco_timeout_case, 0, timeout=120) == [None, (1, 0)]
+
+
 def scan_for_ever():
     comm = allscan.Communicator(timeout=TIMEOUT)
     scan = allscan.AllScan(comm, (2, 4, 8))
