@@ -1,0 +1,62 @@
+"""Layouts of packed sequences, by hand and at random: every token in one chunk, every sequence with one end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from allscan.layout import Layout, cut, most_segments
+from allscan.shmem_kernels.gla_fwd import FIRST, LAST
+
+pytestmark = pytest.mark.cpu
+
+
+def test_by_hand():
+    """Ranks of 4, 3 and 5 tokens; sequences of 0, 2, 4, 0, 1 and 5 tokens, the fourth and fifth at the second cut."""
+    lengths = [0, 0, 2, 6, 6, 7, 12]
+    assert [tuple(piece) for piece in cut(lengths, 0, 4)] == [
+        (0, 0, 0, 0, FIRST.value | LAST.value),
+        (0, 2, 0, 1, FIRST.value | LAST.value),
+        (2, 4, 0, 2, FIRST.value),
+    ]
+    assert [tuple(piece) for piece in cut(lengths, 4, 3)] == [
+        (0, 2, 0, 2, LAST.value),
+        (2, 2, 0, 3, FIRST.value | LAST.value),
+        (2, 3, 0, 4, FIRST.value | LAST.value),
+    ]
+    assert [tuple(piece) for piece in cut(lengths, 7, 5)] == [(0, 5, 0, 5, FIRST.value | LAST.value)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_at_random(seed):
+    chance = random.Random(seed)
+    tokens = [chance.choice((1, 2, 31, 32, 33, 64, 100)) for _ in range(chance.randint(1, 5))]
+    total = sum(tokens)
+    edges = sorted(chance.randint(0, total) for _ in range(chance.randint(0, 12)))
+    edges += chance.choices(edges, k=2) if edges else []  # some sequences are empty
+    lengths = [0, *sorted(edges), total]
+    begun, ended, seen = [], [], []
+    begin = 0
+    for T in tokens:
+        pieces = cut(lengths, begin, T)
+        layout = Layout(pieces, 1, 32, 16, "cpu")
+        segments, chunks = layout.segments.tolist(), layout.chunks.tolist()
+        assert len(segments) == layout.num_segments <= most_segments(1, T, len(lengths) - 1, 32)
+        assert layout.slots.tolist() == [0, len(segments)]
+        assert [t for a, b in chunks for t in range(a, b)] == list(range(T))
+        for number, (start, end, chunk, slot, sequence, flags) in enumerate(segments):
+            assert slot == 0 and lengths[sequence] <= begin + start <= begin + end <= lengths[sequence + 1]
+            own = [t for a, b in chunks[chunk:] for t in range(a, b)][: end - start]
+            assert own == list(range(start, end)) and end - start <= 32
+            if flags & FIRST.value:
+                assert begin + start == lengths[sequence]
+                begun.append(sequence)
+            if flags & LAST.value:
+                assert begin + end == lengths[sequence + 1]
+                ended.append(sequence)
+            if not flags & FIRST.value and number:  # it goes on where the one before it stopped
+                assert segments[number - 1][4] == sequence and not segments[number - 1][5] & LAST.value
+        seen += [begin + t for t in range(T)]
+        begin += T
+    assert begun == ended == list(range(len(lengths) - 1)) and seen == list(range(total))
