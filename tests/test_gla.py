@@ -89,7 +89,7 @@ def place(comm, tokens):
 
 
 def owners(tokens, lengths, sequences):
-    """(rank of each sequence's first token, rank of its last), -1 for the first of an empty one."""
+    """(rank of each sequence's first token, rank of its last); an empty one has both where its last would be."""
     edges = [sum(tokens[: r + 1]) for r in range(len(tokens))]
     if lengths is None:
         return [0] * sequences, [len(tokens) - 1] * sequences
@@ -172,8 +172,8 @@ def test_packed(run, size, name):
         check(run(size, gla_case, tokens, 1, 2, 16, 16, kind, F32, F32, lengths))
 
 
-def unsplit_case(group, tokens, rank):
-    """This rank's part of the outputs for the whole, computed by rank's ``tokens`` alone or by all ranks together."""
+def unsplit_case(group, tokens):
+    """This rank's part of the outputs and gradients for the whole; all of it where the group is one rank."""
     with allscan.Communicator(group) as comm:
         whole = Whole(0, sum(tokens), 1, 2, 32, 32, "weak", F32, F32, comm.device)
         mine = place(comm, tokens) if comm.size > 1 else slice(None)
@@ -183,8 +183,8 @@ def unsplit_case(group, tokens, rank):
 @pytest.mark.parametrize("size", [4])
 def test_split_against_unsplit(run, size):
     tokens = [130, 70, 64, 100]
-    (whole,) = run(1, unsplit_case, tokens, 0)
-    parts = run(size, unsplit_case, tokens, None)
+    (whole,) = run(1, unsplit_case, tokens)
+    parts = run(size, unsplit_case, tokens)
     for i, name in enumerate(NAMES):
         split = sum(p[i] for p in parts) if i in (1, 6) else torch.cat([p[i] for p in parts], 1)
         assert relative(split, whole[i]) < 1e-5, name
