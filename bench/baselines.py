@@ -3,16 +3,15 @@ as the communication of the same GLA operator with the same local kernels as zec
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 
 import allscan
-from allscan.gla import _Launcher, _state_tensors
-from allscan.layout import Layout, Piece, chunk_tokens, segment_length
-from allscan.shmem_kernels.gla_bwd import grad_kernel, intra_grad_kernel, value_grad_kernel
-from allscan.shmem_kernels.gla_fwd import FIRST, LAST, output_kernel
+from allscan.shmem_kernels.gla_fwd import FIRST, FLAGS, LAST, SEQUENCE, SLOT
 
 
 @triton.jit
@@ -95,10 +94,10 @@ class Nothing:
     """No communication: the ideal that no method can beat, and a wrong result."""
 
     def __init__(self, comm, state, decay, reverse=False):
-        self.out = torch.zeros_like(state)
+        self.out = torch.empty_like(state)
 
     def __call__(self):
-        return self.out
+        return self.out.zero_()
 
 
 # What carries the state, and whether the kernels that need nothing remote run beside it
@@ -110,91 +109,60 @@ METHODS = {
 }
 
 
-def gla(q, k, v, g, *, comm, alone, method: str):
-    """zeco_gla with another communication, by ``method`` of METHODS. ``alone``: a Communicator of this rank only, for
-    the local part. q, k, v, g contiguous, of equal lengths on all ranks."""
-    return _Gla.apply(q, k, v, g, comm, alone, *METHODS[method])
+class Baseline(allscan.Communicator):
+    """A Communicator whose zeco_gla carries the state from rank to rank by another of METHODS. For :func:`gla`."""
+
+    def __init__(self, group, alone, method: str):
+        """``alone``: a Communicator of this rank only, for what is left of carry_kernel."""
+        super().__init__(group)
+        self.alone = alone
+        self.method, self.overlapped = METHODS[method]
+
+    def side_stream(self):
+        return super().side_stream() if self.overlapped else contextlib.nullcontext(lambda: None)
 
 
-class _Gla(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, g, comm, alone, method, overlapped):
-        local = _Local(q, v, comm, alone, method, overlapped)
-        x = local.launcher
-        states, gates, prev, join = local.scan(k, v, g, reverse=False)
-        a = x.scores(q, k, g)
-        join()
-        o = torch.empty_like(v)
-        output_kernel[(x.NV, x.layout.num_segments, x.H)](
-            q, k, v, g, a, x.layout.segments, states, gates, prev, o, x.scale,
-            **x.widths, **x.blocks, **x.precision, num_warps=x.num_warps, num_stages=1,
+def gla(q, k, v, g, *, comm: Baseline):
+    """zeco_gla with another communication. Equal lengths on all ranks, no initial state."""
+    shape = (q.shape[0] * q.shape[2], q.shape[3], v.shape[3])
+    if shape not in comm.scans:
+        comm.scans[shape] = _Carried(comm, shape)
+    return allscan.zeco_gla(q, k, v, g, comm=comm)[0]
+
+
+class _Carried:
+    """What zeco_gla takes for its AllScan: carry_kernel of this rank alone, then the method."""
+
+    def __init__(self, comm, shape):
+        self.comm, self.scan = comm, allscan.AllScan(comm.alone, shape)
+        self.num_tiles, self.channel = self.scan.num_tiles, self.scan.channel
+        self.tables = {}  # by address of a layout's segments
+
+    def launch(self, kernel, grid, states, gate, gates, segments, slots, outside, prev, final, channel, **options):
+        reverse = options["REVERSE"]
+        key = segments.data_ptr(), reverse
+        if key not in self.tables:
+            self.tables[key] = _ending(segments, slots, reverse)
+        segments, edges = self.tables[key]
+        total = torch.zeros_like(prev)
+        options |= dict(HAS_OUTSIDE=False, HAS_FINAL=True)
+        self.scan.launch(
+            kernel, grid, states, gate, gates, segments, slots, outside, prev, total, channel, **options
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, g, states, gates, prev)
-        ctx.local = local
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        q, k, v, g, *entering = ctx.saved_tensors
-        do = do.contiguous()
-        x = ctx.local.launcher
-        *leaving, join = ctx.local.scan(q, do, g, reverse=True)
-        states = x.chunk_states(k, v, g, entering, reverse=False)
-        a = x.scores(q, k, g)
-        dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-        intra_grad_kernel[(x.layout.num_chunks, x.H)](
-            q, k, v, g, do, x.layout.chunks, torch.empty_like(a), dq_intra, dk_intra, x.scale,
-            **x.widths, **x.blocks | dict(BV=min(64, x.BV)), **x.intra, **x.precision,
-        )  # fmt: skip
-        join()
-        dstates = x.chunk_states(q, do, g, leaving, reverse=True)
-        dq, dk, dv, dg = (torch.empty_like(t) for t in (q, k, v, g))
-        value_grad_kernel[(x.NV, x.layout.num_chunks, x.H)](
-            k, g, do, a, x.layout.chunks, dstates, dv,
-            **x.widths, **x.blocks, **x.precision, num_warps=x.num_warps, num_stages=1,
-        )  # fmt: skip
-        blocks = dict(BT=x.BT, BK=min(32, x.BK), BV=min(64, x.BV))
-        grad_kernel[(triton.cdiv(x.K, blocks["BK"]), x.layout.num_chunks, x.H)](
-            q, k, v, g, do, x.layout.chunks, states, dstates, dq_intra, dk_intra, dq, dk, dg, x.scale,
-            **x.widths, **blocks, **x.precision, num_warps=4, num_stages=1,
-        )  # fmt: skip
-        return dq, dk, dv, dg, None, None, None, None
+        method = self.comm.method(self.comm, total, (gates[edges] + gate[edges]).exp(), reverse=reverse)
+        method.out = prev
+        method()
 
 
-class _Local:
-    """zeco_gla's local part, in which this rank's tokens end every sequence, so that their state comes out, and another
-    way to carry it to the other ranks."""
-
-    def __init__(self, q, v, comm, alone, method, overlapped):
-        self.q, self.v, self.comm, self.alone = q, v, comm, alone
-        self.method, self.overlapped = method, overlapped
-        B, T, H, K = q.shape
-        key = ("baseline", B, T, H, K, v.shape[-1])
-        if key not in alone.scans:
-            segment = segment_length(B * T, H, chunk_tokens(K), q.is_cuda)
-            layouts = []
-            for end in (LAST, FIRST):  # forward, reverse
-                pieces = [Piece(b * T, (b + 1) * T, b, b, end.value) for b in range(B)]
-                layouts.append(Layout(pieces, B, segment, chunk_tokens(K), q.device))
-            alone.scans[key] = allscan.AllScan(alone, (B * H, K, v.shape[-1])), layouts
-        scan, self.layouts = alone.scans[key]
-        self.launcher = _Launcher(q, v, K**-0.5, scan, self.layouts[0])
-
-    def scan(self, x, y, g, reverse):
-        """What enters each segment: from this rank's tokens, the gates up to there, and what enters this rank, which is
-        there after ``join()``, the fourth."""
-        launcher, B, n = self.launcher, self.q.shape[0], self.layouts[0].num_segments
-        launcher.layout = self.layouts[reverse]
-        total, states, gates, prev = _state_tensors(self.q, self.v, None, True)
-        gate = launcher.segment_states(x, y, g, states, reverse)
-        launcher.carry(states, gate, gates, None, prev, total, launcher.scan.channel(), reverse)()
-        edge = 0 if reverse else -1
-        decay = (gates[:n] + gate[:n]).unflatten(0, (B, -1))[:, edge].exp()
-        if not self.overlapped:
-            return states, gates, self.method(self.comm, total, decay, reverse=reverse)(), lambda: None
-        with self.alone.side_stream() as join:
-            prev = self.method(self.comm, total, decay, reverse=reverse)()
-        return states, gates, prev, join
+def _ending(segments, slots, reverse):
+    """(The table with each slot's segments as one sequence that began before them and ends with them, so that what they
+    leave comes out; the segment with which each slot ends.)"""
+    edges = (slots[:-1] if reverse else slots[1:] - 1).long()
+    segments = segments.clone()
+    segments[:, FLAGS.value] = 0
+    segments[edges, FLAGS.value] = (FIRST if reverse else LAST).value
+    segments[:, SEQUENCE.value] = segments[:, SLOT.value]
+    return segments, edges
 
 
 class _Turn(torch.autograd.Function):

@@ -12,20 +12,17 @@ the tensor cores' rate; "of floor" is the larger of the two over the time.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import sys
 import time
 
 import torch
-import triton
 
 import allscan
-from allscan.doctor import source_hash
 from allscan.layout import chunk_tokens, segment_length
 from allscan.reference import gla_reference
+from bench.operator import checked, extra_mib, inputs, step
+from bench.table import Table, results
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # B, T, H, K, V: two of the paper's sizes, then others that users have
 SHAPES = (
     (1, 16384, 16, 128, 128), (1, 8192, 32, 128, 128), (2, 16384, 16, 128, 128), (4, 2048, 16, 128, 128),
@@ -60,35 +57,12 @@ def work(B, T, H, K, V) -> dict:
     }
 
 
-def inputs(B, T, H, K, V, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(width):
-        return torch.randn(B, T, H, width, generator=generator, device="cuda")
-
-    q, k, v, do = (normal(w).bfloat16() for w in (K, K, V, V))
-    g = torch.nn.functional.logsigmoid(normal(K)) / 16
-    return [x.requires_grad_() for x in (q, k, v, g)], do
-
-
-def both(call, leaves, do):
-    for leaf in leaves:
-        leaf.grad = None
-    o = call(*leaves)
-    o.backward(do)
-    return [o.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def check(call, B, H, K, V) -> float:
+def check(name, call, H, K, V) -> float:
     """Largest relative error of o and the gradients against float64."""
-    leaves, do = inputs(1, 512, min(H, 2), K, V)
+    leaves, do = inputs(512, min(H, 2), K, "cuda", V=V)
     reference = [x.detach().double().requires_grad_() for x in leaves]
-    expected = both(lambda *x: gla_reference(*x)[0], reference, do.double())
-    errors = [(a - b).norm() / b.norm() for a, b in zip(both(call, leaves, do), expected)]
-    worst = max(error.item() for error in errors)
-    if not worst < 5e-3:
-        raise AssertionError(f"wrong by {worst}")
-    return worst
+    expected = step(reference, do.double(), lambda *x: gla_reference(*x)[0], True)
+    return checked(name, step(leaves, do, call, True), expected, 5e-3)
 
 
 def median_us(function) -> float:
@@ -105,34 +79,34 @@ def median_us(function) -> float:
     return sorted(times)[CALLS // 2]
 
 
-def measure(call, shape) -> dict:
+def measure(name, call, shape) -> dict:
     B, T, H, K, V = shape
     start = time.perf_counter()
-    leaves, do = inputs(*shape)
-    both(call, leaves, do)
+    leaves, do = inputs(T, H, K, "cuda", B=B, V=V)
+
+    def both():
+        step(leaves, do, call, True)
+
+    both()
     torch.cuda.synchronize()
-    row = {"first_call_s": time.perf_counter() - start, "max_error": check(call, B, H, K, V)}
+    row = {"first_call_s": time.perf_counter() - start, "max_error": check(name, call, H, K, V)}
     for leaf in leaves:
         leaf.grad = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both(call, leaves, do)
-    torch.cuda.synchronize()
-    row["extra_mib"] = (torch.cuda.max_memory_allocated() - before) / (1 << 20)
-    with torch.no_grad():
-        row["forward_us"] = median_us(lambda: call(*leaves))
-    row["forward_backward_us"] = median_us(lambda: both(call, leaves, do))
+    row["extra_mib"] = extra_mib(both)
+    row["forward_us"] = median_us(lambda: step(leaves, do, call, False))
+    row["forward_backward_us"] = median_us(both)
     return row
 
 
 def kernels(call, shape) -> list:
     """[(kernel, launches, us, MB, GFLOP, percent of its floor)] of one forward and backward, the slowest first."""
-    leaves, do = inputs(*shape)
+    B, T, H, K, V = shape
+    leaves, do = inputs(T, H, K, "cuda", B=B, V=V)
     for _ in range(3):
-        both(call, leaves, do)
+        step(leaves, do, call, True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(CALLS):
-            both(call, leaves, do)
+            step(leaves, do, call, True)
         torch.cuda.synchronize()
     counted, found = work(*shape), []
     for event in profile.key_averages():
@@ -148,7 +122,7 @@ def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
     parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: fla's first calls take minutes")
-    parser.add_argument("--csv", default=os.path.join(ROOT, "bench", "results", "local.csv"))
+    parser.add_argument("--csv", default=results("local.csv"))
     options = parser.parse_args(arguments)
     shapes = [tuple(map(int, s.split("x"))) for s in options.shapes] if options.shapes else SHAPES
     if not torch.cuda.is_available():
@@ -164,16 +138,11 @@ def main(arguments=None) -> int:
         from fla.ops.gla import chunk_gla
 
         methods["fla chunk_gla"] = lambda *x: chunk_gla(*x)[0]
-    names = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
-    names["sources"] = source_hash()[:12]
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with Table(options.csv, COLUMNS) as table:
         for shape in shapes:
             for name, call in methods.items():
-                row = measure(call, shape) | dict(shape="x".join(map(str, shape)), method=name) | names
-                writer.writerow({c: f"{row[c]:.5g}" if isinstance(row[c], float) else row[c] for c in COLUMNS})
-                file.flush()
+                row = measure(name, call, shape) | dict(shape="x".join(map(str, shape)), method=name)
+                table.write(row)
                 print(
                     f"{row['shape']:22} {name:14} forward {row['forward_us']:8.1f} us  forward+backward "
                     f"{row['forward_backward_us']:9.1f} us  extra {row['extra_mib']:6.0f} MiB  "

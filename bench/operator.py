@@ -14,20 +14,18 @@ ranks.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
+import contextlib
+import functools
 import sys
 
 import torch
 import torch.distributed as dist
-import triton
 
 import allscan
-from allscan.doctor import source_hash
 from allscan.launch import Ranks
-from bench.baselines import METHODS, all_to_all, gla
+from bench.baselines import METHODS, Baseline, all_to_all, gla
+from bench.table import Table, results, slowest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
 GATES = {"near 1": 16.0, "mild": 1.0}  # logsigmoid(normal) over this
 SAMPLES, REPLAYS = 20, 10
@@ -37,10 +35,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def inputs(T, H, D, device, seed, dtype=torch.bfloat16, mildness=16.0):
+def inputs(T, H, K, device, seed=0, dtype=torch.bfloat16, mildness=16.0, B=1, V=None):
+    """([q, k, v, g], do)."""
     generator = torch.Generator(device).manual_seed(seed)
-    q, k, v, do = (torch.randn(1, T, H, D, generator=generator, device=device).to(dtype) for _ in range(4))
-    g = torch.nn.functional.logsigmoid(torch.randn(1, T, H, D, generator=generator, device=device)) / mildness
+
+    def normal(width):
+        return torch.randn(B, T, H, width, generator=generator, device=device)
+
+    q, k, v, do = (normal(width).to(dtype) for width in (K, K, V or K, V or K))
+    g = torch.nn.functional.logsigmoid(normal(K)) / mildness
     return [x.requires_grad_() for x in (q, k, v, g)], do
 
 
@@ -56,11 +59,30 @@ def step(leaves, do, call, backward):
     return [o.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def calls(comm, one) -> dict:
-    """{method: function of q, k, v, g}."""
+def checked(name, actual, expected, limit) -> float:
+    """The largest difference of the pairs, relative to each tensor's size. AssertionError unless below ``limit``."""
+    differences = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(actual, expected)]
+    worst = torch.stack(differences).max().item()  # NaN if any is
+    if not worst < limit:
+        raise AssertionError(f"{name} is wrong by {worst}")
+    return worst
+
+
+def extra_mib(function) -> float:
+    """Memory that a call needs at its peak, beyond what there is before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+
+
+def calls(comm, one, others) -> dict:
+    """{method: function of q, k, v, g}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}."""
     found = {"zeco": lambda *x: allscan.zeco_gla(*x, comm=comm)[0]}
-    for name in METHODS:
-        found[name] = lambda *x, name=name: gla(*x, comm=comm, alone=one, method=name)
+    for name, other in others.items():
+        found[name] = functools.partial(gla, comm=other)
     found["all_to_all"] = lambda *x: all_to_all(*x, comm=comm, alone=one)
     found["one rank"] = lambda *x: allscan.zeco_gla(*x, comm=one)[0]
     try:
@@ -79,15 +101,10 @@ def check(comm, methods, T, H, D, dtype, mildness) -> dict:
     mine = slice(comm.rank * T, (comm.rank + 1) * T)
     own = [x.detach()[:, mine].contiguous().requires_grad_() for x in leaves]
     local = step(own, do[:, mine].contiguous(), methods["one rank"], True)
-    errors = {}
+    limit, errors = 1e-5 if dtype == torch.float32 else 5e-3, {}
     for name in (name for name in methods if name not in ("one rank", "no communication")):
-        errors[name] = 0.0
         wanted = local if name == "fla, one rank" else [x[:, mine] for x in expected]
-        for a, b in zip(step(own, do[:, mine].contiguous(), methods[name], True), wanted):
-            a, b = a.double(), b.double()
-            errors[name] = max(errors[name], ((a - b).norm() / b.norm()).item())
-        if not errors[name] < (1e-5 if dtype == torch.float32 else 5e-3):
-            raise AssertionError(f"{name} differs from one rank by {errors[name]}")
+        errors[name] = checked(name, step(own, do[:, mine].contiguous(), methods[name], True), wanted, limit)
     return errors
 
 
@@ -100,12 +117,7 @@ def capture(leaves, do, call, backward):
             step(leaves, do, call, backward)
         for leaf in leaves:
             leaf.grad = None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step(leaves, do, call, backward)
-        torch.cuda.synchronize()
-        extra = (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+        extra = extra_mib(lambda: step(leaves, do, call, backward))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -135,8 +147,10 @@ def point(ranks, T, H, D, mildness, backward) -> dict | None:
     if dist.get_rank() >= ranks:
         return None
     group, alone = _groups[ranks]
-    with allscan.Communicator(group) as comm, allscan.Communicator(alone) as one:
-        methods = calls(comm, one)
+    with contextlib.ExitStack() as stack:
+        comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
+        others = {name: stack.enter_context(Baseline(group, one, name)) for name in METHODS}
+        methods = calls(comm, one, others)
         if comm.device.type == "cpu":
             return check(comm, methods, T, H, D, torch.float32, mildness)
         errors = check(comm, methods, T // 10, H, D, torch.bfloat16, mildness)
@@ -162,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
-    parser.add_argument("--csv", default=os.path.join(ROOT, "bench", "results", "operator.csv"))
+    parser.add_argument("--csv", default=results("operator.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     if gpus < 2:
@@ -172,34 +186,27 @@ def main() -> int:
                 print(f"{name:22} error {error:.1e}")
         return 0
     counts = arguments.ranks or sorted({2, gpus})
-    names = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
-    names["sources"] = source_hash()[:12]
     cases = [(*shape, kind, count, backward) for shape in SHAPES for kind in arguments.gates for count in counts
              for backward in (False, True)]  # fmt: skip
-    with open(arguments.csv, "w", newline="") as file, Ranks(max(counts), "cuda") as ranks:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for T, H, D, kind, count, backward in cases:
-            results = ranks.run(point, count, T, H, D, GATES[kind], backward)[:count]
-            slowest = {name: max((r[name] for r in results), key=lambda row: row["p50_us"]) for name in results[0]}
-            for name, row in slowest.items():
+            answers = ranks.run(point, count, T, H, D, GATES[kind], backward)[:count]
+            rows = {name: slowest([answer[name] for answer in answers], "extra_mib") for name in answers[0]}
+            one_rank, ideal = (rows[name]["p50_us"] for name in ("one rank", "no communication"))
+            for name, row in rows.items():
                 if name == "one rank":
                     continue
-                row |= dict(method=name, T=T, H=H, D=D, gates=kind, ranks=count) | names
+                row |= dict(method=name, T=T, H=H, D=D, gates=kind, ranks=count, one_rank_us=one_rank, ideal_us=ideal)
                 row["pass"] = "forward+backward" if backward else "forward"
-                row["skew_us"] = row["p50_us"] - min(r[name]["p50_us"] for r in results)
-                row["extra_mib"] = max(r[name]["extra_mib"] for r in results)
-                row["one_rank_us"], row["ideal_us"] = (slowest[n]["p50_us"] for n in ("one rank", "no communication"))
-                row["times_one_rank"] = row["p50_us"] / row["one_rank_us"]
-                row["percent_of_ideal"] = 100 * row["ideal_us"] / row["p50_us"]
-                writer.writerow({c: f"{x:.5g}" if isinstance(x, float) else x for c, x in row.items()})
+                row["times_one_rank"] = row["p50_us"] / one_rank
+                row["percent_of_ideal"] = 100 * ideal / row["p50_us"]
+                table.write(row)
                 print(
                     f"T={T} H={H} {kind:7} {row['pass']:16} P={count} {name:22}{row['p50_us']:9.1f} us "
                     f"({row['p20_us']:.1f}-{row['p80_us']:.1f})  {row['times_one_rank']:.4f} x one rank  "
                     f"{row['percent_of_ideal']:5.1f} % of ideal  extra {row['extra_mib']:.0f} MiB",
                     flush=True,
                 )
-            file.flush()
     print(f"wrote {arguments.csv}")
     return 0
 

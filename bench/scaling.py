@@ -21,12 +21,12 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import os
 import sys
 
 import numpy as np
 
-RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results")
+from bench.table import results
+
 MIB = 1 << 20
 CHAINS = ("sentinel", "signal", "put")
 GATHER = "all_gather (fused fold)"
@@ -103,11 +103,11 @@ def draw(path, points, fits, lines):
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scan", default=os.path.join(RESULTS, "scan.csv"), help="what bench.scan has written")
+    parser.add_argument("--scan", default=results("scan.csv"), help="what bench.scan has written")
     parser.add_argument("--node", type=int, default=8, help="GPUs that are joined by NVLink")
     parser.add_argument("--net-us", type=float, default=5.0, help="latency of a put with signal between nodes")
     parser.add_argument("--net-gbps", type=float, default=50.0, help="GB/s of a GPU's network card")
-    parser.add_argument("--out", default=os.path.join(RESULTS, "scaling"), help="path of the results, without ending")
+    parser.add_argument("--out", default=results("scaling"), help="path of the results, without ending")
     options = parser.parse_args(arguments)
     points = measured(options.scan)
     fits = {method: fit(method, *values) for method, values in points.items()}

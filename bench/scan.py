@@ -12,10 +12,8 @@ runs one small point in Triton's interpreter and says that its times mean nothin
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import os
-import subprocess
 import sys
 import time
 
@@ -25,13 +23,13 @@ import torch.distributed as dist
 import triton
 
 import allscan
-from allscan.doctor import replay_us, source_hash
+from allscan.doctor import replay_us
 from allscan.launch import Ranks
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.scan import copy_kernel
 from bench.baselines import AllGather, Ring
+from bench.table import Table, results, slowest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REPEATS, REPLAYS = 20, 60
 COLUMNS = (
     "method", "ranks", "bytes", "p20_us", "p50_us", "p80_us", "skew_us", "free_running_us", "copy_us", "times_copy",
@@ -164,21 +162,6 @@ def _copies(comm, state):
     return [functools.partial(copy, *shape) for shape in ((512, 1), (2048, 4), (8192, 8))]
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-
-
-def _slowest(rows) -> dict:
-    """One row from those of all ranks: the times of the slowest rank, and how far the fastest is from it."""
-    row = dict(max(rows, key=lambda r: r["p50_us"]))
-    row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in rows)
-    for name in ("copy_us", "free_running_us", "max_error"):
-        row[name] = max(r.get(name, 0.0) for r in rows)
-    row["times_copy"] = row["p50_us"] / row["copy_us"]
-    return row
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
@@ -187,7 +170,7 @@ def main() -> int:
     )
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these words")
     parser.add_argument("--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "ring"])
-    parser.add_argument("--csv", default=os.path.join(ROOT, "bench", "results", "scan.csv"))
+    parser.add_argument("--csv", default=results("scan.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     if gpus < 2:
@@ -199,29 +182,21 @@ def main() -> int:
         return 0
     counts = arguments.ranks or sorted({2, gpus})
     os.environ.setdefault("ALLSCAN_HEAP", "2G")
-    names = dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        commit=_commit(), sources=source_hash()[:12],
-    )  # fmt: skip
-    os.makedirs(os.path.dirname(os.path.abspath(arguments.csv)), exist_ok=True)
-    with open(arguments.csv, "w", newline="") as file, Ranks(max(counts), "cuda") as ranks:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with Table(arguments.csv, COLUMNS, digits=4) as table, Ranks(max(counts), "cuda") as ranks:
         for count in counts:
             for mib in arguments.mib:
                 tiles = [(words, depth) for words in arguments.tiles for depth in (2, 3)]
-                results = ranks.run(point, count, int(mib * (1 << 20)), arguments.methods, tiles)[:count]
-                for same in zip(*results):
-                    row = _slowest(same) | names
-                    formatted = {c: f"{row[c]:.4g}" if isinstance(row[c], float) else row[c] for c in COLUMNS}
-                    writer.writerow(formatted)
+                answers = ranks.run(point, count, int(mib * (1 << 20)), arguments.methods, tiles)[:count]
+                for same in zip(*answers):
+                    row = slowest(same, "copy_us", "free_running_us", "max_error")
+                    row["times_copy"] = row["p50_us"] / row["copy_us"]
+                    table.write(row)
                     print(
                         f"P={count} {mib:6g} MiB  {row['method']:24} {row['p50_us']:8.2f} us "
                         f"({row['times_copy']:5.2f} x copy)  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  "
                         f"free running {row['free_running_us']:8.2f} us",
                         flush=True,
                     )
-                file.flush()
     print(f"wrote {arguments.csv}")
     return 0
 

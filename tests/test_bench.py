@@ -10,7 +10,7 @@ import torch.distributed as dist
 from test_gla import F32, LIMIT, NAMES, Whole, place, relative_all
 
 import allscan
-from bench import baselines, local, scaling, timeline
+from bench import baselines, local, operator, scaling, timeline
 
 _alone = {}
 
@@ -31,9 +31,11 @@ def baseline_case(group, method, dtype):
         own = [x[:, mine].contiguous().requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g)]
         if method == "all_to_all":
             o = baselines.all_to_all(*own, comm=comm, alone=alone)
+            o.backward(whole.do[:, mine])
         else:
-            o = baselines.gla(*own, comm=comm, alone=alone, method=method)
-        o.backward(whole.do[:, mine])
+            with baselines.Baseline(group, alone, method) as other:
+                o = baselines.gla(*own, comm=other)
+                o.backward(whole.do[:, mine])
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 
@@ -76,3 +78,12 @@ def test_the_count_of_a_kernels_work(capsys):
     assert all(nbytes > 0 and flops >= 0 for nbytes, flops in counted.values())
     assert local.main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(local.SHAPES)
+
+
+@pytest.mark.cpu
+def test_a_check_lets_no_nan_pass():
+    good, bad = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    assert operator.checked("equal", [good, good], [good, good], 1e-9) == 0
+    for actual in ([good, bad], [bad, good], [good, 2 * good]):
+        with pytest.raises(AssertionError, match="other is wrong by"):
+            operator.checked("other", actual, [good, good], 1e-3)
