@@ -249,11 +249,13 @@ def recv(channel, tile, b_first):
 def _recv(channel, tile, b_first):
     """``recv``, and the epoch and whether all is well, which spare ``_send`` from loading them again."""
     epoch = tl.load(channel.epoch + tile) + 1
+    if channel.SEND != NONE:
+        # without acquire, since the stores that it allows depend on it; here, so that it travels with the epoch
+        freed = _look(channel.freed)
     _give_credit(channel, tile, epoch - 1)
     ok = epoch > 0  # not BROKEN
     if channel.SEND != NONE:
-        # a first look without acquire, at once with the epoch: the stores it allows depend on what it finds
-        if ok & (_look(channel.freed) < epoch - channel.DEPTH):
+        if ok & (freed < epoch - channel.DEPTH):
             ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
     b_prev = b_first
     if channel.RECV == SENTINEL:
