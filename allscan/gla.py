@@ -9,8 +9,8 @@ from torch import Tensor
 from .communicator import Communicator, communicator_of
 from .layout import chunk_tokens, find_layout, most_segments, segment_length
 from .scan import check_tensor, persistent
-from .shmem_kernels.gla_bwd import grad_kernel, intra_grad_kernel, value_grad_kernel
-from .shmem_kernels.gla_fwd import carry_kernel, intra_kernel, output_kernel, state_kernel
+from .shmem_kernels.gla_bwd import grad_kernel, wide_grad_kernel
+from .shmem_kernels.gla_fwd import carry_kernel, keys_kernel, output_kernel, queries_kernel, state_kernel, wide_kernel
 
 # Tokens of a sub-block. On GPUs its pairs of tokens fill the registers; the interpreter pays by the program.
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
@@ -65,6 +65,8 @@ def zeco_gla(
     if initial_state is not None:
         initial_state = initial_state.contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not 0.0 < abs(scale) < float("inf"):
+        raise ValueError(f"scale must be finite and not 0, got {scale}")
     o, final_state, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, comm.handle)
     return o, final_state if output_final_state else None
 
@@ -113,20 +115,26 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
     except (TypeError, ValueError) as error:
         problem = error
     scan = persistent(comm, shape, agree, problem)
-    segment = segment_length(B * q.shape[1], H, chunk_tokens(K), q.is_cuda)
-    return scan, find_layout(comm, B, q.shape[1], cu_seqlens, segment, chunk_tokens(K))
+    return scan, find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), chunk_tokens(K))
+
+
+def _segment_length(q) -> int:
+    B, T, H, K = q.shape
+    return segment_length(B * T, H, chunk_tokens(K), q.device.type == "cuda")
 
 
 class _Launcher:
     """Block sizes, and the launches that forward and backward share."""
 
-    def __init__(self, q, v, scale, scan, layout):
-        self.scan, self.layout, self.scale = scan, layout, scale
+    def __init__(self, q, k, v, g, scale, scan, layout):
+        self.q, self.k, self.v, self.g, self.scale, self.scan, self.layout = q, k, v, g, scale, scan, layout
         self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
         self.BT = chunk_tokens(self.K)
         self.BK = max(16, triton.next_power_of_2(self.K))
         narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
         widest = (128 if narrow else 64) if self.K <= 128 else (64 if narrow else 32)
+        # with 64 rows and BT = 32 Triton 3.6 lets wgmma read beyond the shared memory
+        self.grad_BK = min(128 if narrow else widest, self.BK)
         self.BV = min(widest, max(16, triton.next_power_of_2(self.V)))
         self.NV = triton.cdiv(self.V, self.BV)
         self.precision = dict(PRECISION=PRECISION[q.dtype])
@@ -134,24 +142,51 @@ class _Launcher:
         self.blocks = dict(BT=self.BT, BK=self.BK, BV=self.BV)
         self.num_warps = 8 if self.BK * self.BV > 8192 else 4
         self.num_stages = 3 if narrow else 1
-        exact = q.dtype == torch.float32
-        self.intra = dict(BC=SUB_BLOCK[q.device.type], BS=min(32, self.BK), RANGE=16.0 if exact else 80.0)
+        self.dtype = q.dtype if narrow else torch.float32  # of operands that are stored
+        self.range = 23.0 if q.dtype == torch.float32 else 115.0
+        self.sub_blocks = dict(BC=SUB_BLOCK[q.device.type], BS=min(32, self.BK))
 
-    def segment_states(self, x, y, g, states, reverse):
+    def empty(self, *shape, dtype=torch.float32):
+        return self.q.new_empty(*shape, dtype=dtype)
+
+    def keys(self):
+        """(k_out, the sums of gates and the wide ones of the chunks): see keys_kernel."""
+        chunks, K = self.layout.num_chunks, self.K
+        k_out, gate = torch.empty_like(self.k, dtype=self.dtype), self.empty(chunks, self.H, K)
+        wide = self.empty(chunks, self.H, dtype=torch.int32)
+        keys_kernel[(chunks, self.H)](
+            self.k, self.g, self.layout.chunks, k_out, gate, wide,
+            H=self.H, K=K, BT=self.BT, BR=8, BK=self.BK, RANGE=self.range, num_warps=1,
+        )  # fmt: skip
+        return k_out, gate, wide
+
+    def queries(self, gate, wide, dtype):
+        """(q_in, A in ``dtype``): see queries_kernel."""
+        q, k, g, chunks = self.q, self.k, self.g, self.layout.chunks
+        q_in, a = torch.empty_like(q, dtype=self.dtype), self.empty(*q.shape[:3], self.BT, dtype=dtype)
+        grid, shape = (self.layout.num_chunks, self.H), dict(H=self.H, K=self.K, BT=self.BT, **self.precision)
+        queries_kernel[grid](
+            q, k, g, chunks, gate, wide, q_in, a, self.scale, **shape, BK=min(32, self.BK), num_warps=4, num_stages=3
+        )
+        wide_kernel[grid](q, k, g, chunks, wide, a, self.scale, **shape, BK=self.BK, **self.sub_blocks)
+        return q_in, a
+
+    def segment_states(self, x, y, gate, states, reverse):
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
-        gates = states.new_empty(states.shape[:3])
-        self._states(x, y, g, states, gates, (states, gates, states), reverse, False)
+        gates = self.empty(states.shape[:3])
+        self._states(x, y, gate, (states, states, gates), (states, gates, states), reverse, False)
         return gates
 
-    def chunk_states(self, x, y, g, entering, reverse):
-        """What enters each chunk [NC, H, K, V], from what enters each segment: (own, gates, prev)."""
-        states = x.new_empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=torch.float32)
-        self._states(x, y, g, states, states, entering, reverse, True)
-        return states
+    def chunk_states(self, x, y, gate, entering):
+        """What enters each chunk [NC, H, K, V] and what its rounding has taken; ``entering``: own, gates, prev."""
+        states = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=self.dtype)
+        low = torch.empty_like(states)
+        self._states(x, y, gate, (states, low, gate), entering, False, True)
+        return states, low
 
-    def _states(self, x, y, g, states, gate, entering, reverse, every_chunk):
+    def _states(self, x, y, gate, written, entering, reverse, every_chunk):
         state_kernel[(self.NV, self.layout.num_segments, self.H)](
-            x, y, g, self.layout.segments, states, gate, *entering, self.scale,
+            x, y, gate, self.layout.segments, *written, *entering, self.scale,
             **self.widths, **self.blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, **self.precision,
             num_warps=self.num_warps, num_stages=self.num_stages,
         )  # fmt: skip
@@ -167,31 +202,20 @@ class _Launcher:
             )  # fmt: skip
         return join
 
-    def scores(self, q, k, g):
-        """A [B, T, H, BT]; above the diagonal it holds nothing."""
-        a = q.new_empty(*q.shape[:3], self.BT, dtype=torch.float32)
-        intra_kernel[(self.layout.num_chunks, self.H)](
-            q,
-            k,
-            g,
-            self.layout.chunks,
-            a,
-            self.scale,
-            H=self.H,
-            K=self.K,
-            BT=self.BT,
-            BK=self.BK,
-            **self.intra,
-            **self.precision,
-        )
-        return a
+    def outputs(self, x, y, z, a, gate, entering, o, chunks, reverse):
+        """See output_kernel; ``chunks``: states, dstates, through."""
+        output_kernel[(self.NV, self.layout.num_segments, self.H)](
+            x, y, z, a, gate, self.layout.segments, *entering, o, *chunks, self.scale, **self.widths, **self.blocks,
+            REVERSE=reverse, **self.precision, num_warps=self.num_warps,
+            num_stages=min(self.num_stages, 2 if reverse else 3),
+        )  # fmt: skip
 
 
 def _state_tensors(q, v, cu_seqlens, final):
     """Uninitialised (final_state, what enters each segment, its gates, what enters this rank)."""
     B, T, H, K = q.shape
     shape = _state_shape(q, v, cu_seqlens)
-    segments = most_segments(B, T, shape[0], segment_length(B * T, H, chunk_tokens(K), q.device.type == "cuda"))
+    segments = most_segments(B, T, shape[0], _segment_length(q))
     empty = q.new_empty
     states, gates = (empty(s, dtype=torch.float32) for s in ((segments, *shape[1:]), (segments, H, K)))
     final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
@@ -205,19 +229,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank)."""
     scan, layout = _prepare(q, k, v, g, initial_state, cu_seqlens, communicator_of(comm))
-    launcher = _Launcher(q, v, scale, scan, layout)
+    launcher = _Launcher(q, k, v, g, scale, scan, layout)
     final_state, states, gates, prev = _state_tensors(q, v, cu_seqlens, final)
-    gate = launcher.segment_states(k, v, g, states, reverse=False)
+    k_out, gate, wide = launcher.keys()
+    sums = launcher.segment_states(k_out, v, gate, states, reverse=False)
     join = launcher.carry(
-        states, gate, gates, initial_state, prev, final_state if final else None, scan.channel(), reverse=False
+        states, sums, gates, initial_state, prev, final_state if final else None, scan.channel(), reverse=False
     )
-    a = launcher.scores(q, k, g)
+    q_in, a = launcher.queries(gate, wide, launcher.dtype)
     join()
     o = torch.empty_like(v)
-    output_kernel[(launcher.NV, layout.num_segments, launcher.H)](
-        q, k, v, g, a, layout.segments, states, gates, prev, o, scale,
-        **launcher.widths, **launcher.blocks, **launcher.precision, num_warps=launcher.num_warps, num_stages=1,
-    )  # fmt: skip
+    launcher.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o), reverse=False)
     return o, final_state, states, gates, prev
 
 
@@ -235,32 +257,32 @@ def _backward(
     communicator = communicator_of(comm)
     B, T, H, K = q.shape
     scan = persistent(communicator, (B * H, K, v.shape[-1]))
-    segment = segment_length(B * T, H, chunk_tokens(K), q.is_cuda)
-    layout = find_layout(communicator, B, T, cu_seqlens, segment, chunk_tokens(K))
-    launcher = _Launcher(q, v, scale, scan, layout)
+    layout = find_layout(communicator, B, T, cu_seqlens, _segment_length(q), chunk_tokens(K))
+    launcher = _Launcher(q, k, v, g, scale, scan, layout)
     dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial)
-    dgate = launcher.segment_states(q, do, g, dstates, reverse=True)
+    k_out, gate, wide = launcher.keys()
+    q_in, a = launcher.queries(gate, wide, torch.float32)
+    sums = launcher.segment_states(q_in, do, gate, dstates, reverse=True)
     join = launcher.carry(
-        dstates, dgate, dgates, dfinal, dprev, dinitial if initial else None, scan.channel(reverse=True), reverse=True
+        dstates, sums, dgates, dfinal, dprev, dinitial if initial else None, scan.channel(reverse=True), reverse=True
     )
-    states = launcher.chunk_states(k, v, g, (states, gates, prev), reverse=False)
-    a = launcher.scores(q, k, g)
-    dq_intra, dk_intra = (torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-    intra_grad_kernel[(layout.num_chunks, H)](
-        q, k, v, g, do, layout.chunks, torch.empty_like(a), dq_intra, dk_intra, scale,
-        **launcher.widths, **launcher.blocks | dict(BV=min(64, launcher.BV)), **launcher.intra, **launcher.precision,
-    )  # fmt: skip
+    states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
     join()
-    dstates = launcher.chunk_states(q, do, g, (dstates, dgates, dprev), reverse=True)
-    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
-    value_grad_kernel[(launcher.NV, layout.num_chunks, H)](
-        k, g, do, a, layout.chunks, dstates, dv,
-        **launcher.widths, **launcher.blocks, **launcher.precision, num_warps=launcher.num_warps, num_stages=1,
-    )  # fmt: skip
-    blocks = dict(BT=launcher.BT, BK=min(32, launcher.BK), BV=min(64, launcher.BV))
+    dv, through = torch.empty_like(v), launcher.empty(layout.num_chunks, H, launcher.NV, K)
+    chunks = (states, chunk_dstates, through)
+    launcher.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks, reverse=True)
+    del q_in, k_out, a
+    dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
+    blocks = dict(BT=launcher.BT, BK=launcher.grad_BK, BV=min(64, launcher.BV))
     grad_kernel[(triton.cdiv(K, blocks["BK"]), layout.num_chunks, H)](
-        q, k, v, g, do, layout.chunks, states, dstates, dq_intra, dk_intra, dq, dk, dg, scale,
-        **launcher.widths, **blocks, **launcher.precision, num_warps=4, num_stages=1,
+        q, k, v, g, do, layout.chunks, gate, wide, *chunks, dq, dk, dg, scale,
+        **launcher.widths, **blocks, NT=launcher.NV, **launcher.precision,
+        num_warps=8 if launcher.grad_BK > 64 else 4, num_stages=1,
+    )  # fmt: skip
+    wide_grad_kernel[(layout.num_chunks, H)](
+        q, k, v, g, do, layout.chunks, wide, dq, dk, dg, scale,
+        **launcher.widths, **launcher.blocks | dict(BV=min(64, launcher.BV)), **launcher.sub_blocks,
+        **launcher.precision,
     )  # fmt: skip
     return dq, dk, dv, dg, dinitial
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .communicator import Communicator
-from .shmem_kernels.gla_fwd import FIRST, LAST
+from .shmem_kernels.gla_blocks import FIRST, LAST
 from .workspace import by_rank
 
 KEPT = 256  # layouts that a communicator keeps
@@ -41,7 +41,7 @@ class Layout:
                 segments.append((start, end, len(chunks), piece.slot, piece.sequence, flags))
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
         begins += [len(segments)] * (slots + 1 - len(begins))
-        self.num_segments, self.num_chunks, self.num_slots = len(segments), len(chunks), slots
+        self.num_segments, self.num_chunks = len(segments), len(chunks)
         self.segments, self.chunks, self.slots = (
             torch.tensor(table, dtype=torch.int32).to(device) for table in (segments, chunks, begins)
         )
@@ -52,7 +52,7 @@ def segment_length(tokens: int, H: int, BT: int, cuda: bool) -> int:
     """Tokens of a segment, a multiple of BT: long, for few states to be carried, yet enough segments to fill a GPU."""
     if not cuda:
         return 2 * BT
-    length = 2048
+    length = 1024
     while length > 4 * BT and tokens * H // length < 128:
         length //= 2
     return length

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import allscan
-from allscan.shmem_kernels.gla_fwd import FIRST, FLAGS, LAST, SEQUENCE, SLOT
+from allscan.shmem_kernels.gla_blocks import FIRST, FLAGS, LAST, SEQUENCE, SLOT
 
 
 @triton.jit
@@ -149,7 +149,7 @@ class _Carried:
         self.scan.launch(
             kernel, grid, states, gate, gates, segments, slots, outside, prev, total, channel, **options
         )  # fmt: skip
-        method = self.comm.method(self.comm, total, (gates[edges] + gate[edges]).exp(), reverse=reverse)
+        method = self.comm.method(self.comm, total, (gates[edges] + gate[edges]).exp2(), reverse=reverse)
         method.out = prev
         method()
 

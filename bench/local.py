@@ -42,18 +42,16 @@ def work(B, T, H, K, V) -> dict:
     """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
     n, BT = B * T * H, chunk_tokens(K)
     segments = B * -(-T // segment_length(B * T, H, BT, True)) * H * K * V * 4
-    chunks = B * -(-T // BT) * H * K * V * 4
-    key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 4
+    chunks = B * -(-T // BT) * H * K * V * 2
+    key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2
     pass_, within, pairs = 2 * n * K * V, 2 * n * BT * K, 2 * n * BT * V
-    reduce = key + value + gate
     return {
-        "state_kernel": (4 * reduce + 4 * segments + 2 * chunks, 4 * pass_),
+        "keys_kernel": (2 * (2 * key + gate), 0),
+        "queries_kernel": (2 * (3 * key + gate) + 3 * scores, 4 * within),
+        "state_kernel": (3 * (key + value) + 3 * segments + 2 * chunks, 3 * pass_),
         "carry_kernel": (4 * segments, 0),
-        "intra_kernel": (2 * (2 * key + gate + scores), 2 * within),
-        "output_kernel": (2 * key + 2 * value + gate + scores + segments, 2 * pass_ + pairs),
-        "intra_grad_kernel": (2 * key + gate + 2 * value + 2 * gate, 2 * within + pairs),
-        "value_grad_kernel": (key + gate + 2 * value + scores + chunks, pass_ + pairs),
-        "grad_kernel": (2 * key + gate + 2 * value + 2 * chunks + 2 * gate + 2 * key + gate, 2 * pass_),
+        "output_kernel": (2 * (2 * key + 2 * value + segments) + 3 * scores + 3 * chunks, 4 * pass_ + 2 * pairs),
+        "grad_kernel": (4 * key + 2 * gate + 2 * value + 2 * chunks, 2 * pass_ + pairs + 6 * within),
     }
 
 

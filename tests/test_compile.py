@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 
+from allscan import gla
 from allscan.bindings import nvshmem_device as nvshmem
+from allscan.layout import Layout, Piece
 from allscan.shmem_kernels import gla_bwd, gla_fwd
 from allscan.shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.scan import copy_kernel, scan_kernel
@@ -82,37 +85,64 @@ def test_copy():
     assert Compiled(copy_kernel, arguments, {"BLOCK": 2048}).spilled_bytes == 0
 
 
-GLA = dict(H=4, K=128, V=128, BT=64, BK=128)
+class Launches:
+    """Stands for a kernel: remembers what it is launched with."""
+
+    made = []
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *values, **options: Launches.made.append((self.kernel, values, options))
 
 
-@pytest.mark.parametrize("dtype, precision", [("*bf16", "bf16"), ("*fp16", "tf32x3"), ("*fp32", "tf32x3")])
-def test_gla_kernels(dtype, precision):
-    common = {"PRECISION": precision}
-    states = types("p_g p_state p_gate p_own p_gates p_prev", "*fp32") | {"p_segments": "*i32", "scale": "fp32"}
-    chunks = {"p_chunks": "*i32", "scale": "fp32"}
-    state = dict(GLA, BV=64)
-    intra = dict(BC=16, BS=32, RANGE=16.0)
-    kernels = [
-        *((gla_fwd.state_kernel, types("p_x p_y", dtype) | states, state | {"REVERSE": r, "EVERY_CHUNK": e}, 4)
-          for r in (False, True) for e in (False, True)),
-        (gla_fwd.intra_kernel, types("p_q p_k", dtype) | types("p_g p_a", "*fp32") | chunks,
-         dict(H=4, K=128, BT=64, BK=128) | intra, 4),
-        (gla_fwd.output_kernel,
-         types("p_q p_k p_v p_o", dtype) | types("p_g p_a p_state p_gates p_prev", "*fp32")
-         | {"p_segments": "*i32", "scale": "fp32"}, state, 4),
-        (gla_bwd.intra_grad_kernel,
-         types("p_q p_k p_v p_do", dtype) | types("p_g p_da p_dq p_dk", "*fp32") | chunks,
-         GLA | intra | {"BV": 64}, 4),
-        (gla_bwd.value_grad_kernel,
-         types("p_k p_do p_dv", dtype) | types("p_g p_a p_dstate", "*fp32") | {"p_chunks": "*i32"}, state, 4),
-        (gla_bwd.grad_kernel,
-         types("p_q p_k p_v p_do p_dq p_dk", dtype)
-         | types("p_g p_state p_dstate p_dq_intra p_dk_intra p_dg", "*fp32") | chunks, state | {"BK": 32}, 4),
-    ]  # fmt: skip
-    for kernel, arguments, constants, warps in kernels:
-        compiled = Compiled(kernel, arguments, constants | common, num_warps=warps, num_stages=1)
-        assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
+class NoScan:
+    num_tiles, comm = 1, None
+
+    def channel(self, reverse=False):
+        return None
+
+
+@pytest.mark.parametrize(
+    "K, V, dtype", [(128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (64, 128, torch.float16),
+                    (256, 256, torch.float32), (16, 24, torch.bfloat16)],
+)  # fmt: skip
+def test_gla_kernels(K, V, dtype, monkeypatch):
+    """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
+    for name in ("keys", "queries", "wide", "state", "output", "grad", "wide_grad"):
+        kernel = f"{name}_kernel"
+        monkeypatch.setattr(gla, kernel, Launches(getattr(gla, kernel)))
+    monkeypatch.setattr(gla._Launcher, "carry", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(gla, "SUB_BLOCK", {"cpu": gla.SUB_BLOCK["cuda"]})
+    monkeypatch.setattr(Launches, "made", [])
+    H, T = 4, 130
+    layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, gla.chunk_tokens(K), "cpu")
+    q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
+    g = torch.zeros(1, T, H, K)
+    monkeypatch.setattr(gla, "communicator_of", lambda comm: None)
+    monkeypatch.setattr(gla, "persistent", lambda *_: NoScan())
+    monkeypatch.setattr(gla, "_prepare", lambda *_: (NoScan(), layout))
+    monkeypatch.setattr(gla, "find_layout", lambda *_: layout)
+    _, _, *states = gla._forward._init_fn(q, k, v, g, None, None, 0.1, False, 0)
+    gla._backward._init_fn(do, None, q, k, v, g, None, *states, 0.1, False, 0)
+    kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+    seen = []
+    for kernel, values, options in Launches.made:
+        names = kernel.arg_names[: len(values)]
+        arguments = {n: "fp32" if isinstance(x, float) else kinds[x.dtype] for n, x in zip(names, values)}
+        launch = {n: options.pop(n) for n in ("num_warps", "num_stages") if n in options}
+        if (kernel, arguments, options) in seen:
+            continue
+        seen.append((kernel, arguments, options))
+        compiled = Compiled(kernel, arguments, options, **launch)
         assert compiled.shared <= 227 << 10
+        if kernel is not gla_fwd.keys_kernel:
+            assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
+    assert {kernel for kernel, _, _ in seen} == {
+        gla_fwd.keys_kernel, gla_fwd.queries_kernel, gla_fwd.wide_kernel, gla_fwd.state_kernel, gla_fwd.output_kernel,
+        gla_bwd.grad_kernel, gla_bwd.wide_grad_kernel,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from allscan.layout import Layout, cut, most_segments
-from allscan.shmem_kernels.gla_fwd import FIRST, LAST
+from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 
 pytestmark = pytest.mark.cpu
 

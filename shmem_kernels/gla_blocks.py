@@ -1,0 +1,185 @@
+"""What the GLA kernels share: tables, where blocks lie, gates, and products with a stated precision."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+from .channel import builtin
+
+# Words of a segment
+START = tl.constexpr(0)  # its first token
+END = tl.constexpr(1)  # behind its last token
+CHUNK = tl.constexpr(2)  # its first chunk
+SLOT = tl.constexpr(3)
+SEQUENCE = tl.constexpr(4)  # row of initial_state and final_state
+FLAGS = tl.constexpr(5)  # FIRST, LAST
+SEGMENT_WORDS = tl.constexpr(6)
+FIRST = tl.constexpr(1)  # its sequence begins with this segment
+LAST = tl.constexpr(2)  # its sequence ends with this segment
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@builtin
+def count(n, _semantic=None):
+    """``n`` as the bound of a loop: the interpreter wants a Python number."""
+    return int(n.handle.data.item()) if _semantic is None else n
+
+
+@builtin
+def exp2(x, _semantic=None):
+    """2 ** x of float32, in one instruction; what would be denormal is 0."""
+    if _semantic is None:
+        return tl.exp2(x)
+    return core.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=core.float32, is_pure=True, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def cast(x, dtype, _semantic=None):
+    """``x`` in another float type, rounded to nearest: the interpreter's own conversion to bfloat16 cuts off."""
+    dtype = core._unwrap_if_constexpr(dtype)
+    if _semantic is not None:
+        return x.to(dtype, _semantic=_semantic)
+    if dtype == tl.bfloat16 and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + ((bits >> 16) & 1) + 0x7FFF).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@builtin
+def operand(x, dtype, _semantic=None):
+    """``x`` as an operand of a product in ``dtype``: rounded to it; the interpreter can only multiply it as float32."""
+    if _semantic is not None:
+        return x.to(core._unwrap_if_constexpr(dtype), _semantic=_semantic)
+    return cast(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """x y + sum; sum is float32. PRECISION: "bf16", "tf32" or "tf32x3", of the operands."""
+    if PRECISION == "bf16":
+        return tl.dot(operand(b_x, tl.bfloat16), operand(b_y, tl.bfloat16), b_sum)
+    else:
+        return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def high_half(b_x):
+    """float32 cut off to the 8 bits of a bfloat16; the rest, b_x - high_half(b_x), has another 16, of which 8 count."""
+    return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fine_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """``product``, but a float32 operand counts as the sum of two in bfloat16, which hold 16 bits of it."""
+    if PRECISION != "bf16":
+        return product(b_x, b_y, b_sum, PRECISION)
+    b_x_high, b_y_high = b_x, b_y
+    if b_x.dtype == tl.float32:
+        b_x_high = high_half(b_x)
+        b_sum = product(b_x - b_x_high, b_y, b_sum, PRECISION)
+    if b_y.dtype == tl.float32:
+        b_y_high = high_half(b_y)
+        b_sum = product(b_x, b_y - b_y_high, b_sum, PRECISION)
+    return product(b_x_high, b_y_high, b_sum, PRECISION)
+
+
+@triton.jit
+def rows(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
+    """Where tokens start .. start + BT of head h lie in a tensor [tokens, H, W], columns i_w * BW .. + BW.
+
+    Returns (offsets, mask of the tokens before ``end`` and the columns before W), [BT, BW].
+    """
+    t = start + tl.arange(0, BT)
+    w = i_w * BW + tl.arange(0, BW)
+    return (t.to(tl.int64) * H + h)[:, None] * W + w[None, :], (t < end)[:, None] & (w < W)[None, :]
+
+
+@triton.jit
+def state_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k=0):
+    """(offsets, mask) [BK, BV] of one of many [K, V] matrices: rows i_k * BK .. + BK, columns i_v * BV .. + BV."""
+    k = i_k * BK + tl.arange(0, BK)
+    v = i_v * BV + tl.arange(0, BV)
+    return i_state.to(tl.int64) * (K * V) + k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
+
+
+@triton.jit
+def load(p, at, inside):
+    """A block, 0 outside."""
+    return tl.load(p + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_gates(p_g, at, inside):
+    """Gates in float32, as logarithms to base 2. What is below -128 counts as -128, whose decay is 0 too."""
+    b_g = load(p_g, at, inside).to(tl.float32) * LOG2_E
+    return tl.maximum(b_g, -128.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def lower(BT: tl.constexpr, DISTANCE: tl.constexpr):
+    """[BT, BT]: whether the row is at least DISTANCE after the column."""
+    return tl.arange(0, BT)[:, None] >= tl.arange(0, BT)[None, :] + DISTANCE
+
+
+@triton.jit
+def upper(BT: tl.constexpr, DISTANCE: tl.constexpr):
+    """[BT, BT]: whether the row is at least DISTANCE before the column."""
+    return tl.arange(0, BT)[None, :] >= tl.arange(0, BT)[:, None] + DISTANCE
+
+
+@triton.jit
+def weighted_rows(b_weights, b_x, PRECISION: tl.constexpr):
+    """b_weights b_x, where bfloat16 holds the weights: sums of rows that add only what they are made of."""
+    b_sum = tl.zeros([b_weights.shape[0], b_x.shape[1]], tl.float32)
+    if PRECISION == "bf16":
+        b_high = high_half(b_x)
+        b_sum = product(b_weights, b_x - b_high, b_sum, PRECISION)
+        return product(b_weights, b_high, b_sum, PRECISION)
+    return product(b_weights, b_x, b_sum, PRECISION)
+
+
+@triton.jit
+def weighted_columns(b_x, b_weights, b_sum, PRECISION: tl.constexpr):
+    """b_x b_weights + sum: see weighted_rows."""
+    if PRECISION == "bf16":
+        b_high = high_half(b_x)
+        b_sum = product(b_x - b_high, b_weights, b_sum, PRECISION)
+        return product(b_high, b_weights, b_sum, PRECISION)
+    return product(b_x, b_weights, b_sum, PRECISION)
+
+
+@triton.jit
+def ones(b_where):
+    return tl.where(b_where, 1.0, 0.0)
+
+
+@triton.jit
+def pair_decays(b_g, BC: tl.constexpr):
+    """[BC, BC, BS]: for each pair of tokens t, s the decay from s to t; 1 where s is not before t."""
+    return exp2(tl.cumsum(tl.where(lower(BC, 1)[:, :, None], b_g[:, None, :], 0.0), 0))
+
+
+@triton.jit
+def decayed(b_own, b_gates, b_prev):
+    """own + 2 ** gates * prev; where the decay is 0 nothing passes, not even Inf or NaN."""
+    b_decay = exp2(b_gates)[:, None]
+    return b_own + tl.where(b_decay == 0.0, 0.0, b_decay * b_prev)
+
+
+@triton.jit
+def entering(
+    p_state, p_gates, p_prev, p_segment, s, h, i_v,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The state that enters a segment [BK, BV]: from this rank's tokens, and from the other ranks."""
+    k = tl.arange(0, BK)
+    b_gates = tl.load(p_gates + (s * H + h) * K + k, mask=k < K, other=0.0)
+    at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+    b_own = load(p_state, at, inside)
+    at, inside = state_at(tl.load(p_segment + SLOT) * H + h, i_v, K, V, BK, BV)
+    return decayed(b_own, b_gates, load(p_prev, at, inside))
