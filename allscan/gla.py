@@ -9,7 +9,7 @@ from torch import Tensor
 from .communicator import Communicator, communicator_of
 from .layout import chunk_tokens, find_layout, most_segments, segment_length
 from .scan import check_tensor, persistent
-from .shmem_kernels.gla_bwd import grad_kernel, wide_grad_kernel
+from .shmem_kernels.gla_bwd import da_kernel, grad_kernel, wide_grad_kernel
 from .shmem_kernels.gla_fwd import carry_kernel, keys_kernel, output_kernel, queries_kernel, state_kernel, wide_kernel
 
 # Tokens of a sub-block. On GPUs its pairs of tokens fill the registers; the interpreter pays by the program.
@@ -133,8 +133,6 @@ class _Launcher:
         self.BK = max(16, triton.next_power_of_2(self.K))
         narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
         widest = (128 if narrow else 64) if self.K <= 128 else (64 if narrow else 32)
-        # with 64 rows and BT = 32 Triton 3.6 lets wgmma read beyond the shared memory
-        self.grad_BK = min(128 if narrow else widest, self.BK)
         self.BV = min(widest, max(16, triton.next_power_of_2(self.V)))
         self.NV = triton.cdiv(self.V, self.BV)
         self.precision = dict(PRECISION=PRECISION[q.dtype])
@@ -166,10 +164,38 @@ class _Launcher:
         q_in, a = torch.empty_like(q, dtype=self.dtype), self.empty(*q.shape[:3], self.BT, dtype=dtype)
         grid, shape = (self.layout.num_chunks, self.H), dict(H=self.H, K=self.K, BT=self.BT, **self.precision)
         queries_kernel[grid](
-            q, k, g, chunks, gate, wide, q_in, a, self.scale, **shape, BK=min(32, self.BK), num_warps=4, num_stages=3
-        )
-        wide_kernel[grid](q, k, g, chunks, wide, a, self.scale, **shape, BK=self.BK, **self.sub_blocks)
+            q, k, g, chunks, self.layout.weights, gate, wide, q_in, a, self.scale,
+            **shape, BK=min(32, self.BK), num_warps=4, num_stages=3,
+        )  # fmt: skip
+        wide_kernel[grid](q, k, g, chunks, wide, q_in, a, self.scale, **shape, BK=self.BK, **self.sub_blocks)
         return q_in, a
+
+    def score_gradients(self, do):
+        """(dA, its diagonal): see da_kernel and load_da."""
+        rows, parts = self.q.shape[:3], 2 if self.q.dtype == torch.bfloat16 else 1
+        da, diagonal = self.empty(*rows, parts * self.BT, dtype=self.dtype), self.empty(*rows)
+        da_kernel[(self.layout.num_chunks, self.H)](
+            self.v, do, self.layout.chunks, da, diagonal, self.scale, H=self.H, V=self.V, BT=self.BT,
+            BV=min(64, self.BV), **self.precision, num_warps=4, num_stages=self.num_stages,
+        )  # fmt: skip
+        return da, diagonal
+
+    def gradients(self, do, gate, wide, of_scores, of_states):
+        """dq, dk, dg: see grad_kernel."""
+        q, k, v, g, layout = self.q, self.k, self.v, self.g, self.layout
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
+        # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
+        BK = 64 if q.dtype == torch.bfloat16 else min(32, self.BK)
+        blocks = self.widths | self.blocks | self.precision | dict(BV=min(64, self.BV), NT=self.NV)
+        grad_kernel[(triton.cdiv(self.K, BK), layout.num_chunks, self.H)](
+            q, k, v, g, do, layout.chunks, layout.weights, gate, wide, *of_scores, *of_states, *grads, self.scale,
+            **blocks | dict(BK=BK), num_warps=4, num_stages=self.num_stages,
+        )  # fmt: skip
+        wide_grad_kernel[(layout.num_chunks, self.H)](
+            q, k, v, g, do, layout.chunks, wide, *of_scores, *of_states, *grads, self.scale,
+            **blocks, **self.sub_blocks,
+        )  # fmt: skip
+        return grads
 
     def segment_states(self, x, y, gate, states, reverse):
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
@@ -267,23 +293,13 @@ def _backward(
         dstates, sums, dgates, dfinal, dprev, dinitial if initial else None, scan.channel(reverse=True), reverse=True
     )
     states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
+    of_scores = launcher.score_gradients(do)
     join()
     dv, through = torch.empty_like(v), launcher.empty(layout.num_chunks, H, launcher.NV, K)
     chunks = (states, chunk_dstates, through)
     launcher.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks, reverse=True)
     del q_in, k_out, a
-    dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
-    blocks = dict(BT=launcher.BT, BK=launcher.grad_BK, BV=min(64, launcher.BV))
-    grad_kernel[(triton.cdiv(K, blocks["BK"]), layout.num_chunks, H)](
-        q, k, v, g, do, layout.chunks, gate, wide, *chunks, dq, dk, dg, scale,
-        **launcher.widths, **blocks, NT=launcher.NV, **launcher.precision,
-        num_warps=8 if launcher.grad_BK > 64 else 4, num_stages=1,
-    )  # fmt: skip
-    wide_grad_kernel[(layout.num_chunks, H)](
-        q, k, v, g, do, layout.chunks, wide, dq, dk, dg, scale,
-        **launcher.widths, **launcher.blocks | dict(BV=min(64, launcher.BV)), **launcher.sub_blocks,
-        **launcher.precision,
-    )  # fmt: skip
+    dq, dk, dg = launcher.gradients(do, gate, wide, of_scores, chunks)
     return dq, dk, dv, dg, dinitial
 
 

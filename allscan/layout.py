@@ -45,6 +45,9 @@ class Layout:
         self.segments, self.chunks, self.slots = (
             torch.tensor(table, dtype=torch.int32).to(device) for table in (segments, chunks, begins)
         )
+        distance = torch.arange(BT)[:, None] - torch.arange(BT)  # what gla_blocks.load_weights takes
+        weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
+        self.weights = torch.stack([w.to(torch.bfloat16) for w in weights]).to(device)
         self.captured = False  # a CUDA graph holds the addresses of the tables
 
 

@@ -19,6 +19,11 @@ SEGMENT_WORDS = tl.constexpr(6)
 FIRST = tl.constexpr(1)  # its sequence begins with this segment
 LAST = tl.constexpr(2)  # its sequence ends with this segment
 
+# Tables of weights
+HALVES = tl.constexpr(0)  # half the sum of a token and those before it, less half the sum of those after it
+ONWARD = tl.constexpr(1)  # the sum of a token and those after it
+BEFORE = tl.constexpr(2)  # the sum of those before a token
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -60,7 +65,7 @@ def operand(x, dtype, _semantic=None):
 
 @triton.jit
 def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """x y + sum; sum is float32. PRECISION: "bf16", "tf32" or "tf32x3", of the operands."""
+    """x y + sum; sum is float32. PRECISION: "bf16" or "tf32x3", of the operands."""
     if PRECISION == "bf16":
         return tl.dot(operand(b_x, tl.bfloat16), operand(b_y, tl.bfloat16), b_sum)
     else:
@@ -89,6 +94,17 @@ def fine_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def parts_product(b_high, b_low, b_y, b_sum, PRECISION: tl.constexpr):
+    """``fine_product`` of high + low, which are bfloat16 ("bf16"; without it low is not looked at)."""
+    if PRECISION != "bf16":
+        return product(b_high, b_y, b_sum, PRECISION)
+    b_y_high = high_half(b_y)
+    b_sum = product(b_high, b_y - b_y_high, b_sum, PRECISION)
+    b_sum = product(b_low, b_y_high, b_sum, PRECISION)
+    return product(b_high, b_y_high, b_sum, PRECISION)
+
+
+@triton.jit
 def rows(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
     """Where tokens start .. start + BT of head h lie in a tensor [tokens, H, W], columns i_w * BW .. + BW.
 
@@ -105,6 +121,14 @@ def state_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, B
     k = i_k * BK + tl.arange(0, BK)
     v = i_v * BV + tl.arange(0, BV)
     return i_state.to(tl.int64) * (K * V) + k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
+
+
+@triton.jit
+def segment(p_segments, s, BT: tl.constexpr):
+    """(its row of the table, first token, end, first chunk, number of chunks)."""
+    p_segment = p_segments + s * SEGMENT_WORDS
+    start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + CHUNK)
+    return p_segment, start, end, chunk, (end - start + BT - 1) // BT
 
 
 @triton.jit
@@ -133,29 +157,18 @@ def upper(BT: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def weighted_rows(b_weights, b_x, PRECISION: tl.constexpr):
-    """b_weights b_x, where bfloat16 holds the weights: sums of rows that add only what they are made of."""
-    b_sum = tl.zeros([b_weights.shape[0], b_x.shape[1]], tl.float32)
-    if PRECISION == "bf16":
-        b_high = high_half(b_x)
-        b_sum = product(b_weights, b_x - b_high, b_sum, PRECISION)
-        return product(b_weights, b_high, b_sum, PRECISION)
-    return product(b_weights, b_x, b_sum, PRECISION)
+def load_weights(p_weights, i: tl.constexpr, BT: tl.constexpr):
+    """One of the tables HALVES, ONWARD, BEFORE [BT, BT]: weights of sums over the tokens of a chunk. They come from
+    memory because the products then take them from where they are loaded to, and no register holds them."""
+    t = tl.arange(0, BT)
+    return tl.load(p_weights + i * BT * BT + t[:, None] * BT + t[None, :])
 
 
 @triton.jit
-def weighted_columns(b_x, b_weights, b_sum, PRECISION: tl.constexpr):
-    """b_x b_weights + sum: see weighted_rows."""
-    if PRECISION == "bf16":
-        b_high = high_half(b_x)
-        b_sum = product(b_x - b_high, b_weights, b_sum, PRECISION)
-        return product(b_high, b_weights, b_sum, PRECISION)
-    return product(b_x, b_weights, b_sum, PRECISION)
-
-
-@triton.jit
-def ones(b_where):
-    return tl.where(b_where, 1.0, 0.0)
+def sums_of(b_where, b_x, PRECISION: tl.constexpr):
+    """Row by row the sum of those rows of b_x that b_where selects; nothing else is added and taken away again."""
+    b_zero = tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32)
+    return fine_product(cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16), b_x, b_zero, PRECISION)
 
 
 @triton.jit

@@ -4,9 +4,9 @@
     state_kernel      REVERSE: the gradient of the state over each segment alone
     carry_kernel      REVERSE: over this rank's segments and, by the reverse All-Scan, over the ranks
     state_kernel      EVERY_CHUNK: S[n]; needs no remote gradient and runs while the tiles travel
+    da_kernel         dA = scale * do v^T; likewise
     output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below)
-    grad_kernel       dA = scale * do v^T, and
-                      dq = scale * exp(gates up to) * (do S^T) + what dA gives
+    grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
                       dk = exp(gates after) * (v D^T) + what dA gives
                       dg
 
@@ -28,124 +28,194 @@ import triton
 import triton.language as tl
 
 from .gla_blocks import (
+    BEFORE,
+    HALVES,
+    ONWARD,
     cast,
     exp2,
     fine_product,
     load,
     load_gates,
+    load_weights,
     lower,
-    ones,
     pair_decays,
+    parts_product,
     product,
     rows,
     state_at,
+    sums_of,
     upper,
-    weighted_columns,
-    weighted_rows,
-)  # fmt: skip
+)
 
 
 @triton.jit
-def grad_kernel(
-    p_q, p_k, p_v, p_g, p_do, p_chunks, p_gate, p_wide, p_states, p_dstates, p_through, p_dq, p_dk, p_dg, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    NT: tl.constexpr, PRECISION: tl.constexpr,
+def da_kernel(
+    p_v, p_do, p_chunks, p_da, p_diagonal, scale,
+    H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of one chunk, BK columns, without the pairs of a wide chunk. p_through: in NT parts.
-
-    Blocks are [BK, BT], so that the sums over tokens take one operand from registers.
-    """
-    i_k, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """dA = scale * do v^T of one chunk: what is below the diagonal in p_da (see load_da), the diagonal in p_diagonal."""
+    n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    wide = tl.load(p_wide + n * H + h) != 0
-    b_da = _da(p_do, p_v, h, start, start, end, H, V, BT, BV, PRECISION) * scale
-    b_self = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_da, 0.0), 0)
-    b_da = tl.where(lower(BT, 1) & (wide == 0), b_da, 0.0)
-
-    # Half the difference of the gates up to a token and behind it, and the half of the chunk's that both lack; of a
-    # wide chunk the gates up to a token, and none
-    k = i_k * BK + tl.arange(0, BK)
-    at, inside = rows(h, start, end, H, K, BT, BK, i_k)
-    b_g = tl.trans(load_gates(p_g, at, inside))
-    b_zero = tl.zeros([BK, BT], tl.float32)
-    b_weights = tl.where(upper(BT, 0), tl.where(wide, 1.0, 0.5), tl.where(wide, 0.0, -0.5))
-    b_gates = weighted_columns(b_g, b_weights, b_zero, PRECISION)
-    b_rest = tl.load(p_gate + (n * H + h) * K + k, mask=(k < K) & (wide == 0), other=0.0)
-    b_rest = exp2(0.5 * b_rest)[:, None]
-
-    b_dq = _from_states(p_states, p_do, n, h, start, end, i_k, H, K, V, BT, BK, BV, PRECISION)
-    b_k = tl.trans(load(p_k, at, inside))  # [BK, BT]
-    b_back = exp2(b_gates * tl.where(wide, 0.0, -1.0))  # of a wide chunk there are no pairs here
-    b_dq = fine_product(b_k.to(tl.float32) * b_back, tl.trans(b_da), b_dq * (b_rest * scale), PRECISION)
-    b_dq *= exp2(b_gates)
-    b_q = tl.trans(load(p_q, at, inside)).to(tl.float32)
-    b_dg = b_zero
-    for i in tl.static_range(NT):
-        b_dg += tl.load(p_through + ((n * H + h) * NT + i) * K + k, mask=k < K, other=0.0)[:, None]
-    b_dg = weighted_columns(b_q * b_dq, ones(lower(BT, 0)), b_dg, PRECISION)
-    b_dq += b_self[None, :] * b_k.to(tl.float32)
-    tl.store(p_dq + at, cast(tl.trans(b_dq), p_dq.dtype.element_ty), mask=inside)
-
-    tl.debug_barrier()  # so that the loads for dk do not take registers from dq
-    b_dk = _from_states(p_dstates, p_v, n, h, start, end, i_k, H, K, V, BT, BK, BV, PRECISION)
-    b_after = exp2(-b_gates)
-    if wide:
-        b_after = exp2(weighted_columns(b_g, ones(lower(BT, 1)), b_zero, PRECISION))
-    b_dk *= b_after * b_rest
-    b_k = tl.trans(load(p_k, at, inside)).to(tl.float32)
-    b_dg = weighted_columns(b_k * b_dk, ones(upper(BT, 1)), b_dg, PRECISION)
-    b_q = tl.trans(load(p_q, at, inside)).to(tl.float32)
-    b_pairs = fine_product(b_q * exp2(b_gates), b_da, b_zero, PRECISION) * b_after
-    b_dg = weighted_columns(-b_k * b_pairs, ones(lower(BT, 0)), b_dg, PRECISION)
-    b_dk += b_pairs + b_self[None, :] * b_q
-    tl.store(p_dk + at, cast(tl.trans(b_dk), p_dk.dtype.element_ty), mask=inside)
-    tl.store(p_dg + at, cast(tl.trans(b_dg), p_dg.dtype.element_ty), mask=inside)
+    b_da = tl.zeros([BT, BT], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        at, inside = rows(h, start, end, H, V, BT, BV, i_v)
+        b_da = product(load(p_do, at, inside), tl.trans(load(p_v, at, inside)), b_da, PRECISION)
+    b_da *= scale
+    t = start + tl.arange(0, BT)
+    b_diagonal = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_da, 0.0), 1)
+    tl.store(p_diagonal + t.to(tl.int64) * H + h, b_diagonal, mask=t < end)
+    b_da = tl.where(lower(BT, 1), b_da, 0.0)
+    b_high = cast(b_da, p_da.dtype.element_ty)
+    PARTS: tl.constexpr = 2 if PRECISION == "bf16" else 1
+    at, inside = rows(h, start, end, H, PARTS * BT, BT, BT)
+    tl.store(p_da + at, b_high, mask=inside)
+    if PARTS == 2:
+        tl.store(p_da + at + BT, cast(b_da - b_high.to(tl.float32), p_da.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _from_states(
-    p_states, p_y, n, h, start, end, i_k,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """S y^T [BK, BT], with the chunk's state."""
-    b_sum = tl.zeros([BK, BT], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        at, inside = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
-        at_y, inside_y = rows(h, start, end, H, V, BT, BV, i_v)
-        b_sum = product(load(p_states, at, inside), tl.trans(load(p_y, at_y, inside_y)), b_sum, PRECISION)
+def load_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
+    """dA [BC, BC] of tokens t .. and the i_s-th BC tokens of the chunk, as (high, low): p_da is [tokens, H, 2, BT] in
+    bfloat16, their sum dA, or else [tokens, H, BT] in float32, high alone."""
+    PARTS: tl.constexpr = 2 if PRECISION == "bf16" else 1
+    at, inside = rows(h, t, end, H, PARTS * BT, BC, BC, i_s)
+    b_high = load(p_da, at, inside)
+    b_low = b_high
+    if PARTS == 2:
+        b_low = load(p_da, at + BT, inside)
+    return b_high, b_low
+
+
+@triton.jit
+def through(p_through, n, h, k, H: tl.constexpr, K: tl.constexpr, NT: tl.constexpr):
+    """What dg has from state to state, which is in NT parts; the same for all tokens of the chunk."""
+    b_sum = tl.zeros(k.shape, tl.float32)
+    for i in tl.static_range(NT):
+        b_sum += tl.load(p_through + ((n * H + h) * NT + i) * K + k, mask=k < K, other=0.0)
     return b_sum
 
 
 @triton.jit
-def wide_grad_kernel(
-    p_q, p_k, p_v, p_g, p_do, p_chunks, p_wide, p_dq, p_dk, p_dg, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+def from_states(
+    p_y, p_states, n, h, start, end, i_k,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq, dk and dg what the pairs of tokens of a wide chunk give, by sub-blocks of BC tokens, BS columns."""
+    """y S^T [BT, BK], with the chunk's state."""
+    b_sum = tl.zeros([BT, BK], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        at_y, inside_y = rows(h, start, end, H, V, BT, BV, i_v)
+        at, inside = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+        b_sum = product(load(p_y, at_y, inside_y), tl.trans(load(p_states, at, inside)), b_sum, PRECISION)
+    return b_sum
+
+
+@triton.jit
+def grad_kernel(
+    p_q, p_k, p_v, p_g, p_do, p_chunks, p_weights, p_gate, p_wide, p_da, p_diagonal, p_states, p_dstates, p_through,
+    p_dq, p_dk, p_dg, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    NT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg of one chunk, BK columns, unless it is wide. What is loaded again is what registers could not keep."""
+    i_k, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tl.load(p_wide + n * H + h) != 0:
+        return
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    k = i_k * BK + tl.arange(0, BK)
+    at, inside = rows(h, start, end, H, K, BT, BK, i_k)
+    b_zero = tl.zeros([BT, BK], tl.float32)
+    b_high, b_low = load_da(p_da, h, start, end, 0, H, BT, BT, PRECISION)
+    t = start + tl.arange(0, BT)
+    b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
+    b_dq = from_states(p_do, p_states, n, h, start, end, i_k, H, K, V, BT, BK, BV, PRECISION)
+
+    # As in queries_kernel: half the difference of the gates up to a token and behind it, and the half that both lack
+    b_gates = fine_product(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
+    b_rest = exp2(0.5 * tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0))[None, :]
+
+    b_k = load(p_k, at, inside).to(tl.float32)
+    b_dq = parts_product(b_high, b_low, b_k * exp2(-b_gates), b_dq * (b_rest * scale), PRECISION) * exp2(b_gates)
+    tl.store(p_dq + at, cast(b_dq + b_diagonal * b_k, p_dq.dtype.element_ty), mask=inside)
+    b_onward = b_dq * load(p_q, at, inside).to(tl.float32)
+
+    b_dk = from_states(p_v, p_dstates, n, h, start, end, i_k, H, K, V, BT, BK, BV, PRECISION)
+    b_q = load(p_q, at, inside).to(tl.float32)
+    b_pairs = parts_product(tl.trans(b_high), tl.trans(b_low), b_q * exp2(b_gates), b_zero, PRECISION)
+    b_back = exp2(-b_gates)
+    b_pairs *= b_back
+    b_dk *= b_back * b_rest
+    b_k = load(p_k, at, inside).to(tl.float32)
+    tl.store(p_dk + at, cast(b_dk + b_pairs + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
+
+    b_dg = b_zero + through(p_through, n, h, k, H, K, NT)[None, :]
+    b_dg = fine_product(load_weights(p_weights, ONWARD, BT), b_onward - b_k * b_pairs, b_dg, PRECISION)
+    b_dg = fine_product(load_weights(p_weights, BEFORE, BT), b_k * b_dk, b_dg, PRECISION)
+    tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wide_grad_kernel(
+    p_q, p_k, p_v, p_g, p_do, p_chunks, p_wide, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
+    scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    NT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg of a wide chunk, by sub-blocks of BC tokens, BS columns."""
     n, h = tl.program_id(0), tl.program_id(1)
     if tl.load(p_wide + n * H + h) != 0:
         start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
         for i_s in range(BK // BS):
-            b_later = tl.zeros([BS], tl.float32)
-            for i in range(BT // BC):  # from the last sub-block, for the sums of dg
+            # From the last sub-block: the sums of what later tokens give to dg
+            b_later = through(p_through, n, h, i_s * BS + tl.arange(0, BS), H, K, NT)
+            for i in range(BT // BC):
                 b_later = _wide_grad_rows(
-                    p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, b_later, h, start, end, BT // BC - 1 - i, i_s, scale,
-                    H, K, V, BT, BC, BV, BS, PRECISION,
+                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
+                    n, h, start, end, BT // BC - 1 - i, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION,
                 )  # fmt: skip
+            # From the first: of what earlier ones give by way of the state
+            b_earlier = tl.zeros([BS], tl.float32)
+            for i in range(BT // BC):
+                own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
+                b_k = load(p_k, own, inside).to(tl.float32)
+                b_dk = _wide_from_state(
+                    p_v, p_g, p_dstates, n, h, start, end, i, i_s, H, K, V, BT, BC, BV, BS, PRECISION
+                )
+                b_dg = load(p_dg, own, inside).to(tl.float32) + b_earlier[None, :]
+                b_dg += sums_of(lower(BC, 1), b_k * b_dk, PRECISION)
+                tl.store(p_dg + own, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
+                b_earlier += tl.sum(b_k * b_dk, 0)
+
+
+@triton.jit
+def _wide_from_state(
+    p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What D gives to dk of the BC tokens of a sub-block: exp(gates after) * (v D^T) [BC, BS]."""
+    start = chunk_start + i_sub * BC
+    own, inside = rows(h, start, end, H, K, BC, BS, i_s)
+    b_after = sums_of(upper(BC, 1), load_gates(p_g, own, inside), PRECISION)
+    i = i_sub + 1
+    while i < BT // BC:
+        at, inside = rows(h, chunk_start + i * BC, end, H, K, BC, BS, i_s)
+        b_after += tl.sum(load_gates(p_g, at, inside), 0)[None, :]
+        i += 1
+    return exp2(b_after) * from_states(p_v, p_dstates, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION)
 
 
 @triton.jit
 def _wide_grad_rows(
-    p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, b_later, h, chunk_start, end, i_sub, i_s, scale,
+    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
+    n, h, chunk_start, end, i_sub, i_s, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For BC tokens (a sub-block) and BS columns: dq from earlier tokens of the chunk, dk from later ones, and dg.
+    """dq and dk of BC tokens (a sub-block) and BS columns, and of dg what these and later tokens give.
 
-    b_later [BS]: the sum of q dq - k dk over the later sub-blocks. Returns it with this one.
+    b_later [BS]: the sum of q dq - k dk_pairs over the later sub-blocks. Returns it with this one.
     """
     start = chunk_start + i_sub * BC
     own, inside = rows(h, start, end, H, K, BC, BS, i_s)
@@ -154,26 +224,26 @@ def _wide_grad_rows(
     b_g = load_gates(p_g, own, inside)
 
     # Its own sub-block, every pair by itself
-    b_da = tl.where(lower(BC, 1), _da(p_do, p_v, h, start, start, end, H, V, BC, BV, PRECISION), 0.0)
-    b_decay = pair_decays(b_g, BC) * b_da[:, :, None]
-    b_dq = tl.sum(b_decay * b_k[None, :, :], 1)  # [BC, BS]
-    b_dk = tl.sum(b_decay * b_q[:, None, :], 0)
+    b_pairs = pair_decays(b_g, BC) * _wide_da(p_da, h, start, end, i_sub, H, BT, BC, PRECISION)[:, :, None]
+    b_dq = tl.sum(b_pairs * b_k[None, :, :], 1)  # [BC, BS]
+    b_dk = tl.sum(b_pairs * b_q[:, None, :], 0)
 
-    # Earlier sub-blocks, nearest first, which are whole, give dq; b_between: the gates in between
+    # Earlier sub-blocks, nearest first, which are whole, and the state before them give dq; b_between: the gates in
+    # between
     b_far = tl.zeros([BC, BS], tl.float32)
     b_between = tl.zeros([BS], tl.float32)
     j = i_sub - 1
     while j >= 0:
         at, whole = rows(h, chunk_start + j * BC, end, H, K, BC, BS, i_s)
         b_gj = load_gates(p_g, at, whole)
-        b_kj = exp2(weighted_rows(ones(upper(BC, 1)), b_gj, PRECISION) + b_between[None, :])
+        b_kj = exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
         b_kj *= load(p_k, at, whole).to(tl.float32)
-        b_da = _da(p_do, p_v, h, start, chunk_start + j * BC, end, H, V, BC, BV, PRECISION)
-        b_far = fine_product(b_da, b_kj, b_far, PRECISION)
+        b_far = fine_product(_wide_da(p_da, h, start, end, j, H, BT, BC, PRECISION), b_kj, b_far, PRECISION)
         b_between += tl.sum(b_gj, 0)
         j -= 1
-    b_dq = (b_dq + b_far * exp2(weighted_rows(ones(lower(BC, 0)), b_g, PRECISION))) * scale
-    _add(p_dq, own, inside, b_dq)
+    b_gates = sums_of(lower(BC, 0), b_g, PRECISION)
+    b_state = from_states(p_do, p_states, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION) * scale
+    b_dq += b_far * exp2(b_gates) + b_state * exp2(b_gates + b_between[None, :])
 
     # Later sub-blocks give dk
     b_far = tl.zeros([BC, BS], tl.float32)
@@ -182,34 +252,31 @@ def _wide_grad_rows(
     while i < BT // BC:
         at, inside_i = rows(h, chunk_start + i * BC, end, H, K, BC, BS, i_s)
         b_gi = load_gates(p_g, at, inside_i)
-        b_qi = exp2(weighted_rows(ones(lower(BC, 0)), b_gi, PRECISION) + b_between[None, :])
+        b_qi = exp2(sums_of(lower(BC, 0), b_gi, PRECISION) + b_between[None, :])
         b_qi *= load(p_q, at, inside_i).to(tl.float32)
-        b_da = _da(p_do, p_v, h, chunk_start + i * BC, start, end, H, V, BC, BV, PRECISION)
+        b_da = _wide_da(p_da, h, chunk_start + i * BC, end, i_sub, H, BT, BC, PRECISION)
         b_far = fine_product(tl.trans(b_da), b_qi, b_far, PRECISION)
         b_between += tl.sum(b_gi, 0)
         i += 1
-    b_dk = (b_dk + b_far * exp2(weighted_rows(ones(upper(BC, 1)), b_g, PRECISION))) * scale
-    _add(p_dk, own, inside, b_dk)
+    b_dk += b_far * exp2(sums_of(upper(BC, 1), b_g, PRECISION))
     b_dg = b_q * b_dq - b_k * b_dk
-    _add(p_dg, own, inside, weighted_rows(ones(upper(BC, 0)), b_dg, PRECISION) + b_later[None, :])
+    tl.store(
+        p_dg + own, cast(sums_of(upper(BC, 0), b_dg, PRECISION) + b_later[None, :], p_dg.dtype.element_ty), mask=inside
+    )
+
+    b_dk += _wide_from_state(p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s, H, K, V, BT, BC, BV, BS, PRECISION)
+    t = start + tl.arange(0, BC)
+    b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
+    tl.store(p_dq + own, cast(b_dq + b_diagonal * b_k, p_dq.dtype.element_ty), mask=inside)
+    tl.store(p_dk + own, cast(b_dk + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
     return b_later + tl.sum(b_dg, 0)
 
 
 @triton.jit
-def _add(p, at, inside, b_x):
-    tl.store(p + at, cast(load(p, at, inside).to(tl.float32) + b_x, p.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _da(
-    p_do, p_v, h, t, s, end,
-    H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """do v^T of BT tokens from t and BT tokens from s."""
-    b_da = tl.zeros([BT, BT], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
-        at, inside = rows(h, t, end, H, V, BT, BV, i_v)
-        b_do = load(p_do, at, inside)
-        at, inside = rows(h, s, end, H, V, BT, BV, i_v)
-        b_da = product(b_do, tl.trans(load(p_v, at, inside)), b_da, PRECISION)
-    return b_da
+def _wide_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
+    """load_da in float32."""
+    b_high, b_low = load_da(p_da, h, t, end, i_s, H, BT, BC, PRECISION)
+    if PRECISION == "bf16":
+        return b_high.to(tl.float32) + b_low.to(tl.float32)
+    else:
+        return b_high

@@ -17,8 +17,8 @@ nothing remote: they are prepared while carry_kernel's tiles travel.
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
 sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one
 factor below 1 and one above. So no gate from 0 to -inf overflows, cancels or loses the small terms. The exception is
-A where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and the other chunks
-are left to ``wide_kernel``.
+A where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and the other chunks,
+the wide ones, are ``wide_kernel``'s.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/layout.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
@@ -26,7 +26,7 @@ token, end), ``p_slots`` [slots + 1]: the segments of each slot, a slot being on
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; what enters a segment
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [slots, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
-as logarithms to base 2; ``p_wide`` [NC, H] int32. PRECISION is that of the products' operands: "bf16" for bfloat16
+as logarithms to base 2; ``p_wide`` [NC, H] int32, ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.py). PRECISION is that of the products' operands: "bf16" for bfloat16
 inputs, "tf32x3" for others (float16 could not hold the small end of a decay). q_in, k_out, what enters a chunk and, for
 o, A are stored as bfloat16 or else float32; for dv A is float32.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
@@ -39,14 +39,12 @@ import triton.language as tl
 
 from .channel import allscan
 from .gla_blocks import (
-    CHUNK,
-    END,
     FIRST,
     FLAGS,
+    HALVES,
     LAST,
     SEGMENT_WORDS,
     SEQUENCE,
-    START,
     cast,
     count,
     decayed,
@@ -55,15 +53,16 @@ from .gla_blocks import (
     fine_product,
     load,
     load_gates,
+    load_weights,
     lower,
-    ones,
     pair_decays,
     product,
     rows,
+    segment,
     state_at,
+    sums_of,
     upper,
-    weighted_rows,
-)  # fmt: skip
+)
 from .scan import tile_place
 
 
@@ -74,7 +73,8 @@ def keys_kernel(
 ):  # fmt: skip
     """k_out of one chunk, the sum of its gates, and whether it is wide: whether its decay is below 2 ** -RANGE.
 
-    For one warp, and in blocks [BK / 4, BR, 4], which Triton lays out so that BR tokens of a column are one thread's.
+    For one warp, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, with these Triton's
+    sums over tokens cost least.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
@@ -96,54 +96,55 @@ def keys_kernel(
 
 @triton.jit
 def queries_kernel(
-    p_q, p_k, p_g, p_chunks, p_gate, p_wide, p_q_in, p_a, scale,
+    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_wide, p_q_in, p_a, scale,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in of one chunk, and A unless it is wide.
+    """q_in and A of one chunk, unless it is wide.
 
     With b_t half the difference of the gates up to t and behind t, A is the product of q exp(b) and k exp(-b), both
     within half of the chunk's range; an error of b, at most RANGE * 2 ** -18 ("bf16"), is one of each decay.
     """
     n, h = tl.program_id(0), tl.program_id(1)
+    if tl.load(p_wide + n * H + h) != 0:
+        return
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-    wide = tl.load(p_wide + n * H + h) != 0
-    b_weights = tl.where(lower(BT, 0), tl.where(wide, 1.0, 0.5), tl.where(wide, 0.0, -0.5))
+    b_weights = load_weights(p_weights, HALVES, BT)
     b_a = tl.zeros([BT, BT], tl.float32)
     for i_k in range((K + BK - 1) // BK):
         at, inside = rows(h, start, end, H, K, BT, BK, i_k)
-        b_gates = weighted_rows(b_weights, load_gates(p_g, at, inside), PRECISION)  # [BT, BK]
+        b_gates = fine_product(b_weights, load_gates(p_g, at, inside), tl.zeros([BT, BK], tl.float32), PRECISION)
         b_q = load(p_q, at, inside).to(tl.float32) * exp2(b_gates)
         b_k = load(p_k, at, inside).to(tl.float32) * exp2(-b_gates)
         b_a = fine_product(b_q, tl.trans(b_k), b_a, PRECISION)
         k = i_k * BK + tl.arange(0, BK)
-        b_rest = tl.load(p_gate + (n * H + h) * K + k, mask=(k < K) & (wide == 0), other=0.0)
+        b_rest = tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0)
         tl.store(p_q_in + at, cast(b_q * exp2(0.5 * b_rest)[None, :], p_q_in.dtype.element_ty), mask=inside)
     at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
-    b_a = tl.where(lower(BT, 0) & (wide == 0), b_a * scale, 0.0)
+    b_a = tl.where(lower(BT, 0), b_a * scale, 0.0)
     tl.store(p_a + at_a, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
 
 
 @triton.jit
 def wide_kernel(
-    p_q, p_k, p_g, p_chunks, p_wide, p_a, scale,
+    p_q, p_k, p_g, p_chunks, p_wide, p_q_in, p_a, scale,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A of a wide chunk, by sub-blocks of BC tokens; nothing for the others."""
+    """q_in and A of a wide chunk, by sub-blocks of BC tokens."""
     n, h = tl.program_id(0), tl.program_id(1)
     if tl.load(p_wide + n * H + h) != 0:
         start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
         for i in range(BT // BC):
-            _wide_rows(p_q, p_k, p_g, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
+            _wide_rows(p_q, p_k, p_g, p_q_in, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
 
 
 @triton.jit
 def _wide_rows(
-    p_q, p_k, p_g, p_a, h, chunk_start, end, i_sub, scale,
+    p_q, p_k, p_g, p_q_in, p_a, h, chunk_start, end, i_sub, scale,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A for the BC tokens of a sub-block against the sub-blocks up to its own, for any gates."""
+    """q_in, and A against the sub-blocks up to its own, of the BC tokens of a sub-block, for any gates."""
     start = chunk_start + i_sub * BC
     at_a, inside_a = rows(h, start, end, H, BT, BC, BC)
 
@@ -158,21 +159,30 @@ def _wide_rows(
     tl.store(p_a + at_a + i_sub * BC, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
 
     # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
-    at, inside = rows(h, start, end, H, K, BC, BK)
-    b_qi = load(p_q, at, inside).to(tl.float32) * scale  # [BC, BK]
-    b_qi *= exp2(weighted_rows(ones(lower(BC, 0)), load_gates(p_g, at, inside), PRECISION))
+    own, inside = rows(h, start, end, H, K, BC, BK)
+    b_gates = sums_of(lower(BC, 0), load_gates(p_g, own, inside), PRECISION)  # [BC, BK]
+    b_q = load(p_q, own, inside).to(tl.float32)
+    b_qi = b_q * exp2(b_gates) * scale
     at, whole = rows(h, start - BC, end, H, K, BC, BK)
     b_between = tl.zeros([BK], tl.float32)
     j = i_sub - 1
     while j >= 0:
         b_gj = load_gates(p_g, at, whole)
         b_kj = load(p_k, at, whole).to(tl.float32)
-        b_kj *= exp2(weighted_rows(ones(upper(BC, 1)), b_gj, PRECISION) + b_between[None, :])
+        b_kj *= exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
         b_aij = fine_product(b_qi, tl.trans(b_kj), tl.zeros([BC, BC], tl.float32), PRECISION)
         tl.store(p_a + at_a + j * BC, cast(b_aij, p_a.dtype.element_ty), mask=inside_a)
         b_between += tl.sum(b_gj, 0)
         at -= BC * H * K
         j -= 1
+    b_q *= exp2(b_gates + b_between[None, :])
+    tl.store(p_q_in + own, cast(b_q, p_q_in.dtype.element_ty), mask=inside)
+
+    # Later sub-blocks are not seen
+    i = i_sub + 1
+    while i < BT // BC:
+        tl.store(p_a + at_a + i * BC, tl.zeros([BC, BC], p_a.dtype.element_ty), mask=inside_a)
+        i += 1
 
 
 @triton.jit
@@ -189,9 +199,7 @@ def state_kernel(
     (p_state [NC, H, K, V], as the products take it, and in p_low what that has rounded off).
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_segment = p_segments + s * SEGMENT_WORDS
-    start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + CHUNK)
-    num_chunks = (end - start + BT - 1) // BT
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     k = tl.arange(0, BK)
     b_state = tl.zeros([BK, BV], tl.float32)
     if EVERY_CHUNK:
@@ -288,9 +296,7 @@ def output_kernel(
     becomes decay * sum_v D * states.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_segment = p_segments + s * SEGMENT_WORDS
-    start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + CHUNK)
-    num_chunks = (end - start + BT - 1) // BT
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     k = tl.arange(0, BK)
     b_state = entering(p_state, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     if REVERSE:

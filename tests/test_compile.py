@@ -110,7 +110,7 @@ class NoScan:
 )  # fmt: skip
 def test_gla_kernels(K, V, dtype, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
-    for name in ("keys", "queries", "wide", "state", "output", "grad", "wide_grad"):
+    for name in ("keys", "queries", "wide", "state", "output", "da", "grad", "wide_grad"):
         kernel = f"{name}_kernel"
         monkeypatch.setattr(gla, kernel, Launches(getattr(gla, kernel)))
     monkeypatch.setattr(gla._Launcher, "carry", lambda *_, **__: lambda: None)
@@ -141,7 +141,7 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
     assert {kernel for kernel, _, _ in seen} == {
         gla_fwd.keys_kernel, gla_fwd.queries_kernel, gla_fwd.wide_kernel, gla_fwd.state_kernel, gla_fwd.output_kernel,
-        gla_bwd.grad_kernel, gla_bwd.wide_grad_kernel,
+        gla_bwd.da_kernel, gla_bwd.grad_kernel, gla_bwd.wide_grad_kernel,
     }  # fmt: skip
 
 
