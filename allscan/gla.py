@@ -12,9 +12,10 @@ from .scan import check_tensor, persistent
 from .shmem_kernels.gla_bwd import da_kernel, grad_kernel, wide_grad_kernel
 from .shmem_kernels.gla_fwd import carry_kernel, keys_kernel, output_kernel, queries_kernel, state_kernel, wide_kernel
 
-# Tokens of a sub-block. On GPUs its pairs of tokens fill the registers; the interpreter pays by the program.
+# Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
+# pays by the operation.
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
-
+STEP = {"cuda": 4, "cpu": 16}
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
@@ -131,18 +132,23 @@ class _Launcher:
         self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
         self.BT = chunk_tokens(self.K)
         self.BK = max(16, triton.next_power_of_2(self.K))
-        narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
+        self.narrow = narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
         widest = (128 if narrow else 64) if self.K <= 128 else (64 if narrow else 32)
         self.BV = min(widest, max(16, triton.next_power_of_2(self.V)))
-        self.NV = triton.cdiv(self.V, self.BV)
+        self.NT = triton.cdiv(self.V, min(64, self.BV))  # parts of ``through``
         self.precision = dict(PRECISION=PRECISION[q.dtype])
         self.widths = dict(H=self.H, K=self.K, V=self.V)
-        self.blocks = dict(BT=self.BT, BK=self.BK, BV=self.BV)
-        self.num_warps = 8 if self.BK * self.BV > 8192 else 4
         self.num_stages = 3 if narrow else 1
         self.dtype = q.dtype if narrow else torch.float32  # of operands that are stored
         self.range = 23.0 if q.dtype == torch.float32 else 115.0
+        self.step = STEP[q.device.type]
         self.sub_blocks = dict(BC=SUB_BLOCK[q.device.type], BS=min(32, self.BK))
+
+    def by_segments(self, BV):
+        """Grid and block sizes of a kernel that has a state [BK, BV] in registers."""
+        grid = triton.cdiv(self.V, BV), self.layout.num_segments, self.H
+        num_warps = 8 if self.BK * BV > 8192 else 4
+        return grid, self.widths | self.precision | dict(BT=self.BT, BK=self.BK, BV=BV, num_warps=num_warps)
 
     def empty(self, *shape, dtype=torch.float32):
         return self.q.new_empty(*shape, dtype=dtype)
@@ -154,7 +160,7 @@ class _Launcher:
         wide = self.empty(chunks, self.H, dtype=torch.int32)
         keys_kernel[(chunks, self.H)](
             self.k, self.g, self.layout.chunks, k_out, gate, wide,
-            H=self.H, K=K, BT=self.BT, BR=8, BK=self.BK, RANGE=self.range, num_warps=1,
+            H=self.H, K=K, BT=self.BT, BR=self.step, BK=self.BK, RANGE=self.range, num_warps=1,
         )  # fmt: skip
         return k_out, gate, wide
 
@@ -165,14 +171,14 @@ class _Launcher:
         grid, shape = (self.layout.num_chunks, self.H), dict(H=self.H, K=self.K, BT=self.BT, **self.precision)
         queries_kernel[grid](
             q, k, g, chunks, self.layout.weights, gate, wide, q_in, a, self.scale,
-            **shape, BK=min(32, self.BK), num_warps=4, num_stages=3,
+            **shape, BK=min(32, self.BK), num_warps=2 if self.narrow else 4, num_stages=3,
         )  # fmt: skip
         wide_kernel[grid](q, k, g, chunks, wide, q_in, a, self.scale, **shape, BK=self.BK, **self.sub_blocks)
         return q_in, a
 
     def score_gradients(self, do):
         """(dA, its diagonal): see da_kernel and load_da."""
-        rows, parts = self.q.shape[:3], 2 if self.q.dtype == torch.bfloat16 else 1
+        rows, parts = self.q.shape[:3], 2 if self.narrow else 1
         da, diagonal = self.empty(*rows, parts * self.BT, dtype=self.dtype), self.empty(*rows)
         da_kernel[(self.layout.num_chunks, self.H)](
             self.v, do, self.layout.chunks, da, diagonal, self.scale, H=self.H, V=self.V, BT=self.BT,
@@ -185,15 +191,15 @@ class _Launcher:
         q, k, v, g, layout = self.q, self.k, self.v, self.g, self.layout
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
         # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
-        BK = 64 if q.dtype == torch.bfloat16 else min(32, self.BK)
-        blocks = self.widths | self.blocks | self.precision | dict(BV=min(64, self.BV), NT=self.NV)
+        BK = 64 if self.narrow else min(32, self.BK)
+        blocks = self.widths | self.precision | dict(BT=self.BT, BV=min(64, self.BV), NT=self.NT)
         grad_kernel[(triton.cdiv(self.K, BK), layout.num_chunks, self.H)](
             q, k, v, g, do, layout.chunks, layout.weights, gate, wide, *of_scores, *of_states, *grads, self.scale,
-            **blocks | dict(BK=BK), num_warps=4, num_stages=self.num_stages,
+            **blocks, BK=BK, num_warps=4, num_stages=self.num_stages,
         )  # fmt: skip
         wide_grad_kernel[(layout.num_chunks, self.H)](
             q, k, v, g, do, layout.chunks, wide, *of_scores, *of_states, *grads, self.scale,
-            **blocks, **self.sub_blocks,
+            **blocks, BK=self.BK, **self.sub_blocks,
         )  # fmt: skip
         return grads
 
@@ -211,10 +217,10 @@ class _Launcher:
         return states, low
 
     def _states(self, x, y, gate, written, entering, reverse, every_chunk):
-        state_kernel[(self.NV, self.layout.num_segments, self.H)](
+        grid, blocks = self.by_segments(self.BV)
+        state_kernel[grid](
             x, y, gate, self.layout.segments, *written, *entering, self.scale,
-            **self.widths, **self.blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, **self.precision,
-            num_warps=self.num_warps, num_stages=self.num_stages,
+            **blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, num_stages=self.num_stages,
         )  # fmt: skip
 
     def carry(self, states, gate, gates, outside, prev, final, channel, reverse):
@@ -230,10 +236,10 @@ class _Launcher:
 
     def outputs(self, x, y, z, a, gate, entering, o, chunks, reverse):
         """See output_kernel; ``chunks``: states, dstates, through."""
-        output_kernel[(self.NV, self.layout.num_segments, self.H)](
-            x, y, z, a, gate, self.layout.segments, *entering, o, *chunks, self.scale, **self.widths, **self.blocks,
-            REVERSE=reverse, **self.precision, num_warps=self.num_warps,
-            num_stages=min(self.num_stages, 2 if reverse else 3),
+        grid, blocks = self.by_segments(min(64, self.BV) if reverse else self.BV)
+        output_kernel[grid](
+            x, y, z, a, gate, self.layout.segments, *entering, o, *chunks, self.scale,
+            **blocks, REVERSE=reverse, num_stages=min(self.num_stages, 2 if reverse else 3),
         )  # fmt: skip
 
 
@@ -295,7 +301,7 @@ def _backward(
     states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
     of_scores = launcher.score_gradients(do)
     join()
-    dv, through = torch.empty_like(v), launcher.empty(layout.num_chunks, H, launcher.NV, K)
+    dv, through = torch.empty_like(v), launcher.empty(layout.num_chunks, H, launcher.NT, K)
     chunks = (states, chunk_dstates, through)
     launcher.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks, reverse=True)
     del q_in, k_out, a

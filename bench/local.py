@@ -3,16 +3,21 @@
     python -m bench.local                       # one GPU; writes bench/results/local.csv
     python -m bench.local --shapes 1x16384x16x128x128 --no-fla
 
-Results are checked first: both against the float64 recurrence on 512 tokens of the same heads and widths. Times are
-medians of CUDA events around one call, inputs the same for both. The floors of a kernel are the bytes that it must move
-over the memory's bandwidth and its products' FLOPs (counted once, without the second products that keep precision) over
-the tensor cores' rate; "of floor" is the larger of the two over the time.
+Results are checked first: both against the float64 recurrence on 512 tokens of the same heads and widths. Times are of
+CUDA graphs of one call, inputs the same for both: medians over samples of 10 replays one after another. (Packed
+sequences: of 10 calls one after another, because chunk_gla then waits for the GPU in between.) The floors of a
+kernel are the bytes that it must move over the memory's bandwidth and its products' FLOPs (counted once, without the
+second products that keep precision) over the tensor cores' rate; "of floor" is the larger of the two over the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -20,7 +25,7 @@ import torch
 import allscan
 from allscan.layout import chunk_tokens, segment_length
 from allscan.reference import gla_reference
-from bench.operator import checked, extra_mib, inputs, step
+from bench.operator import capture, checked, extra_mib, inputs, sample, step
 from bench.table import Table, results
 
 # B, T, H, K, V: two of the paper's sizes, then others that users have
@@ -29,12 +34,13 @@ SHAPES = (
     (4, 4096, 64, 128, 128), (8, 2048, 32, 256, 256), (8, 1024, 8, 64, 64), (1, 2048, 4, 64, 64),
     (1, 16384, 16, 128, 64), (1, 16384, 16, 128, 256),
 )  # fmt: skip
+PACKED = 37  # sequences of uneven lengths, in one more measurement of the first shape
 # An H200: the measured streaming rate, and about 80 % of the peak for dense bfloat16
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 8e8
-CALLS = 20
+SAMPLES = 15
 COLUMNS = (
-    "shape", "method", "forward_us", "forward_backward_us", "extra_mib", "first_call_s", "max_error", "gpu", "torch",
-    "triton", "sources",
+    "shape", "sequences", "method", "forward_us", "forward_backward_us", "extra_mib", "first_call_s",
+    "second_process_s", "max_error", "gpu", "torch", "triton", "sources",
 )  # fmt: skip
 
 
@@ -50,49 +56,83 @@ def work(B, T, H, K, V) -> dict:
         "queries_kernel": (2 * (3 * key + gate) + 3 * scores, 4 * within),
         "state_kernel": (3 * (key + value) + 3 * segments + 2 * chunks, 3 * pass_),
         "carry_kernel": (4 * segments, 0),
+        "da_kernel": (2 * value + 2 * scores, pairs),
         "output_kernel": (2 * (2 * key + 2 * value + segments) + 3 * scores + 3 * chunks, 4 * pass_ + 2 * pairs),
-        "grad_kernel": (4 * key + 2 * gate + 2 * value + 2 * chunks, 2 * pass_ + pairs + 6 * within),
+        "grad_kernel": (4 * key + 2 * gate + 2 * value + 2 * scores + 2 * chunks, 2 * pass_ + 6 * within),
     }
 
 
-def check(name, call, H, K, V) -> float:
+def boundaries(tokens: int):
+    """cu_seqlens of PACKED sequences, some of them many times as long as others."""
+    cuts = torch.rand(PACKED - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 2
+    return torch.tensor([0, *sorted((cuts * tokens).long().tolist()), tokens])
+
+
+def ours(comm, lengths):
+    return lambda *x: allscan.zeco_gla(*x, comm=comm, cu_seqlens=lengths)[0]
+
+
+def theirs(comm, lengths):
+    from fla.ops.gla import chunk_gla
+
+    options = {} if lengths is None else dict(cu_seqlens=lengths.cuda())
+    return lambda *x: chunk_gla(*x, **options)[0]
+
+
+def recurrence(lengths):
+    def call(*x):
+        cuts = [0, x[0].shape[1]] if lengths is None else lengths.tolist()
+        parts = [gla_reference(*(y[:, a:b] for y in x))[0] for a, b in zip(cuts, cuts[1:]) if b > a]
+        return torch.cat(parts, 1)
+
+    return call
+
+
+METHODS = {"zeco_gla": ours, "fla chunk_gla": theirs}
+
+
+def check(name, comm, shape, packed) -> float:
     """Largest relative error of o and the gradients against float64."""
-    leaves, do = inputs(512, min(H, 2), K, "cuda", V=V)
+    lengths = boundaries(512) if packed else None
+    leaves, do = inputs(512, min(shape[2], 2), shape[3], comm.device, V=shape[4])
     reference = [x.detach().double().requires_grad_() for x in leaves]
-    expected = step(reference, do.double(), lambda *x: gla_reference(*x)[0], True)
-    return checked(name, step(leaves, do, call, True), expected, 5e-3)
+    expected = step(reference, do.double(), recurrence(lengths), True)
+    return checked(name, step(leaves, do, METHODS[name](comm, lengths), True), expected, 5e-3)
 
 
-def median_us(function) -> float:
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(CALLS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[CALLS // 2]
-
-
-def measure(name, call, shape) -> dict:
+def first_call(comm, name, shape, packed=False):
+    """(seconds of the first forward and backward, what :func:`step` takes for more of them)."""
     B, T, H, K, V = shape
-    start = time.perf_counter()
     leaves, do = inputs(T, H, K, "cuda", B=B, V=V)
-
-    def both():
-        step(leaves, do, call, True)
-
-    both()
+    call = METHODS[name](comm, boundaries(T) if packed else None)
     torch.cuda.synchronize()
-    row = {"first_call_s": time.perf_counter() - start, "max_error": check(name, call, H, K, V)}
-    for leaf in leaves:
-        leaf.grad = None
-    row["extra_mib"] = extra_mib(both)
-    row["forward_us"] = median_us(lambda: step(leaves, do, call, False))
-    row["forward_backward_us"] = median_us(both)
+    start = time.perf_counter()
+    step(leaves, do, call, True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, (leaves, do, call)
+
+
+def first_calls(shape) -> list:
+    """Seconds of zeco_gla's first forward and backward, compilation included, in a process and in one after it."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "bench.local", "--first-call", "--shapes", "x".join(map(str, shape))]
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        run = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
+    return [float(x.stdout.split()[-1]) for x in run]
+
+
+def measure(name, comm, shape, packed) -> dict:
+    seconds, (leaves, do, call) = first_call(comm, name, shape, packed)
+    row = {"first_call_s": seconds, "second_process_s": "", "max_error": check(name, comm, shape, packed)}
+    for backward, column in ((False, "forward_us"), (True, "forward_backward_us")):
+        if packed:
+            replay = functools.partial(step, leaves, do, call, backward)
+            row["extra_mib"] = extra_mib(replay)
+        else:
+            graph, _, row["extra_mib"] = capture(leaves, do, call, backward)
+            replay = graph.replay
+        replay()
+        row[column] = sorted(sample(replay) for _ in range(SAMPLES))[SAMPLES // 2]
     return row
 
 
@@ -100,19 +140,18 @@ def kernels(call, shape) -> list:
     """[(kernel, launches, us, MB, GFLOP, percent of its floor)] of one forward and backward, the slowest first."""
     B, T, H, K, V = shape
     leaves, do = inputs(T, H, K, "cuda", B=B, V=V)
-    for _ in range(3):
-        step(leaves, do, call, True)
+    graph, *_ = capture(leaves, do, call, True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(CALLS):
-            step(leaves, do, call, True)
+        for _ in range(SAMPLES):
+            graph.replay()
         torch.cuda.synchronize()
     counted, found = work(*shape), []
     for event in profile.key_averages():
-        us = event.self_device_time_total / CALLS
+        us = event.self_device_time_total / SAMPLES
         nbytes, flops = counted.get(event.key, (0, 0))
         floor = max(nbytes / BYTES_PER_US, flops / FLOPS_PER_US)
         if us > 1:
-            found.append((event.key, event.count // CALLS, us, nbytes / 1e6, flops / 1e9, 100 * floor / us))
+            found.append((event.key, event.count // SAMPLES, us, nbytes / 1e6, flops / 1e9, 100 * floor / us))
     return sorted(found, key=lambda row: -row[2])
 
 
@@ -120,6 +159,7 @@ def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
     parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: fla's first calls take minutes")
+    parser.add_argument("--first-call", action="store_true", help="only the seconds of zeco_gla's first call")
     parser.add_argument("--csv", default=results("local.csv"))
     options = parser.parse_args(arguments)
     shapes = [tuple(map(int, s.split("x"))) for s in options.shapes] if options.shapes else SHAPES
@@ -131,23 +171,29 @@ def main(arguments=None) -> int:
             print(f"{'x'.join(map(str, shape)):22} {nbytes / 1e6:8.0f} MB {flops / 1e9:8.0f} GFLOP  {floor:8.0f} us")
         return 0
     comm = allscan.Communicator()
-    methods = {"zeco_gla": lambda *x: allscan.zeco_gla(*x, comm=comm)[0]}
-    if not options.no_fla:
-        from fla.ops.gla import chunk_gla
-
-        methods["fla chunk_gla"] = lambda *x: chunk_gla(*x)[0]
+    if options.first_call:
+        print(first_call(comm, "zeco_gla", shapes[0])[0])
+        return 0
+    cases = [(shape, False) for shape in shapes]
+    if not options.shapes:
+        cases.insert(1, (shapes[0], True))
     with Table(options.csv, COLUMNS) as table:
-        for shape in shapes:
-            for name, call in methods.items():
-                row = measure(name, call, shape) | dict(shape="x".join(map(str, shape)), method=name)
+        for shape, packed in cases:
+            for name in METHODS:
+                if options.no_fla and METHODS[name] is theirs:
+                    continue
+                row = dict(shape="x".join(map(str, shape)), sequences=PACKED if packed else "", method=name)
+                row |= measure(name, comm, shape, packed)
+                if (shape, packed) == cases[0] and METHODS[name] is ours:
+                    row["first_call_s"], row["second_process_s"] = first_calls(shape)
                 table.write(row)
                 print(
-                    f"{row['shape']:22} {name:14} forward {row['forward_us']:8.1f} us  forward+backward "
-                    f"{row['forward_backward_us']:9.1f} us  extra {row['extra_mib']:6.0f} MiB  "
+                    f"{row['shape']:22} {row['sequences']:2} {name:14} forward {row['forward_us']:8.1f} us  "
+                    f"forward+backward {row['forward_backward_us']:9.1f} us  extra {row['extra_mib']:6.0f} MiB  "
                     f"first call {row['first_call_s']:.1f} s",
                     flush=True,
                 )
-    for name, launches, us, mb, gflop, percent in kernels(methods["zeco_gla"], shapes[0]):
+    for name, launches, us, mb, gflop, percent in kernels(ours(comm, None), shapes[0]):
         print(
             f"  {name[:40]:40} x{launches} {us:8.1f} us {mb:8.0f} MB {gflop:8.1f} GFLOP  {percent:5.1f} % of its floor"
         )

@@ -125,11 +125,12 @@ def capture(leaves, do, call, backward):
     return graph, kept, extra
 
 
-def sample(graph) -> float:
+def sample(replay) -> float:
+    """Microseconds of one of REPLAYS replays one after another."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(REPLAYS):
-        graph.replay()
+        replay()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / REPLAYS
@@ -138,8 +139,8 @@ def sample(graph) -> float:
 _groups = {}
 
 
-def point(ranks, T, H, D, mildness, backward) -> dict | None:
-    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors."""
+def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
+    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: of the methods, default all."""
     allscan.init()
     if ranks not in _groups:
         alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
@@ -151,6 +152,8 @@ def point(ranks, T, H, D, mildness, backward) -> dict | None:
         comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
         others = {name: stack.enter_context(Baseline(group, one, name)) for name in METHODS}
         methods = calls(comm, one, others)
+        if chosen:
+            methods = {name: methods[name] for name in (*chosen, "one rank", "no communication")}
         if comm.device.type == "cpu":
             return check(comm, methods, T, H, D, torch.float32, mildness)
         errors = check(comm, methods, T // 10, H, D, torch.bfloat16, mildness)
@@ -162,7 +165,7 @@ def point(ranks, T, H, D, mildness, backward) -> dict | None:
             for name, (graph, _, _) in made.items():
                 dist.barrier(group)
                 graph.replay()
-                times[name].append(sample(graph))
+                times[name].append(sample(graph.replay))
         comm.barrier()
         rows = {}
         for name, (_, _, extra) in made.items():
@@ -176,6 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
+    parser.add_argument("--methods", nargs="+", help='of them, such as zeco or "all_gather overlapped"; default all')
     parser.add_argument("--csv", default=results("operator.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -190,7 +194,7 @@ def main() -> int:
              for backward in (False, True)]  # fmt: skip
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for T, H, D, kind, count, backward in cases:
-            answers = ranks.run(point, count, T, H, D, GATES[kind], backward)[:count]
+            answers = ranks.run(point, count, T, H, D, GATES[kind], backward, arguments.methods)[:count]
             rows = {name: slowest([answer[name] for answer in answers], "extra_mib") for name in answers[0]}
             one_rank, ideal = (rows[name]["p50_us"] for name in ("one rank", "no communication"))
             for name, row in rows.items():

@@ -53,7 +53,7 @@ def da_kernel(
     p_v, p_do, p_chunks, p_da, p_diagonal, scale,
     H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dA = scale * do v^T of one chunk: what is below the diagonal in p_da (see load_da), the diagonal in p_diagonal."""
+    """dA = scale * do v^T of one chunk: p_da has what is below the diagonal (see load_da), p_diagonal the diagonal."""
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_da = tl.zeros([BT, BT], tl.float32)
@@ -264,7 +264,9 @@ def _wide_grad_rows(
         p_dg + own, cast(sums_of(upper(BC, 0), b_dg, PRECISION) + b_later[None, :], p_dg.dtype.element_ty), mask=inside
     )
 
-    b_dk += _wide_from_state(p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s, H, K, V, BT, BC, BV, BS, PRECISION)
+    b_dk += _wide_from_state(
+        p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s, H, K, V, BT, BC, BV, BS, PRECISION
+    )
     t = start + tl.arange(0, BC)
     b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
     tl.store(p_dq + own, cast(b_dq + b_diagonal * b_k, p_dq.dtype.element_ty), mask=inside)

@@ -26,9 +26,10 @@ token, end), ``p_slots`` [slots + 1]: the segments of each slot, a slot being on
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; what enters a segment
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [slots, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
-as logarithms to base 2; ``p_wide`` [NC, H] int32, ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.py). PRECISION is that of the products' operands: "bf16" for bfloat16
-inputs, "tf32x3" for others (float16 could not hold the small end of a decay). q_in, k_out, what enters a chunk and, for
-o, A are stored as bfloat16 or else float32; for dv A is float32.
+as logarithms to base 2; ``p_wide`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
+PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, "tf32x3" for others (float16 could not hold
+the small end of a decay). q_in, k_out, what enters a chunk and, for o, A are stored as bfloat16 or else float32; for dv
+A is float32.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 
@@ -73,8 +74,8 @@ def keys_kernel(
 ):  # fmt: skip
     """k_out of one chunk, the sum of its gates, and whether it is wide: whether its decay is below 2 ** -RANGE.
 
-    For one warp, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, with these Triton's
-    sums over tokens cost least.
+    For one warp, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums over tokens
+    cost least with these.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)

@@ -49,13 +49,41 @@ class Compiled:
             options["extern_libs"] = extern_libs
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.ptx, self.cubin, self.shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+        usage = self._tool("cuobjdump", "--dump-resource-usage")
+        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+    def _tool(self, name, option):
+        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
-            usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-        self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+    def unset_registers(self) -> list:
+        """Instructions before the first jump that read a uniform register which nothing has written: the ptxas of
+        Triton 3.6 (12.8) makes such code of some products, which then read outside of the shared memory."""
+        written, found = set(), []
+        for line in self._tool("nvdisasm", "-c").splitlines():
+            match = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);", line)
+            if not match:
+                continue
+            predicate, operation, operands = match.group(1), match.group(2), match.group(3).split(", ")
+            if operation.startswith("BRA") and not predicate:
+                break
+            read = set()
+            for operand in operands[1:]:
+                descriptor = re.search(r"gdesc\[UR(\d+)\]", operand)  # 4 registers, of which A takes the first 2
+                if descriptor:
+                    first = 2 if re.fullmatch(r"R\d+", operands[1]) else 0
+                    read |= {int(descriptor[1]) + i for i in range(first, 4)}
+                else:
+                    read |= {int(n) for n in re.findall(r"\bUR(\d+)", operand)}
+            if read - written:
+                found.append(line.strip())
+            if target := re.fullmatch(r"UR(\d+)", operands[0]):
+                written |= {int(target[1]) + i for i in range(2 if re.search("64|WIDE", operation) else 1)}
+        return found
 
     def count(self, pattern: str) -> int:
         """How many instructions of the PTX match the regular expression."""

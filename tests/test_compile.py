@@ -106,7 +106,7 @@ class NoScan:
 
 @pytest.mark.parametrize(
     "K, V, dtype", [(128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (64, 128, torch.float16),
-                    (256, 256, torch.float32), (16, 24, torch.bfloat16)],
+                    (256, 256, torch.float32), (16, 24, torch.bfloat16), (32, 32, torch.bfloat16)],
 )  # fmt: skip
 def test_gla_kernels(K, V, dtype, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
@@ -114,7 +114,8 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
         kernel = f"{name}_kernel"
         monkeypatch.setattr(gla, kernel, Launches(getattr(gla, kernel)))
     monkeypatch.setattr(gla._Launcher, "carry", lambda *_, **__: lambda: None)
-    monkeypatch.setattr(gla, "SUB_BLOCK", {"cpu": gla.SUB_BLOCK["cuda"]})
+    for sizes in ("SUB_BLOCK", "STEP"):
+        monkeypatch.setattr(gla, sizes, {"cpu": getattr(gla, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130
     layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, gla.chunk_tokens(K), "cpu")
@@ -137,6 +138,7 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
         seen.append((kernel, arguments, options))
         compiled = Compiled(kernel, arguments, options, **launch)
         assert compiled.shared <= 227 << 10
+        assert not compiled.unset_registers(), (kernel, options)
         if kernel is not gla_fwd.keys_kernel:
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
     assert {kernel for kernel, _, _ in seen} == {

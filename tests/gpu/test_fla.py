@@ -16,16 +16,29 @@ def chunk_gla(q, k, v, g, *, comm, **options):
     return fla.chunk_gla(q, k, v, g, **options)
 
 
+def rows_error(actual, expected):
+    """Root mean square of the rows' relative errors. With strong gates the rows of a state's gradient differ by many
+    orders of magnitude: ``relative`` sees the largest one or two, and of these a single rounding, which is chance."""
+    error = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.isfinite().all()
+    return error.square().mean().sqrt().item()
+
+
 def errors_case(group, kind):
     with allscan.Communicator(group) as comm:
         whole = Whole(0, 1024, 1, 4, 128, 128, kind, BF16, F32, comm.device)
         expected = whole.reference()
-        calls = (allscan.zeco_gla, chunk_gla)
-        return [relative_all(NAMES, whole.ours(comm, slice(None), call), expected) for call in calls]
+        answers = []
+        for call in (allscan.zeco_gla, chunk_gla):
+            actual = whole.ours(comm, slice(None), call)
+            errors = relative_all(NAMES, actual, expected)
+            answers.append(errors | {"dinitial_state, by rows": rows_error(actual[-1], expected[-1])})
+        return answers
 
 
 @pytest.mark.parametrize("kind", ["weak", "mild", "zero", "strong"])
 def test_error_is_no_larger_than_flas(run, kind):
     """2 %: where both only round the result, the last digits are chance."""
     ours, theirs = run(1, errors_case, kind)[0]
-    assert all(ours[name] <= 1.02 * theirs[name] for name in NAMES), (ours, theirs)
+    names = [name for name in ours if (kind, name) != ("strong", "dinitial_state")]
+    assert all(ours[name] <= 1.02 * theirs[name] for name in names), (ours, theirs)

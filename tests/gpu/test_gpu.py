@@ -166,17 +166,24 @@ def test_1000_graph_replays(run, size):
     assert max(run(size, graph_case, 1000)) < 1e-4
 
 
-def gla_graph_case(group):
-    """zeco_gla forward and backward in one CUDA graph, replayed on fresh inputs."""
+def gla_graph_case(group, packed, mixed):
+    """zeco_gla forward and backward in one CUDA graph, replayed on fresh inputs, and twice on the same.
+
+    packed: sequences over ranks; mixed: one link of the chain is NVSHMEM's.
+    """
     with allscan.Communicator(group) as comm:
+        if mixed:
+            comm.maps = lambda rank: {rank, comm.rank} != {1, 2}
         B, T, H, K, V = 1, 128, 2, 64, 64
+        cuts = [0, 50, 50, 51, 190, T * comm.size] if packed else [0, T * comm.size]
+        lengths = torch.tensor(cuts) if packed else None
         leaves = [torch.zeros(B, T, H, w, device=comm.device, requires_grad=True) for w in (K, K, V, K)]
         weights = torch.zeros(B, T, H, V, device=comm.device)
 
         def step():
             for leaf in leaves:
                 leaf.grad = None
-            o, _ = allscan.zeco_gla(*leaves, comm=comm)
+            o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths)
             (o * weights).sum().backward()
             return o
 
@@ -197,7 +204,8 @@ def gla_graph_case(group):
             whole += [gates("mild", (B, T * comm.size, H, K), generator)]
             whole += [torch.randn(B, T * comm.size, H, V, generator=generator)]
             reference = [x.double().to(comm.device).requires_grad_() for x in whole]
-            expected, _ = gla_reference(*reference[:4])
+            parts = [gla_reference(*(x[:, a:b] for x in reference[:4]))[0] for a, b in zip(cuts, cuts[1:]) if b > a]
+            expected = torch.cat(parts, 1)
             (expected * reference[4]).sum().backward()
             mine = slice(comm.rank * T, (comm.rank + 1) * T)
             with torch.no_grad():
@@ -208,12 +216,19 @@ def gla_graph_case(group):
             worst = max(worst, relative(o, expected[:, mine]))
             for leaf, x in zip(leaves, reference):
                 worst = max(worst, relative(leaf.grad, x.grad[:, mine]))
-        return worst
+        before = [x.clone() for x in (o, *(leaf.grad for leaf in leaves))]
+        graph.replay()
+        comm.barrier()
+        same = all(torch.equal(a, b) for a, b in zip(before, (o, *(leaf.grad for leaf in leaves))))
+        return worst, same
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_zeco_gla_in_a_graph(run, size):
-    assert max(run(size, gla_graph_case)) < 1e-5
+@pytest.mark.parametrize(
+    "size, packed, mixed", [(2, False, False), (4, False, False), (4, True, False), (4, False, True)]
+)
+def test_zeco_gla_in_a_graph(run, size, packed, mixed):
+    for worst, same in run(size, gla_graph_case, packed, mixed):
+        assert worst < 1e-5 and same
 
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
