@@ -40,6 +40,7 @@ bench: $(READY)
 	$(PYTHON) -m bench.scan
 	$(PYTHON) -m bench.operator
 	$(PYTHON) -m bench.scaling
+	$(PYTHON) -m bench.plots
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo.png demo.csv

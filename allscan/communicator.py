@@ -282,8 +282,9 @@ class Communicator:
 
     @contextlib.contextmanager
     def side_stream(self):
-        """A stream of this communicator, behind the current one. Yields ``join``, which makes the current stream wait
-        for what was launched inside; memory that it uses may not be given back before."""
+        """A stream of this communicator, behind the current one, which goes on no earlier than this one begins. Yields
+        ``join``, which makes the current stream wait for what was launched inside; memory that it uses may not be given
+        back before."""
         if self.device.type == "cpu":
             yield lambda: None
             return
@@ -291,6 +292,7 @@ class Communicator:
         if self._side is None:
             self._side = torch.cuda.Stream(self.device, priority=-1)
         self._side.wait_stream(current)
+        current.wait_stream(self._side)
         with torch.cuda.stream(self._side):
             yield lambda: current.wait_stream(self._side)
 

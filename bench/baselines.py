@@ -29,6 +29,17 @@ def fold_kernel(
     tl.store(p_out + offsets, carry, mask=inside)
 
 
+@triton.jit
+def decay_kernel(p_gates, p_gate, p_edges, p_decay, numel, BLOCK: tl.constexpr):
+    """What a slot's incoming state decays by up to the end of its last segment: 2 ** (gates before it and in it)."""
+    slot = tl.program_id(0)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(p_edges + slot) * numel + offsets
+    inside = offsets < numel
+    b_gates = tl.load(p_gates + row, mask=inside, other=0.0) + tl.load(p_gate + row, mask=inside, other=0.0)
+    tl.store(p_decay + slot * numel + offsets, tl.exp2(b_gates), mask=inside)
+
+
 class AllGather:
     """LASP-2: gather all states and decays (one coalesced NCCL call), then fold what came from lower ranks.
 
@@ -90,22 +101,11 @@ class Ring:
         return self.out
 
 
-class Nothing:
-    """No communication: the ideal that no method can beat, and a wrong result."""
-
-    def __init__(self, comm, state, decay, reverse=False):
-        self.out = torch.empty_like(state)
-
-    def __call__(self):
-        return self.out.zero_()
-
-
 # What carries the state, and whether the kernels that need nothing remote run beside it
 METHODS = {
     "all_gather": (AllGather, False),
     "all_gather overlapped": (AllGather, True),
     "ring": (Ring, False),
-    "no communication": (Nothing, False),
 }
 
 
@@ -144,12 +144,14 @@ class _Carried:
         if key not in self.tables:
             self.tables[key] = _ending(segments, slots, reverse)
         segments, edges = self.tables[key]
-        total = torch.zeros_like(prev)
+        total, decay = torch.empty_like(prev), prev.new_empty(prev.shape[:-1])
         options |= dict(HAS_OUTSIDE=False, HAS_FINAL=True)
         self.scan.launch(
             kernel, grid, states, gate, gates, segments, slots, outside, prev, total, channel, **options
         )  # fmt: skip
-        method = self.comm.method(self.comm, total, (gates[edges] + gate[edges]).exp2(), reverse=reverse)
+        numel = decay[0].numel()
+        decay_kernel[(len(edges), triton.cdiv(numel, 1024))](gates, gate, edges, decay, numel, BLOCK=1024)
+        method = self.comm.method(self.comm, total, decay, reverse=reverse)
         method.out = prev
         method()
 
