@@ -1,0 +1,86 @@
+"""Sequence parallelism around any operator that takes an initial state and returns a final one, by allscan() alone.
+
+    python examples/any_recurrence.py             # on all GPUs, or on 4 CPU processes in Triton's interpreter
+
+Here the operator is a loop over tokens; put your own kernels in its place. All that is needed is what a state that
+comes in is multiplied by over this rank's tokens: nothing (linear attention), a number a head (RetNet, simple GLA,
+Mamba2), or a number a head and row (GLA, RWKV6, HGRN2). The operator runs twice, from zero and from what precedes this
+rank; one whose output is linear in the state may add q S instead. Prints the largest differences to the unsplit
+sequence, of outputs and gradients; above 1e-4 the exit status is 1.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import allscan
+from allscan.launch import Ranks
+
+T, H, K, V = 48, 2, 16, 16  # tokens of a rank, heads, widths
+
+
+def operator(q, k, v, g, initial_state):
+    """o_t = q_t S_t with S_t = exp(g_t) S_{t-1} + k_t^T v_t. q, k [T, H, K], v [T, H, V], g [T, H, K or 1]."""
+    state = initial_state
+    outputs = []
+    for q_t, k_t, v_t, decay_t in zip(q, k, v, g.exp()):
+        state = decay_t[..., None] * state + k_t[..., None] * v_t[..., None, :]
+        outputs.append((q_t[..., None] * state).sum(-2))
+    return torch.stack(outputs), state
+
+
+def sequence_parallel(q, k, v, g, decay, comm):
+    """``operator`` on the whole sequence, of which each rank has a part. decay: [H, K], [H] or None for 1."""
+    _, left = operator(q, k, v, g, torch.zeros(H, K, V, device=q.device))
+    prev = allscan.allscan(left, decay, comm=comm)
+    o, _ = operator(q, k, v, g, prev)
+    return o
+
+
+def gates(kind, tokens):
+    """(g, how to get the decay of a part of it)."""
+    if kind == "linear attention":
+        return torch.zeros(tokens, H, 1), lambda g: None
+    if kind == "RetNet":
+        rates = torch.log(1 - 2.0 ** -(5 + torch.arange(H)))
+        return rates[:, None].expand(tokens, H, 1).contiguous(), lambda g: g.sum(0).squeeze(-1).exp()
+    if kind == "simple GLA, Mamba2":
+        return F.logsigmoid(torch.randn(tokens, H, 1)), lambda g: g.sum(0).squeeze(-1).exp()
+    return F.logsigmoid(torch.randn(tokens, H, K)), lambda g: g.sum(0).exp()
+
+
+def compare(kind):
+    with allscan.Communicator() as comm:
+        torch.manual_seed(0)
+        tokens = comm.size * T
+        q, k, v = (torch.randn(tokens, H, width) for width in (K, K, V))
+        g, decay_of = gates(kind, tokens)
+        mine = slice(comm.rank * T, (comm.rank + 1) * T)
+
+        whole = [x.to(comm.device).requires_grad_() for x in (q, k, v, g)]
+        expected, _ = operator(*whole, torch.zeros(H, K, V, device=comm.device))
+        expected.square().sum().backward()
+
+        own = [x.detach()[mine].clone().requires_grad_() for x in whole]
+        o = sequence_parallel(*own, decay_of(own[3]), comm)
+        o.square().sum().backward()
+        pairs = [(o, expected[mine])] + [(a.grad, b.grad[mine]) for a, b in zip(own, whole)]
+        if kind == "linear attention":
+            pairs.pop()  # its gates are no parameter
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def main() -> int:
+    gpus = torch.cuda.device_count()
+    worst = 0.0
+    with Ranks(gpus, "cuda") if gpus > 1 else Ranks(4, "cpu") as ranks:
+        for kind in ("linear attention", "RetNet", "simple GLA, Mamba2", "GLA, RWKV6, HGRN2"):
+            difference = max(ranks.run(compare, kind))
+            worst = max(worst, difference)
+            print(f"{kind:20} {len(ranks.processes)} ranks against 1: {difference:.1e}", flush=True)
+    return int(not worst < 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Every example runs from its printed command; each compares itself with the unsplit sequence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["any_recurrence.py", "prefill_decode.py", "hybrid.py", "train_text.py --steps 2 --length 64 --out {folder}/train"],
+)
+def test_example(command, tmp_path):
+    script, *options = command.format(folder=tmp_path).split()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, os.path.join(EXAMPLES, script), *options],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
