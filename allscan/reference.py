@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 
-def allscan_reference(states, decays=None, initial_state=None, reverse: bool = False) -> list:
+def allscan_reference(states, decays=None, initial_state=None, reverse: bool = False, transitions=None) -> list:
     """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes. Returns [R_0, ..., R_{P-1}].
 
-    states: list of [..., K, V], one a rank. decays: list of [..., K], [...] or numbers, or None.
+    states: list of [..., K, V], one a rank. decays: list of [..., K], [...] or numbers, or None. transitions: list of
+    [..., K, K] in their place.
     """
     order = range(len(states))
     if reverse:
@@ -18,6 +19,9 @@ def allscan_reference(states, decays=None, initial_state=None, reverse: bool = F
     for p in order:
         prevs[p] = carry
         state = states[p].double()
+        if transitions is not None:
+            carry = transitions[p].double() @ carry + state
+            continue
         if decays is None:
             carry = carry + state
             continue

@@ -10,7 +10,7 @@ import torch
 from .bindings import nvshmem_device
 from .communicator import Communicator
 from .shmem_kernels.channel import PUT, Channel
-from .shmem_kernels.scan import scan_kernel
+from .shmem_kernels.scan import scan_kernel, transition_kernel
 from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
 # (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp, within
@@ -100,11 +100,15 @@ class AllScan:
         if self.comm.device.type == "cpu":
             self.comm.check()  # the interpreter has run the kernel by now
 
-    def scan(self, state, decay=None, *, initial_state=None, reverse: bool = False, out=None):
+    def scan(
+        self, state, decay=None, *, transition=None, adjoint=False, initial_state=None, reverse: bool = False, out=None
+    ):
         """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
 
         state: float32 tensor of this AllScan's shape, on the communicator's device.
         decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
+        transition: instead of a decay, float32 [..., K, K]: R_{p+1} = transition_p R_p + state_p; with ``adjoint`` the
+            transposed one. For an AllScan whose tiles are whole columns, see :func:`transition_tile`.
         initial_state: like state, or None (0); used by the first rank in the direction of the scan.
         out: like state, contiguous; may be ``state`` itself.
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
@@ -114,6 +118,8 @@ class AllScan:
         if initial_state is not None:
             check_tensor("initial_state", initial_state, self.shape, self.comm.device)
             initial_state = initial_state.contiguous()
+        if transition is not None:
+            self._check_transition(transition, decay)
         decay, strides = decay_rows(decay, self.shape, self.comm.device)
         if out is None:
             out = torch.empty_like(state)
@@ -121,6 +127,16 @@ class AllScan:
             check_tensor("out", out, self.shape, self.comm.device)
             if not out.is_contiguous():
                 raise ValueError("out must be contiguous")
+            if transition is not None and out.data_ptr() == state.data_ptr():
+                raise ValueError("out must be another tensor than state where there is a transition")
+        if transition is not None:
+            self.launch(
+                transition_kernel, (self.num_tiles,), state, transition.contiguous(),
+                state if initial_state is None else initial_state, out, self.channel(reverse),
+                *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V, BJ=16,
+                HAS_INITIAL=initial_state is not None, num_warps=4,
+            )  # fmt: skip
+            return out
         self.launch(
             scan_kernel, (min(self.num_tiles, self._programs),), state, state if decay is None else decay,
             state if initial_state is None else initial_state, out, self.channel(reverse), *strides,
@@ -128,6 +144,18 @@ class AllScan:
             num_warps=max(1, min(8, math.prod(self.tile) // 512)),
         )  # fmt: skip
         return out
+
+    def _check_transition(self, transition, decay):
+        check_tensor("transition", transition, (*self.shape[:-1], self.K), self.comm.device)
+        if decay is not None:
+            raise ValueError("a scan has a decay or a transition, not both")
+        if self.tile[0] < self.K:
+            raise ValueError(f"a scan with transitions needs tiles of {self.K} rows, this AllScan has {self.tile}")
+
+
+def transition_tile(K: int) -> tuple[int, int]:
+    """The ``tile`` of an AllScan for transitions: whole columns, 16 of them."""
+    return max(16, _next_power_of_2(K)), 16
 
 
 def decay_target(decay, shape, device):
@@ -179,8 +207,8 @@ def check_tensor(name: str, tensor, shape, device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
-def persistent(comm: Communicator, shape, agree=None, problem: Exception | None = None) -> AllScan:
-    """The AllScan that ``comm`` keeps for ``shape``, made at the first call, which is collective.
+def persistent(comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None) -> AllScan:
+    """The AllScan that ``comm`` keeps for ``shape`` (and ``tile``), made at the first call, which is collective.
 
     ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
@@ -188,30 +216,37 @@ def persistent(comm: Communicator, shape, agree=None, problem: Exception | None 
     """
     comm.check()
     shape = shape and tuple(shape)
-    if shape not in comm.scans or (agree is not None and (shape, agree) not in comm.agreements):
+    key = shape if tile is None else (shape, tile)
+    if key not in comm.scans or (agree is not None and (key, agree) not in comm.agreements):
         answers = comm.exchange(
-            ((shape, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
+            ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
         )
-        if problem is None and any(answer != ((shape, agree), None) for answer in answers):
+        if problem is None and any(answer != ((key, agree), None) for answer in answers):
             raise ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
     if problem is not None:
         raise problem
-    if shape not in comm.scans:
-        comm.scans[shape] = AllScan(comm, shape)
-    comm.agreements.add((shape, agree))
-    return comm.scans[shape]
+    if key not in comm.scans:
+        comm.scans[key] = AllScan(comm, shape, tile=tile)
+    comm.agreements.add((key, agree))
+    return comm.scans[key]
 
 
-def allscan(state, decay=None, *, comm: Communicator, initial_state=None, reverse: bool = False, out=None):
+def allscan(
+    state, decay=None, *, comm: Communicator, transition=None, initial_state=None, reverse: bool = False, out=None
+):
     """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
+        with a transition:            R_{p+1} = transition_p R_p + state_p
 
     With reverse=True the last rank is the first. With E_p = dL/dR_{p+1} the adjoint is the scan in the other direction:
-    E_{p-1} = decay_p * E_p + dL/d(out_p),  dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over what it is broadcast along.
+    E_{p-1} = decay_p * E_p + dL/d(out_p),  dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over what it is broadcast along;
+    E_{p-1} = transition_p^T E_p + dL/d(out_p),  dtransition_p = E_p R_p^T.
 
     state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
     decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass.
+    transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
+        transitions of this rank's tokens. Stays where it is; products are in float32.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
     out: like state, to be written instead of a new array; not with gradients.
     Returns R_p, like state and of the same kind of array.
@@ -226,33 +261,38 @@ def allscan(state, decay=None, *, comm: Communicator, initial_state=None, revers
         >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
     """
     if not isinstance(state, torch.Tensor):
-        return _foreign(state, decay, comm, initial_state, reverse, out)
-    problem = None
+        return _foreign(state, decay, transition, comm, initial_state, reverse, out)
+    problem = tile = None
     try:
         check_tensor("state", state, None, comm.device)
         if state.ndim < 2 or min(state.shape) < 1:
             raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
         decay_target(decay, state.shape, comm.device)
+        if transition is not None:
+            tile = transition_tile(state.shape[-2])
+            check_tensor("transition", transition, (*state.shape[:-1], state.shape[-2]), comm.device)
+            if decay is not None:
+                raise ValueError("a scan has a decay or a transition, not both")
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
     except (TypeError, ValueError) as error:
         problem = error
-    scan = persistent(comm, state.shape, problem=problem)
-    inputs = (state, decay, initial_state)
+    scan = persistent(comm, state.shape, problem=problem, tile=tile)
+    inputs = (state, decay, transition, initial_state)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         if out is not None:
             raise ValueError("out cannot be used where a gradient is wanted")
-        return _AllScan.apply(state, decay, initial_state, scan, reverse)
-    return scan.scan(state, decay, initial_state=initial_state, reverse=reverse, out=out)
+        return _AllScan.apply(state, decay, transition, initial_state, scan, reverse)
+    return scan.scan(state, decay, transition=transition, initial_state=initial_state, reverse=reverse, out=out)
 
 
 class _AllScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, state, decay, initial_state, scan, reverse):
-        prev = scan.scan(state, decay, initial_state=initial_state, reverse=reverse)
+    def forward(ctx, state, decay, transition, initial_state, scan, reverse):
+        prev = scan.scan(state, decay, transition=transition, initial_state=initial_state, reverse=reverse)
         tensor_decay = isinstance(decay, torch.Tensor)
-        ctx.save_for_backward(decay if tensor_decay else None, prev)
+        ctx.save_for_backward(decay if tensor_decay else None, transition, prev)
         ctx.number = None if tensor_decay else decay
         ctx.scan, ctx.reverse = scan, reverse
         return prev
@@ -260,26 +300,32 @@ class _AllScan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dprev):
-        decay, prev = ctx.saved_tensors
+        decay, transition, prev = ctx.saved_tensors
         scan, given = ctx.scan, decay if decay is not None else ctx.number
-        dstate = scan.scan(dprev.contiguous(), given, reverse=not ctx.reverse)
-        ddecay = dinitial = None
+        dprev = dprev.contiguous()
+        dstate = scan.scan(dprev, given, transition=transition, adjoint=True, reverse=not ctx.reverse)
+        ddecay = dtransition = dinitial = None
         if ctx.needs_input_grad[1]:
             rows = (dstate * prev).sum(-1)
             if decay.ndim < rows.ndim:
                 rows = rows.sum(-1)
             ddecay = rows.sum_to_size(decay.shape)
         if ctx.needs_input_grad[2]:
+            dtransition = dstate @ prev.transpose(-1, -2)
+        if ctx.needs_input_grad[3]:
             dinitial = torch.zeros_like(prev)
             if scan.comm.rank == (scan.comm.size - 1 if ctx.reverse else 0):
-                factor = 1.0 if given is None else given
-                if decay is not None and decay.ndim:
-                    factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)]
-                dinitial = torch.where(torch.as_tensor(factor == 0), dprev, factor * dstate + dprev)
-        return dstate, ddecay, dinitial, None, None
+                if transition is not None:
+                    dinitial = transition.transpose(-1, -2) @ dstate + dprev
+                else:
+                    factor = 1.0 if given is None else given
+                    if decay is not None and decay.ndim:
+                        factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)]
+                    dinitial = torch.where(torch.as_tensor(factor == 0), dprev, factor * dstate + dprev)
+        return dstate, ddecay, dtransition, dinitial, None, None
 
 
-def _foreign(state, decay, comm, initial_state, reverse, out):
+def _foreign(state, decay, transition, comm, initial_state, reverse, out):
     """CuPy and NumPy arrays, through DLPack, without a copy."""
     if not hasattr(state, "__dlpack__"):
         raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
@@ -288,8 +334,9 @@ def _foreign(state, decay, comm, initial_state, reverse, out):
         return torch.from_dlpack(array) if hasattr(array, "__dlpack__") else array
 
     result = allscan(
-        tensor(state), tensor(decay), comm=comm, initial_state=tensor(initial_state), reverse=reverse, out=tensor(out)
-    )
+        tensor(state), tensor(decay), transition=tensor(transition), comm=comm, initial_state=tensor(initial_state),
+        reverse=reverse, out=tensor(out),
+    )  # fmt: skip
     if out is not None:
         return out
     if type(state).__module__.partition(".")[0] == "cupy":

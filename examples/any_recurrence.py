@@ -4,9 +4,10 @@
 
 Here the operator is a loop over tokens; put your own kernels in its place. All that is needed is what a state that
 comes in is multiplied by over this rank's tokens: nothing (linear attention), a number a head (RetNet, simple GLA,
-Mamba2), or a number a head and row (GLA, RWKV6, HGRN2). The operator runs twice, from zero and from what precedes this
-rank; one whose output is linear in the state may add q S instead. Prints the largest differences to the unsplit
-sequence, of outputs and gradients; above 1e-4 the exit status is 1.
+Mamba2), a number a head and row (GLA, RWKV6, HGRN2), or a matrix a head (Gated DeltaNet, KDA), which is what the
+operator makes of the identity. Only the state travels, the matrix stays. The operator runs twice, from zero and from
+what precedes this rank; one whose output is linear in the state may add q S instead. Prints the largest differences to
+the unsplit sequence, of outputs and gradients; above 1e-4 the exit status is 1.
 """
 
 import sys
@@ -30,11 +31,32 @@ def operator(q, k, v, g, initial_state):
     return torch.stack(outputs), state
 
 
+def delta_rule(q, k, v, g, initial_state):
+    """The same with S_t = exp(g_t) (1 - k_t^T k_t / 2) S_{t-1} + k_t^T v_t / 2, where k_t is of length 1."""
+    state = initial_state
+    outputs = []
+    for q_t, k_t, v_t, decay_t in zip(q, F.normalize(k, dim=-1), v, g.exp()):
+        state = decay_t[..., None] * state
+        seen = (k_t[..., None] * state).sum(-2)
+        state = state + k_t[..., None] * (v_t - seen)[..., None, :] / 2
+        outputs.append((q_t[..., None] * state).sum(-2))
+    return torch.stack(outputs), state
+
+
 def sequence_parallel(q, k, v, g, decay, comm):
     """``operator`` on the whole sequence, of which each rank has a part. decay: [H, K], [H] or None for 1."""
     _, left = operator(q, k, v, g, torch.zeros(H, K, V, device=q.device))
     prev = allscan.allscan(left, decay, comm=comm)
     o, _ = operator(q, k, v, g, prev)
+    return o
+
+
+def sequence_parallel_delta_rule(q, k, v, g, comm):
+    _, left = delta_rule(q, k, v, g, torch.zeros(H, K, V, device=q.device))
+    identity = torch.eye(K, device=q.device).expand(H, K, K)
+    _, transition = delta_rule(q, k, torch.zeros_like(v), g, identity)  # works since V = K here
+    prev = allscan.allscan(left, comm=comm, transition=transition)
+    o, _ = delta_rule(q, k, v, g, prev)
     return o
 
 
@@ -45,7 +67,7 @@ def gates(kind, tokens):
     if kind == "RetNet":
         rates = torch.log(1 - 2.0 ** -(5 + torch.arange(H)))
         return rates[:, None].expand(tokens, H, 1).contiguous(), lambda g: g.sum(0).squeeze(-1).exp()
-    if kind == "simple GLA, Mamba2":
+    if kind in ("simple GLA, Mamba2", "Gated DeltaNet"):
         return F.logsigmoid(torch.randn(tokens, H, 1)), lambda g: g.sum(0).squeeze(-1).exp()
     return F.logsigmoid(torch.randn(tokens, H, K)), lambda g: g.sum(0).exp()
 
@@ -59,11 +81,15 @@ def compare(kind):
         mine = slice(comm.rank * T, (comm.rank + 1) * T)
 
         whole = [x.to(comm.device).requires_grad_() for x in (q, k, v, g)]
-        expected, _ = operator(*whole, torch.zeros(H, K, V, device=comm.device))
+        dense = kind in ("Gated DeltaNet", "KDA")
+        expected, _ = (delta_rule if dense else operator)(*whole, torch.zeros(H, K, V, device=comm.device))
         expected.square().sum().backward()
 
         own = [x.detach()[mine].clone().requires_grad_() for x in whole]
-        o = sequence_parallel(*own, decay_of(own[3]), comm)
+        if dense:
+            o = sequence_parallel_delta_rule(*own, comm)
+        else:
+            o = sequence_parallel(*own, decay_of(own[3]), comm)
         o.square().sum().backward()
         pairs = [(o, expected[mine])] + [(a.grad, b.grad[mine]) for a, b in zip(own, whole)]
         if kind == "linear attention":
@@ -75,7 +101,7 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     worst = 0.0
     with Ranks(gpus, "cuda") if gpus > 1 else Ranks(4, "cpu") as ranks:
-        for kind in ("linear attention", "RetNet", "simple GLA, Mamba2", "GLA, RWKV6, HGRN2"):
+        for kind in ("linear attention", "RetNet", "simple GLA, Mamba2", "GLA, RWKV6, HGRN2", "Gated DeltaNet", "KDA"):
             difference = max(ranks.run(compare, kind))
             worst = max(worst, difference)
             print(f"{kind:20} {len(ranks.processes)} ranks against 1: {difference:.1e}", flush=True)

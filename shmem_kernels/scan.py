@@ -1,11 +1,12 @@
-"""The stand-alone scan: R_0 = initial, R_{p+1} = decay_p * R_p + state_p; rank p gets R_p (method: ZeCO, section 3)."""
+"""The stand-alone scans: R_0 = initial, R_{p+1} = decay_p * R_p + state_p, or with a dense transition in place of the
+decay; rank p gets R_p (method: ZeCO, section 3)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .channel import allscan
+from .channel import NONE, allscan, recv, send
 
 
 @triton.jit
@@ -44,6 +45,45 @@ def scan_kernel(
         tl.store(p_out + offsets, b_prev, mask=inside)
         tile = next_tile
         b_state = b_next
+
+
+@triton.jit
+def transition_kernel(
+    p_state,  # float32 [G, K, V]
+    p_transition,  # float32 [G, K, K], element (g, i, j) at g * K * K + i * stride_i + j * stride_j
+    p_initial,  # float32 [G, K, V]; not read without HAS_INITIAL
+    p_out,  # float32 [G, K, V]
+    channel,
+    stride_i,
+    stride_j,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
+    """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
+
+    One program a tile. R is read back from p_out, BJ rows at a time, so that no program holds a transition.
+    """
+    tile = tl.program_id(0)
+    offsets, inside = _offsets(channel, tile, K, V)
+    g, i, v = tile_place(channel, tile, K, V)
+    b_state = tl.load(p_state + offsets, mask=inside, other=0.0)
+    b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+    if HAS_INITIAL:
+        b_first = tl.load(p_initial + offsets, mask=inside, other=0.0)
+    b_prev = recv(channel, tile, b_first)
+    tl.store(p_out + offsets, b_prev, mask=inside)
+    if channel.SEND != NONE:
+        tl.debug_barrier()
+        for n in range((K + BJ - 1) // BJ):
+            j = n * BJ + tl.arange(0, BJ)
+            at = g * (K * K) + i[:, None] * stride_i + j[None, :] * stride_j
+            b_transition = tl.load(p_transition + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)
+            at = g * (K * V) + j[:, None] * V + v[None, :]
+            b_rows = tl.load(p_out + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)
+            b_state = tl.dot(b_transition, b_rows, b_state, input_precision="ieee")
+        send(channel, tile, b_state)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.layout import Layout, Piece
 from allscan.shmem_kernels import gla_bwd, gla_fwd
 from allscan.shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL
-from allscan.shmem_kernels.scan import copy_kernel, scan_kernel
+from allscan.shmem_kernels.scan import copy_kernel, scan_kernel, transition_kernel
 from sm90 import Compiled, channel_type
 
 pytestmark = pytest.mark.cpu
@@ -59,6 +59,14 @@ def test_scan_signals(recv, send, acquires, releases):
 @pytest.mark.parametrize("tile", [(1, 128), (4, 128), (16, 16)])
 def test_scan_tiles_do_not_spill(tile):
     assert compile_scan(SENTINEL, SENTINEL, tile).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_transitions_do_not_spill(K):
+    channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=K, BV=16)
+    arguments = types("p_state p_transition p_initial p_out", "*fp32") | types("stride_i stride_j", "i32")
+    values = {"channel": constants, "K": K, "V": 128, "BJ": 16, "HAS_INITIAL": True}
+    assert Compiled(transition_kernel, arguments | {"channel": channel}, values, num_warps=4).spilled_bytes == 0
 
 
 def test_a_tile_too_small_for_its_warps_is_refused():

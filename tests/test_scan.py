@@ -113,6 +113,69 @@ def test_gradients(run, size, decay_shape):
             assert max(errors) < 1e-5, errors
 
 
+def transition_case(group, shape, reverse):
+    """Errors of values and of all gradients, with a dense transition of the size of delta rules' (norm about 1)."""
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(3)
+        *lead, K, V = shape
+
+        def normals(*sizes):
+            return [torch.randn(*lead, *sizes, generator=generator) for _ in range(comm.size)]
+
+        states, weights, (initial, *_) = normals(K, V), normals(K, V), normals(K, V)
+        transitions = [x / (2 * K**0.5) for x in normals(K, K)]
+        leaves, dense = ([x.double().requires_grad_() for x in some] for some in (states, transitions))
+        first_leaf = initial.double().requires_grad_()
+        prevs = allscan_reference(leaves, None, first_leaf, reverse, dense)
+        sum((w * prev).sum() for w, prev in zip(weights, prevs)).backward()
+
+        own = [x[comm.rank].to(comm.device).requires_grad_() for x in (states, transitions)]
+        start = initial.to(comm.device).requires_grad_()
+        errors = []
+        for _ in range(3):
+            for leaf in (*own, start):
+                leaf.grad = None
+            late(len(errors), comm.rank, 3)
+            prev = allscan.allscan(own[0], comm=comm, transition=own[1], initial_state=start, reverse=reverse)
+            (prev * weights[comm.rank].to(comm.device)).sum().backward()
+            first, last = (comm.rank == (comm.size - 1 if reverse == begin else 0) for begin in (True, False))
+            zero = torch.zeros(())
+            errors += [
+                error(prev, prevs[comm.rank]),
+                error(own[0].grad, zero.expand(shape) if last else leaves[comm.rank].grad),
+                error(own[1].grad, zero.expand(*lead, K, K) if last else dense[comm.rank].grad),
+                error(start.grad, first_leaf.grad if first else zero.expand(shape)),
+            ]
+        return errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(2, 5, 6), (3, 40, 24), (2, 2, 16, 33), (2, 128, 64)])
+def test_dense_transitions(run, size, shape):
+    for reverse in (False, True):
+        for errors in run(size, transition_case, shape, reverse):
+            assert max(errors) < 1e-5, errors
+
+
+def wrong_transition_case(group):
+    with allscan.Communicator(group) as comm:
+        state = torch.zeros(2, 4, 8, device=comm.device)
+        dense = torch.zeros(2, 4, 4, device=comm.device)
+        with pytest.raises(ValueError, match="not both"):
+            allscan.allscan(state, 0.5, comm=comm, transition=dense)
+        with pytest.raises(ValueError, match="transition must have shape"):
+            allscan.allscan(state, comm=comm, transition=dense[:, :3])
+        with pytest.raises(TypeError, match="transition must be float32"):
+            allscan.allscan(state, comm=comm, transition=dense.double())
+        scan = allscan.AllScan(comm, state.shape, tile=(2, 8))
+        with pytest.raises(ValueError, match="tiles of 4 rows"):
+            scan.scan(state, transition=dense)
+
+
+def test_wrong_transitions(run):
+    run(2, wrong_transition_case)
+
+
 def arrays_case(group):
     with allscan.Communicator(group) as comm:
         states, decays = inputs(comm, (2, 4, 8), (2, 4), 3)
