@@ -9,7 +9,8 @@ if not _os.path.isdir(
 
 from .communicator import AllScanTimeout, Communicator, finalize, init  # noqa: E402
 from .gla import zeco_gla  # noqa: E402
+from .halo import halo  # noqa: E402
 from .scan import AllScan, allscan  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["AllScan", "AllScanTimeout", "Communicator", "allscan", "finalize", "init", "zeco_gla"]
+__all__ = ["AllScan", "AllScanTimeout", "Communicator", "allscan", "finalize", "halo", "init", "zeco_gla"]

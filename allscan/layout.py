@@ -48,7 +48,6 @@ class Layout:
         distance = torch.arange(BT)[:, None] - torch.arange(BT)  # what gla_blocks.load_weights takes
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
         self.weights = torch.stack([w.to(torch.bfloat16) for w in weights]).to(device)
-        self.captured = False  # a CUDA graph holds the addresses of the tables
 
 
 def segment_length(tokens: int, H: int, BT: int, cuda: bool) -> int:
@@ -71,28 +70,39 @@ def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, BT
 
     Raises ValueError for a bad cu_seqlens, or one that differs between ranks; on all ranks alike.
     """
-    lengths = None if cu_seqlens is None else _content(cu_seqlens)
-    key = (B, T, lengths, segment, BT)
-    layout = comm.layouts.pop(key, None)
-    capturing = comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if layout is None:
-        if capturing:
-            raise RuntimeError("a first call with these lengths cannot be captured: call once before the capture")
+    lengths = None if cu_seqlens is None else content(cu_seqlens)
+
+    def make():
         if lengths is None:
             flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
             pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
         else:
-            pieces = _packed(comm, lengths, T)
-        layout = Layout(pieces, B, segment, BT, comm.device)
+            pieces = cut(lengths, sum(tokens_of_ranks(comm, lengths, T)[: comm.rank]), T)
+        return Layout(pieces, B, segment, BT, comm.device)
+
+    return kept(comm, (B, T, lengths, segment, BT), make)
+
+
+def kept(comm: Communicator, key, make):
+    """What ``make()`` returned for ``key`` at the first call with it, which cannot be captured in a CUDA graph.
+
+    The communicator keeps KEPT of them, and those whose addresses a graph holds.
+    """
+    value, captured = comm.layouts.pop(key, (None, False))
+    capturing = comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if value is None:
+        if capturing:
+            raise RuntimeError("a first call with these lengths cannot be captured: call once before the capture")
+        value = make()
         if len(comm.layouts) >= KEPT:
-            oldest = next((k for k, old in comm.layouts.items() if not old.captured), None)
+            oldest = next((k for k, (_, held) in comm.layouts.items() if not held), None)
             comm.layouts.pop(oldest, None)
-    layout.captured |= capturing
-    comm.layouts[key] = layout  # the newest is last
-    return layout
+    comm.layouts[key] = (value, captured or capturing)  # the newest is last
+    return value
 
 
-def _packed(comm, lengths, T) -> list[Piece]:
+def tokens_of_ranks(comm: Communicator, lengths, T: int) -> list[int]:
+    """The tokens of every rank. Collective. Raises ValueError on all of them for lengths that are wrong or differ."""
     answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
     if any(answer[0] != lengths for answer in answers):
         raise ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
@@ -101,7 +111,7 @@ def _packed(comm, lengths, T) -> list[Piece]:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
         )
-    return cut(lengths, sum(tokens[: comm.rank]), T)
+    return tokens
 
 
 def cut(lengths, begin: int, T: int) -> list[Piece]:
@@ -120,7 +130,8 @@ def cut(lengths, begin: int, T: int) -> list[Piece]:
     return pieces
 
 
-def _content(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def content(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """cu_seqlens as Python's numbers."""
     if cu_seqlens.device.type == "cpu":
         return tuple(cu_seqlens.tolist())
     return _device_content(_Identity(cu_seqlens))

@@ -1,0 +1,90 @@
+"""halo() as short convolutions, token shifts and labels use it, against the unsplit sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_gla import place
+
+import allscan
+
+TOKENS = {1: [20], 2: [7, 13], 3: [9, 4, 12], 4: [5, 4, 11, 8]}  # of each rank
+
+
+def convolution(before, x, weight):
+    """Causal and depthwise; x [B, T, D], before [B, n, D], weight [D, n + 1]."""
+    whole = torch.cat([before, x], 1).transpose(1, 2)
+    return F.conv1d(whole, weight[:, None], groups=weight.shape[0]).transpose(1, 2)
+
+
+def convolution_case(group, tokens, n, packed, dtype):
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(0)
+        total, D, B = sum(tokens), 6, 1 if packed else 2
+        x, weights = torch.randn(B, total, D, generator=generator), torch.randn(B, total, D, generator=generator)
+        weight = torch.randn(D, n + 1, generator=generator).to(comm.device)
+        x = x.to(comm.device, dtype)
+        cuts = [0, 1, 3, 3, total // 2, total - 2, total] if packed else [0, total]
+        mine = place(comm, tokens)
+
+        whole = x.float().clone().requires_grad_()
+        parts = [whole[:, a:b] for a, b in zip(cuts, cuts[1:]) if b > a]
+        expected = torch.cat([convolution(torch.zeros(B, n, D, device=x.device), part, weight) for part in parts], 1)
+        (expected * weights.to(x.device)).sum().backward()
+
+        own = x[:, mine].clone().requires_grad_()
+        lengths = torch.tensor(cuts) if packed else None
+        before = allscan.halo(own, n, comm=comm, cu_seqlens=lengths)
+        assert before.dtype == dtype
+        pieces, at = [], mine.start  # a packed convolution of one rank, with what is before its first token
+        for a, b in zip(cuts, cuts[1:]):
+            a, b = max(a, mine.start), min(b, mine.stop)
+            if b > a:
+                first = before if a == mine.start else torch.zeros_like(before)
+                pieces.append(convolution(first.float(), own[:, a - at : b - at].float(), weight))
+        o = torch.cat(pieces, 1)
+        (o * weights[:, mine].to(x.device)).sum().backward()
+        return (o - expected[:, mine]).abs().max().item(), (own.grad - whole.grad[:, mine]).abs().max().item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_convolutions(run, size, packed):
+    for n in (1, 3):
+        for errors in run(size, convolution_case, TOKENS[size], n, packed, torch.float32):
+            assert max(errors) < 1e-5
+    for error, _ in run(size, convolution_case, TOKENS[size], 3, packed, torch.bfloat16):
+        assert error < 1e-5  # what travels is exact
+
+
+def label_case(group, tokens):
+    with allscan.Communicator(group) as comm:
+        text = torch.randint(2**24, (2, sum(tokens)), generator=torch.Generator().manual_seed(0)).to(comm.device)
+        mine = place(comm, tokens)
+        own = text[:, mine]
+        labels = torch.cat([own[:, 1:], allscan.halo(own, 1, comm=comm, reverse=True)], 1)
+        assert labels.dtype == text.dtype
+        assert torch.equal(labels, F.pad(text[:, 1:], (0, 1))[:, mine])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_labels(run, size):
+    run(size, label_case, TOKENS[size])
+
+
+def wrong_case(group):
+    with allscan.Communicator(group) as comm:
+        with pytest.raises(ValueError, match="at least n = 3 tokens"):  # on one rank: all hear of it
+            allscan.halo(torch.zeros(1, 2 + comm.rank, 2, device=comm.device), 3, comm=comm)
+        x = torch.zeros(1, 4, 2, device=comm.device)
+        with pytest.raises(ValueError, match="at least n = 5 tokens"):
+            allscan.halo(x, 5, comm=comm)
+        with pytest.raises(TypeError, match="at most 32 bits"):
+            allscan.halo(x.double(), 1, comm=comm)
+        with pytest.raises(ValueError, match="must rise from 0 to the 8 tokens"):
+            allscan.halo(x, 1, comm=comm, cu_seqlens=[0, 9])
+
+
+def test_wrong_arguments(run):
+    run(2, wrong_case)
