@@ -144,6 +144,8 @@ class Communicator:
         group; without torch.distributed, None is a group of this process alone.
     transport: "auto", "nvshmem" or "shm"; see :func:`init`.
     timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken.
+    debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
+        differs is named on every rank (RuntimeError). Default: whether the environment has ALLSCAN_DEBUG=1.
 
     Attributes: rank, size, group, device, transport; mapped (whether all neighbours reach each other by loads and
     stores); broken (whether a wait has timed out).
@@ -155,11 +157,13 @@ class Communicator:
     Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
     """
 
-    def __init__(self, group=None, *, transport: str = "auto", timeout: float = 30.0):
+    def __init__(self, group=None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None):
         self._closed = True  # until construction has succeeded
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
         self.timeout = float(timeout)
+        self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
+        self._launches = 0
         self.group = _process_group(group)
         if self.group is None:
             self._ranks = (0,)
@@ -271,9 +275,15 @@ class Communicator:
         heap, pe = self.heap_and_pe(rank)
         return heap.is_mapped(pe)
 
-    def begin(self) -> None:
-        """Before every launch: raise if broken or closed; order the launch behind those made on another stream."""
+    def begin(self, what: str) -> None:
+        """Before every launch, of ``what``: raise if broken or closed; order it behind those made on another stream."""
         self.check()
+        if self.debug:
+            self._launches += 1
+            answers = self.exchange(what, f"launch {self._launches}, here of {what}")
+            if len(set(answers)) > 1:
+                listed = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
+                raise RuntimeError(f"the ranks differ in launch {self._launches}: {listed}")
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.device)
             if self._last_stream is not None and self._last_stream != stream:

@@ -92,13 +92,17 @@ class AllScan:
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. num_warps
         is by default what the tile fills with 16 bytes a thread, at most 4.
         """
-        self.comm.begin()
+        self.comm.begin(self._description(kernel, args) if self.comm.debug else "")
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         if any(PUT in (channel.SEND, channel.RECV) for channel in self._channels):
             kernel = _linked(kernel)
         kernel[grid](*args, **options)
         if self.comm.device.type == "cpu":
             self.comm.check()  # the interpreter has run the kernel by now
+
+    def _description(self, kernel, args) -> str:
+        direction = ", reverse" if any(x is self._channels[1] for x in args) else ""
+        return f"{getattr(kernel, '__name__', None) or kernel.fn.__name__} over {self.shape}{direction}"
 
     def scan(
         self, state, decay=None, *, transition=None, adjoint=False, initial_state=None, reverse: bool = False, out=None

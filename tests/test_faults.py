@@ -271,3 +271,28 @@ def test_heap_gives_back_and_says_when_it_is_full():
     for offset in (1024, 3072, 0, 2048):
         heap.free(offset)
     assert heap.alloc(4096) == 0
+
+
+def order_case(group):
+    """Every rank makes the same launches until the last."""
+    with allscan.Communicator(group, debug=True) as comm:
+        scans = [allscan.AllScan(comm, (1, 4, 8 * (i + 1))) for i in range(2)]
+        state = [torch.ones(scan.shape, device=comm.device) for scan in scans]
+        for i in (0, 1):
+            scans[i].scan(state[i])
+        scans[0].scan(state[0], reverse=True)
+        messages = []
+        for i, reverse in ((comm.rank == 1, False), (0, comm.rank == 0)):
+            with pytest.raises(RuntimeError) as caught:
+                scans[i].scan(state[i], reverse=reverse)
+            messages.append(str(caught.value))
+        scans[1].scan(state[1])  # nothing was launched, so the channel is as good as before
+        comm.barrier()
+        comm.check()
+        return messages
+
+
+def test_debug_names_the_first_launch_that_differs(run):
+    for shapes, directions in run(2, order_case):
+        assert "launch 4: rank 0: scan_kernel over (1, 4, 8); rank 1: scan_kernel over (1, 4, 16)" in shapes
+        assert "launch 5: rank 0: scan_kernel over (1, 4, 8), reverse; rank 1: scan_kernel over (1, 4, 8)" in directions
