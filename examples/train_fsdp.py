@@ -1,0 +1,119 @@
+"""FSDP2 over all ranks, sequence parallelism inside groups of them, activation checkpointing: one mesh, dp x sp.
+
+    python examples/train_fsdp.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
+
+Every sp group has a sequence of its own, cut over its ranks; parameters, gradients and optimizer are sharded over
+everybody. FSDP takes the mean of the gradients over all ranks, but the ranks of a group hold parts of one loss, so each
+part counts as many times as the group has ranks. The model is that of train_text.py. Trained on one rank with the whole
+sequences, it must take the same course: prints both, and the largest relative difference of losses and parameters;
+above 1e-4 the exit status is 1.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from train_text import Model, text_bytes
+
+import allscan
+from allscan.launch import Ranks
+
+STEPS, LENGTH, WIDTH, HEADS = 4, 64, 64, 2
+
+
+class Checkpointed(Model):
+    """In backward each block computes its forward again, its scan included: on every rank in the same order."""
+
+    def forward(self, tokens, comm):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, comm, use_reentrant=False)
+        return self.head(x)
+
+
+def batch(step, sequence, device):
+    """LENGTH tokens and, one further, their labels."""
+    begin = 1000 * sequence + 100 * step
+    return text_bytes()[begin : begin + LENGTH + 1].to(device)
+
+
+def summed_loss(model, tokens, comm):
+    logits = model(tokens[None, :-1], comm)
+    return F.cross_entropy(logits.flatten(0, 1), tokens[1:], reduction="sum")
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)  # eps: see train_text.py
+
+
+def split(dp):
+    """(losses, parameters) of the split training."""
+    allscan.init()
+    world = dist.get_world_size()
+    mesh = init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", (dp, world // dp), mesh_dim_names=("dp", "sp")
+    )
+    with allscan.Communicator(mesh["sp"]) as comm:
+        torch.manual_seed(0)
+        model = Checkpointed(WIDTH, HEADS).to(comm.device)
+        everybody = init_device_mesh(comm.device.type, (world,))
+        for block in model.blocks:
+            fully_shard(block, mesh=everybody)
+        fully_shard(model, mesh=everybody)
+        optimizer, losses = optimizer_of(model), []
+        part = LENGTH // comm.size
+        for step in range(STEPS):
+            tokens = batch(step, mesh["dp"].get_local_rank(), comm.device)
+            loss = summed_loss(model, tokens[comm.rank * part : (comm.rank + 1) * part + 1], comm) / LENGTH
+            (loss * comm.size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach()
+            dist.all_reduce(total)
+            losses.append(total.item() / dp)
+        parameters = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+        comm.barrier()
+        return losses, parameters.detach().cpu()
+
+
+def unsplit(dp):
+    """The same on one rank, by itself."""
+    group = dist.new_group([0])
+    allscan.init()
+    if dist.get_rank():
+        return None
+    with allscan.Communicator(group) as comm:
+        torch.manual_seed(0)
+        model = Model(WIDTH, HEADS).to(comm.device)
+        optimizer, losses = optimizer_of(model), []
+        for step in range(STEPS):
+            loss = sum(summed_loss(model, batch(step, i, comm.device), comm) for i in range(dp)) / (LENGTH * dp)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, torch.cat([p.flatten() for p in model.parameters()]).detach().cpu()
+
+
+def main() -> int:
+    gpus = torch.cuda.device_count()
+    count = gpus if gpus > 1 else 4
+    dp = 2 if count % 2 == 0 and count > 2 else 1
+    with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
+        expected_losses, expected = ranks.run(unsplit, dp)[0]
+        losses, parameters = ranks.run(split, dp)[0]
+    print(f"{dp} x {count // dp} ranks (dp x sp), loss by step: one rank, all")
+    for pair in zip(expected_losses, losses):
+        print("  {:.6f}  {:.6f}".format(*pair))
+    differences = [abs(b / a - 1) for a, b in zip(expected_losses, losses)]
+    differences.append(((parameters - expected).norm() / expected.norm()).item())
+    print(f"largest relative difference: losses {max(differences[:-1]):.1e}, parameters {differences[-1]:.1e}")
+    return int(not max(differences) < 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
