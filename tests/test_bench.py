@@ -10,7 +10,8 @@ import torch.distributed as dist
 from test_gla import F32, LIMIT, NAMES, Whole, place, relative_all
 
 import allscan
-from bench import baselines, local, operator, plots, scaling, timeline
+from allscan.launch import Ranks
+from bench import baselines, local, model, operator, plots, scaling, timeline
 from bench.table import results
 
 _alone = {}
@@ -92,3 +93,10 @@ def test_the_committed_results_can_be_drawn(tmp_path):
     for name, draw in (("scan", plots.scan), ("operator", plots.operator)):
         draw(plots.rows(results(f"{name}.csv")), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.cpu
+def test_every_method_trains_the_model_alike():
+    with Ranks(2, "cpu") as ranks:
+        errors = ranks.run(model.check, 2, 40)[0]
+    assert set(errors) == {*baselines.METHODS, "zeco", "all_to_all"} and max(errors.values()) < 1e-5

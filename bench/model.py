@@ -1,0 +1,204 @@
+"""Training a GLA language model of 1.2 billion parameters over several GPUs (the paper's tables 5 and 6).
+
+    python -m bench.model               # all GPUs of this machine, and 2 of them; writes bench/results/model.csv
+
+Every rank has the whole model (DistributedDataParallel) and T tokens, forward, backward and optimizer step in bfloat16
+autocast, called from Python as in training. Beside each other: one sequence cut over the ranks, its state carried by
+zeco_gla, by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all, and plain data parallelism, a sequence of T
+tokens a rank, which is the ideal. A time is the median step of the slowest rank. The methods are checked first, on a
+small model: loss and gradients against one rank with the whole sequence. Without GPUs only that check runs, on 2 CPU
+ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import allscan
+from allscan.launch import Ranks
+from bench.baselines import METHODS, Baseline
+from bench.operator import calls
+from bench.table import Table, results
+
+TOKENS = (16384, 32768)
+STEPS = 10
+COLUMNS = (
+    "method", "ranks", "T", "parameters", "step_ms", "tokens_per_s_per_gpu", "percent_of_data_parallel", "peak_gib",
+    "gpu", "torch", "triton", "sources",
+)  # fmt: skip
+
+
+class Layer(nn.Module):
+    """Gated linear attention with a low-rank gate and an output gate, then SwiGLU."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, hidden = heads, width * 11 // 4
+        self.norm, self.norm_heads, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width // heads), nn.RMSNorm(width)
+        self.qkv, self.out_gate = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate = nn.Sequential(nn.Linear(width, 16, bias=False), nn.Linear(16, width))
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_in, self.mlp_out = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x, call):
+        h = self.norm(x)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(h).chunk(3, -1))
+        g = F.logsigmoid(self.gate(h).float()).unflatten(-1, (self.heads, -1)) / 16
+        o = self.norm_heads(call(q, k, v, g).to(q.dtype)).flatten(-2)
+        x = x + self.out(o * F.silu(self.out_gate(h)))
+        a, b = self.mlp_in(self.norm_mlp(x)).chunk(2, -1)
+        return x + self.mlp_out(F.silu(a) * b)
+
+
+class Model(nn.Module):
+    def __init__(self, layers=20, width=2048, heads=32, vocabulary=32000):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens, labels, call):
+        """The loss, the mean over these tokens."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, call)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def text(tokens, vocabulary, device, seed):
+    """[1, tokens + 1] numbers; what they are does not matter here."""
+    return torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@contextlib.contextmanager
+def methods_of(group, alone):
+    """{method: function of q, k, v, g}; "data parallel" does without the other ranks."""
+    with contextlib.ExitStack() as stack:
+        comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
+        others = {name: stack.enter_context(Baseline(group, one, name)) for name in METHODS}
+        found = calls(comm, one, others)
+        found["data parallel"] = found.pop("one rank")
+        found.pop("fla, one rank", None)
+        yield comm, found
+
+
+_groups = {}
+
+
+def groups(ranks):
+    if ranks not in _groups:
+        alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
+        _groups[ranks] = (dist.new_group(list(range(ranks))), alone[dist.get_rank()])
+    return _groups[ranks]
+
+
+def check(ranks, T) -> dict | None:
+    """{method: relative error of loss and gradients} of a small model against one rank with the whole sequence."""
+    allscan.init()
+    group, alone = groups(ranks)
+    if dist.get_rank() >= ranks:
+        return None
+    with methods_of(group, alone) as (comm, methods):
+        torch.manual_seed(0)
+        model = Model(2, 64, 4, 97).to(comm.device)
+        whole, mine = text(T * ranks, 97, comm.device, 0), slice(comm.rank * T, (comm.rank + 1) * T)
+        errors, expected = {}, None
+        for name in ("data parallel", *(name for name in methods if name != "data parallel")):
+            model.zero_grad()
+            inside = slice(None) if expected is None else mine  # first: everything on every rank
+            loss = model(whole[:, :-1][:, inside], whole[:, 1:][:, inside], methods[name])
+            loss.backward()
+            found = torch.cat([loss.detach()[None]] + [p.grad.flatten() for p in model.parameters()])
+            dist.all_reduce(found, group=group)
+            found /= ranks
+            if expected is None:
+                expected = found
+                continue
+            errors[name] = ((found - expected).norm() / expected.norm()).item()
+            if not errors[name] < 1e-4:
+                raise AssertionError(f"{name} is wrong by {errors[name]}")
+        comm.barrier()
+        return errors
+
+
+def measure(ranks, T, shape) -> dict | None:
+    """{method: (seconds of a step, peak GiB, parameters)}."""
+    allscan.init()
+    group, alone = groups(ranks)
+    if dist.get_rank() >= ranks:
+        return None
+    with methods_of(group, alone) as (comm, methods):
+        torch.manual_seed(0)
+        model = Model(**shape).to(comm.device)
+        wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        data = text(T, model.embedding.num_embeddings, comm.device, comm.rank)
+        answers = {}
+        for name, call in methods.items():
+            torch.cuda.reset_peak_memory_stats()
+            times = []
+            for _ in range(STEPS + 3):
+                comm.barrier()
+                start = time.perf_counter()
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = wrapped(data[:, :-1], data[:, 1:], call)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            peak = torch.cuda.max_memory_allocated() / (1 << 30)
+            answers[name] = (statistics.median(times[3:]), peak, sum(p.numel() for p in model.parameters()))
+        return answers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each rank")
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--csv", default=results("model.csv"))
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        print("No two GPUs here: a check of every method on 2 CPU ranks.")
+        with Ranks(2, "cpu") as ranks:
+            for name, error in ranks.run(check, 2, 70)[0].items():
+                print(f"{name:22} error {error:.1e}")
+        return 0
+    counts = arguments.ranks or sorted({2, gpus})
+    shape = dict(layers=arguments.layers, width=arguments.width, heads=arguments.heads)
+    with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
+        for count in counts:
+            ranks.run(check, count, 600)
+            for T in arguments.tokens:
+                answers = ranks.run(measure, count, T, shape)[:count]
+                seconds = {name: max(answer[name][0] for answer in answers) for name in answers[0]}
+                for name, step in seconds.items():
+                    row = dict(method=name, ranks=count, T=T, step_ms=1e3 * step, tokens_per_s_per_gpu=T / step)
+                    row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / step
+                    row["peak_gib"], row["parameters"] = max(a[name][1] for a in answers), answers[0][name][2]
+                    table.write(row)
+                    print(
+                        f"P={count} T={T} {name:22} {row['tokens_per_s_per_gpu']:8.0f} tokens/s/GPU  "
+                        f"{row['percent_of_data_parallel']:5.1f} % of data parallel  {row['peak_gib']:.0f} GiB",
+                        flush=True,
+                    )
+    print(f"wrote {arguments.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
