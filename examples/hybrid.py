@@ -5,8 +5,8 @@
 The GLA layers send one state; the softmax layers gather keys and values, which is all that they can do, and let every
 rank attend from its own queries. Both keep the plain layout, rank order being time order, so nothing is moved between
 them. (Causal softmax gives the last rank the most work. Ring attention in a zigzag layout balances that, at the price
-of moving the activations at every border between the two kinds of layers.) Prints the relative difference of loss and
-gradients to the unsplit model; above 1e-4 the exit status is 1.
+of moving the activations at every border between the two kinds of layers: allscan.zigzag does it.) Prints the relative
+difference of loss and gradients to the unsplit model; above 1e-4 the exit status is 1.
 """
 
 import sys
