@@ -123,7 +123,9 @@ class AllScan:
             check_tensor("initial_state", initial_state, self.shape, self.comm.device)
             initial_state = initial_state.contiguous()
         if transition is not None:
-            self._check_transition(transition, decay)
+            check_transition(transition, decay, self.shape, self.comm.device)
+            if self.tile[0] < self.K:
+                raise ValueError(f"a scan with transitions needs tiles of {self.K} rows, this AllScan has {self.tile}")
         decay, strides = decay_rows(decay, self.shape, self.comm.device)
         if out is None:
             out = torch.empty_like(state)
@@ -148,13 +150,6 @@ class AllScan:
             num_warps=max(1, min(8, math.prod(self.tile) // 512)),
         )  # fmt: skip
         return out
-
-    def _check_transition(self, transition, decay):
-        check_tensor("transition", transition, (*self.shape[:-1], self.K), self.comm.device)
-        if decay is not None:
-            raise ValueError("a scan has a decay or a transition, not both")
-        if self.tile[0] < self.K:
-            raise ValueError(f"a scan with transitions needs tiles of {self.K} rows, this AllScan has {self.tile}")
 
 
 def transition_tile(K: int) -> tuple[int, int]:
@@ -209,6 +204,13 @@ def check_tensor(name: str, tensor, shape, device) -> None:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def check_transition(transition, decay, shape, device) -> None:
+    """Raise TypeError or ValueError unless ``transition`` goes with a state of ``shape``, in place of a decay."""
+    check_tensor("transition", transition, (*shape[:-1], shape[-2]), device)
+    if decay is not None:
+        raise ValueError("a scan has a decay or a transition, not both")
 
 
 def persistent(comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None) -> AllScan:
@@ -274,9 +276,7 @@ def allscan(
         decay_target(decay, state.shape, comm.device)
         if transition is not None:
             tile = transition_tile(state.shape[-2])
-            check_tensor("transition", transition, (*state.shape[:-1], state.shape[-2]), comm.device)
-            if decay is not None:
-                raise ValueError("a scan has a decay or a transition, not both")
+            check_transition(transition, decay, state.shape, comm.device)
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)

@@ -13,7 +13,6 @@ ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
@@ -24,10 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import allscan
 from allscan.launch import Ranks
-from bench.baselines import METHODS, Baseline
-from bench.operator import calls
+from bench.operator import over
 from bench.table import Table, results
 
 TOKENS = (16384, 32768)
@@ -80,46 +77,29 @@ def text(tokens, vocabulary, device, seed):
     return torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-@contextlib.contextmanager
-def methods_of(group, alone):
-    """{method: function of q, k, v, g}; "data parallel" does without the other ranks."""
-    with contextlib.ExitStack() as stack:
-        comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
-        others = {name: stack.enter_context(Baseline(group, one, name)) for name in METHODS}
-        found = calls(comm, one, others)
-        found["data parallel"] = found.pop("one rank")
-        found.pop("fla, one rank", None)
-        yield comm, found
-
-
-_groups = {}
-
-
-def groups(ranks):
-    if ranks not in _groups:
-        alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
-        _groups[ranks] = (dist.new_group(list(range(ranks))), alone[dist.get_rank()])
-    return _groups[ranks]
+def chosen(methods) -> dict:
+    """Of bench.operator's methods those that train; plain data parallelism, which does without other ranks, first."""
+    others = {name: call for name, call in methods.items() if name not in ("one rank", "fla, one rank")}
+    return {"data parallel": methods["one rank"]} | others
 
 
 def check(ranks, T) -> dict | None:
     """{method: relative error of loss and gradients} of a small model against one rank with the whole sequence."""
-    allscan.init()
-    group, alone = groups(ranks)
-    if dist.get_rank() >= ranks:
-        return None
-    with methods_of(group, alone) as (comm, methods):
+    with over(ranks) as here:
+        if here is None:
+            return None
+        comm, methods = here
         torch.manual_seed(0)
         model = Model(2, 64, 4, 97).to(comm.device)
         whole, mine = text(T * ranks, 97, comm.device, 0), slice(comm.rank * T, (comm.rank + 1) * T)
         errors, expected = {}, None
-        for name in ("data parallel", *(name for name in methods if name != "data parallel")):
+        for name, call in chosen(methods).items():
             model.zero_grad()
             inside = slice(None) if expected is None else mine  # first: everything on every rank
-            loss = model(whole[:, :-1][:, inside], whole[:, 1:][:, inside], methods[name])
+            loss = model(whole[:, :-1][:, inside], whole[:, 1:][:, inside], call)
             loss.backward()
             found = torch.cat([loss.detach()[None]] + [p.grad.flatten() for p in model.parameters()])
-            dist.all_reduce(found, group=group)
+            dist.all_reduce(found, group=comm.group)
             found /= ranks
             if expected is None:
                 expected = found
@@ -133,18 +113,17 @@ def check(ranks, T) -> dict | None:
 
 def measure(ranks, T, shape) -> dict | None:
     """{method: (seconds of a step, peak GiB, parameters)}."""
-    allscan.init()
-    group, alone = groups(ranks)
-    if dist.get_rank() >= ranks:
-        return None
-    with methods_of(group, alone) as (comm, methods):
+    with over(ranks) as here:
+        if here is None:
+            return None
+        comm, methods = here
         torch.manual_seed(0)
         model = Model(**shape).to(comm.device)
-        wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         data = text(T, model.embedding.num_embeddings, comm.device, comm.rank)
         answers = {}
-        for name, call in methods.items():
+        for name, call in chosen(methods).items():
             torch.cuda.reset_peak_memory_stats()
             times = []
             for _ in range(STEPS + 3):

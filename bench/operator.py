@@ -139,19 +139,29 @@ def sample(replay) -> float:
 _groups = {}
 
 
-def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
-    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: methods, default all."""
+@contextlib.contextmanager
+def over(ranks):
+    """(communicator, {method: function of q, k, v, g}) on the first ``ranks`` ranks, None on the others. For all."""
     allscan.init()
     if ranks not in _groups:
         alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
         _groups[ranks] = (dist.new_group(list(range(ranks))), alone[dist.get_rank()])
     if dist.get_rank() >= ranks:
-        return None
+        yield None
+        return
     group, alone = _groups[ranks]
     with contextlib.ExitStack() as stack:
         comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
         others = {name: stack.enter_context(Baseline(group, one, name)) for name in METHODS}
-        methods = calls(comm, one, others)
+        yield comm, calls(comm, one, others)
+
+
+def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
+    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: methods, default all."""
+    with over(ranks) as here:
+        if here is None:
+            return None
+        comm, methods = here
         if chosen:
             methods = {name: methods[name] for name in (*chosen, "one rank")}
         if comm.device.type == "cpu":
@@ -163,7 +173,7 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
         comm.barrier()
         for _ in range(SAMPLES):
             for name, (graph, _, _) in made.items():
-                dist.barrier(group)
+                dist.barrier(comm.group)
                 graph.replay()
                 times[name].append(sample(graph.replay))
         comm.barrier()

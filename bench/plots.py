@@ -1,6 +1,8 @@
 """Pictures of the committed results; needs no GPU.
 
-python -m bench.plots               # bench/results/scan.csv, operator.csv -> scan.png, operator.png
+    python -m bench.plots               # draws scan.png and operator.png
+
+They are of bench/results/scan.csv and operator.csv.
 """
 
 from __future__ import annotations
