@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 
@@ -13,11 +14,12 @@ from .shmem_kernels.channel import PUT, Channel
 from .shmem_kernels.scan import scan_kernel, transition_kernel
 from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
-# (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp, within
-# the noise the fastest of 128, 256, 512 and 1024 words at 0.25, 2 and 8 MiB on 4 H200s. With signals a tile is known
-# only when its stores have been acknowledged, behind those of every other tile that is under way: 2 MiB took 25.0 us
-# with 256 programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
-SENTINEL_SHAPE = (128, 2048)
+# (words of a tile, most programs of the scan kernel). Sentinel: two 16-byte accesses for each thread of a warp. 128 to
+# 1024 words are equally fast alone (0.25, 2 and 8 MiB on 4 H200s); where zeco_gla's kernels run beside a scan of 4 MiB,
+# more programs than 2048 keep them waiting (forward at P=4 over P=1: 1.033 with 128 words, 1.024 with 256). With
+# signals a tile is known only when its stores have been acknowledged, behind those of every other tile that is under
+# way: 2 MiB took 25.0 us with 256 programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
+SENTINEL_SHAPE = (256, 2048)
 SIGNAL_SHAPE = (1024, 256)
 CPU_SHAPE = (8192, 2048)
 
@@ -96,9 +98,11 @@ class AllScan:
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         if any(PUT in (channel.SEND, channel.RECV) for channel in self._channels):
             kernel = _linked(kernel)
-        kernel[grid](*args, **options)
+        compiled = kernel[grid](*args, **options)
         if self.comm.device.type == "cpu":
             self.comm.check()  # the interpreter has run the kernel by now
+        else:
+            _make_room(compiled.function)
 
     def _description(self, kernel, args) -> str:
         direction = ", reverse" if any(x is self._channels[1] for x in args) else ""
@@ -187,6 +191,19 @@ def decay_rows(decay, shape, device):
     if not target:
         return decay, (0, 0)
     return decay.expand(target).contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
+
+
+@functools.cache
+def _make_room(function: int) -> None:
+    """From the next launch on, give the multiprocessors where this kernel waits all the shared memory there is.
+
+    A multiprocessor divides its memory into cache and shared memory for the first program on it, and holds to that
+    until it is empty: programs that wait would keep away the kernels that are to run beside them.
+    """
+    prefer_shared_memory = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+    error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), prefer_shared_memory, 100)
+    if error:
+        raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
 
 
 @functools.cache
