@@ -14,12 +14,11 @@ from .shmem_kernels.channel import PUT, Channel
 from .shmem_kernels.scan import scan_kernel, transition_kernel
 from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
-# (words of a tile, most programs of the scan kernel). Sentinel: two 16-byte accesses for each thread of a warp. 128 to
-# 1024 words are equally fast alone (0.25, 2 and 8 MiB on 4 H200s); where zeco_gla's kernels run beside a scan of 4 MiB,
-# more programs than 2048 keep them waiting (forward at P=4 over P=1: 1.033 with 128 words, 1.024 with 256). With
-# signals a tile is known only when its stores have been acknowledged, behind those of every other tile that is under
-# way: 2 MiB took 25.0 us with 256 programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
-SENTINEL_SHAPE = (256, 2048)
+# (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp; on 4
+# H200s 2 MiB took 10.5 us so, 11.0 with 256 words, 11.9 with 512; 8 MiB the same with all. With signals a tile is known
+# only when its stores have been acknowledged, behind those of every other tile that is under way: 2 MiB took 25.0 us
+# with 256 programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
+SENTINEL_SHAPE = (128, 2048)
 SIGNAL_SHAPE = (1024, 256)
 CPU_SHAPE = (8192, 2048)
 
@@ -240,7 +239,7 @@ def persistent(comm: Communicator, shape, agree=None, problem: Exception | None 
     comm.check()
     shape = shape and tuple(shape)
     key = shape if tile is None else (shape, tile)
-    if key not in comm.scans or (agree is not None and (key, agree) not in comm.agreements):
+    if key not in comm.scans or (agree is not None and (shape, agree) not in comm.agreements):
         answers = comm.exchange(
             ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
         )
@@ -250,7 +249,7 @@ def persistent(comm: Communicator, shape, agree=None, problem: Exception | None 
         raise problem
     if key not in comm.scans:
         comm.scans[key] = AllScan(comm, shape, tile=tile)
-    comm.agreements.add((key, agree))
+    comm.agreements.add((shape, agree))
     return comm.scans[key]
 
 
