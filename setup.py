@@ -12,16 +12,17 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=["allscan", "allscan.shmem_kernels", "allscan.bindings"],
+    packages=["allscan", "allscan.integrations", "allscan.shmem_kernels", "allscan.bindings"],
     package_dir={"allscan.shmem_kernels": "shmem_kernels", "allscan.bindings": "bindings"},
     install_requires=["torch>=2.6", "triton>=3.6,<3.8", "numpy"],
     extras_require={
         "cuda13": ["nvshmem4py-cu13>=0.3,<0.5", f"nvidia-nvshmem-cu13{NVSHMEM}", "cupy-cuda13x>=13.6"],
         "cuda12": ["nvshmem4py-cu12>=0.3,<0.5", f"nvidia-nvshmem-cu12{NVSHMEM}", "cupy-cuda12x>=13.6"],
+        "fla": ["flash-linear-attention>=0.6,<0.7"],
         "bench": ["matplotlib"],
         # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that
         # PyTorch 2.11 brings along, because the tests count registers and stack (3.6: 128 bytes of stack)
-        "test": ["pytest", "matplotlib", "ruff", "nvidia-nvshmem-cu13==3.4.5"],
+        "test": ["pytest", "matplotlib", "ruff", "nvidia-nvshmem-cu13==3.4.5", "flash-linear-attention==0.6.0"],
     },
     entry_points={"console_scripts": ["allscan=allscan.doctor:main"]},
     classifiers=["License :: OSI Approved :: Apache Software License", "Operating System :: POSIX :: Linux"],

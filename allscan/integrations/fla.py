@@ -1,0 +1,142 @@
+"""Sequence parallelism for the GLA layers and models of flash-linear-attention (tested with 0.6.0)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fla.layers import GatedLinearAttention
+from fla.layers.utils import get_layer_cache, update_layer_cache
+
+from ..communicator import Communicator
+from ..gla import zeco_gla
+from ..halo import halo
+from ..layout import content, kept, tokens_of_ranks
+
+IGNORED = -100  # the label that fla's losses ignore
+
+
+def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> torch.nn.Module:
+    """Let ``module``, in place, take this rank's part of each sequence where it took the whole; returns it.
+
+        >>> model = sequence_parallel(GLAForCausalLM(config).cuda(), comm=comm)
+        >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
+        >>> loss.backward()                                  # add the gradients up over the ranks of comm
+
+    module: a ``GatedLinearAttention``, or anything made of such layers whose other parts look at one token at a time: a
+        ``GLABlock``, ``GLAModel`` or ``GLAForCausalLM``. Parameters, their names and checkpoints stay as they are.
+    comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
+
+    The layers call zeco_gla, whatever their ``mode``, and the tokens that short convolutions look back at come from the
+    rank before, so each rank needs at least conv_size - 1 tokens. ``cu_seqlens`` is that of the whole, as for zeco_gla.
+    A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
+    is the loss (DistributedDataParallel and FSDP average gradients instead: multiply by their number of ranks).
+    Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
+
+    With ``use_cache=True`` the cache of the last rank is what the ordinary model goes on from, as a single process:
+    ``sequence_parallel(model, comm=None)``. The others' is not to be used.
+
+    Raises ValueError if there is no such layer, or a layer of fla of another kind; when called, for an attention mask
+    that masks anything (looking waits for the GPU; pack with cu_seqlens instead), and for a cache that is not empty.
+    """
+    others = {type(m).__name__ for m in module.modules() if type(m).__module__.startswith("fla.layers.")}
+    others.discard(GatedLinearAttention.__name__)
+    layers = [m for m in module.modules() if isinstance(m, GatedLinearAttention)]
+    if others or not layers:
+        raise ValueError(f"expected layers of GatedLinearAttention only, got {sorted(others) or 'none'}")
+    for layer in layers:
+        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm))
+    for model in module.modules():
+        if hasattr(model, "_compute_logits_and_loss"):
+            _replace(model, "_compute_logits_and_loss", comm and functools.partial(_loss, model, comm))
+    return module
+
+
+def _replace(module, name, function):
+    """Let the module's method be ``function``, None: that of its class."""
+    vars(module).pop(name, None)
+    if function is not None:
+        setattr(module, name, function)
+
+
+def _layer(
+    layer, comm, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, output_attentions=False,
+    cu_seqlens=None, **_,
+):  # fmt: skip
+    """GatedLinearAttention.forward, over this rank's tokens."""
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError("attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
+    if get_layer_cache(layer, past_key_values) is not None:
+        raise ValueError("past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+    if use_cache and cu_seqlens is not None:
+        raise ValueError("use_cache is not possible with packed sequences")
+    x, conv_states = hidden_states, None
+    q, k, v, g = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gk_proj(x)
+    if layer.use_short_conv:
+        convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
+        (q, k, v), conv_states = zip(
+            *(_convolve(c, y, comm, cu_seqlens, use_cache) for c, y in zip(convolutions, (q, k, v), strict=True))
+        )
+    q, k, g = (y.unflatten(-1, (-1, layer.head_k_dim)) for y in (q, k, g))
+    v = v.unflatten(-1, (-1, layer.head_v_dim))
+    if layer.num_kv_groups > 1:
+        k, v, g = (y.repeat_interleave(layer.num_kv_groups, -2) for y in (k, v, g))
+    g = F.logsigmoid(g) / layer.gate_logit_normalizer
+    if layer.clamp_min is not None:
+        g = g.clamp_min(layer.clamp_min)
+    if layer.feature_map_fn is not None:
+        q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
+    o, state = zeco_gla(q, k, v, g, comm=comm, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
+    if use_cache and past_key_values is not None:
+        tokens = kept(comm, ("tokens", x.shape[1]), lambda: sum(comm.exchange(x.shape[1], "the first use of a cache")))
+        update_layer_cache(
+            layer, past_key_values, recurrent_state=state.mT.contiguous(), conv_state=conv_states, offset=tokens
+        )
+    if not layer.use_output_gate:
+        o = layer.g_norm(o).flatten(-2)
+    elif layer.fuse_norm_and_gate:
+        o = layer.g_norm_swish_gate(o, layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim))).flatten(-2)
+    else:
+        o = layer.g_norm(o).flatten(-2) * layer.gate_fn(layer.g_proj(x))
+    return layer.o_proj(o), None, past_key_values
+
+
+def _convolve(convolution, x, comm, cu_seqlens, use_cache):
+    """(fla's convolution of this rank's tokens x, its state behind the last one or None)."""
+    n, T = convolution.kernel_size[0] - 1, x.shape[1]
+    if n:
+        x = torch.cat([halo(x, n, comm=comm, cu_seqlens=cu_seqlens), x], 1)
+    if cu_seqlens is not None:
+        lengths = content(torch.as_tensor(cu_seqlens))
+        cu_seqlens = kept(comm, ("convolution", T, lengths, n), lambda: _lengths_here(comm, x.device, lengths, n, T))
+    y, state = convolution(x, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
+    return y[:, n:], state
+
+
+def _lengths_here(comm, device, lengths, n, T):
+    """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens."""
+    tokens = tokens_of_ranks(comm, lengths, T)
+    first = sum(tokens[: comm.rank])
+    inside = sorted({n + c - first for c in lengths if first < c < first + T})
+    return torch.tensor([0, *inside, n + T], dtype=torch.int32).to(device)
+
+
+def _loss(
+    model, comm, hidden_states, labels=None, logits_to_keep=0, *, shift_labels=None, num_items_in_batch=None, **options
+):
+    """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
+    if shift_labels is None and labels is not None:
+        following = halo(labels, 1, comm=comm, reverse=True)
+        if comm.rank == comm.size - 1:
+            following = torch.full_like(following, IGNORED)
+        shift_labels = torch.cat([labels[:, 1:], following], 1)
+    if shift_labels is not None and num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != IGNORED).sum()
+        if comm.size > 1:
+            dist.all_reduce(num_items_in_batch, group=comm.group)
+    return type(model)._compute_logits_and_loss(
+        model, hidden_states, None, logits_to_keep, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
+        **options,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""flash-linear-attention's GLA models, cut over the ranks, against the same model on one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton.runtime.interpreter as interpreter
+from test_gla import place, relative
+from triton.runtime.autotuner import Autotuner
+
+import allscan
+from allscan.reference import gla_reference
+
+os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
+pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
+TOKENS = {2: [30, 31], 3: [17, 23, 21], 4: [14, 19, 12, 16]}  # of each rank
+CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' cuts
+CHOICES = {
+    "plain": {},
+    "convolution": dict(use_short_conv=True),
+    "grouped": dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False),
+}
+
+
+def import_fla():
+    """fla's models, each kernel in the first of its configurations: their speed does not matter here."""
+    Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
+    if (
+        not torch.cuda.is_available()
+    ):  # numpy 2.4 does not take the interpreter's [1]-shaped bounds of loops for numbers
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor, *scope):
+            patch(tensor, *scope)
+            tensor.__index__ = lambda self: self.handle.data.item()
+
+        interpreter._patch_lang_tensor = patched
+    import fla.layers.gla
+    import fla.models.gla
+
+    return fla
+
+
+def recurrence(q, k, v, g, cu_seqlens=None, output_final_state=False, **_):
+    """chunk_gla, token by token."""
+    cuts = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    parts = [gla_reference(*(x[:, a:b] for x in (q, k, v, g))) for a, b in zip(cuts, cuts[1:]) if b > a]
+    return torch.cat([o for o, _ in parts], 1).to(v.dtype), parts[-1][1].mT.to(v.dtype)
+
+
+def answers_of(model, tokens, **options):
+    """(logits, loss, all gradients as one)."""
+    model.zero_grad()
+    output = model(input_ids=tokens, labels=tokens, use_cache=False, **options)
+    logits, loss = output.logits.detach().clone(), output.loss.detach()  # backward may write over them
+    output.loss.backward()
+    return logits, loss, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def model_case(group, tokens, choices, packed):
+    """Errors of logits, loss and gradients: against the recurrence, and on GPUs against fla's chunk_gla."""
+    fla = import_fla()
+    from allscan.integrations.fla import sequence_parallel
+
+    on_gpu = torch.cuda.is_available()
+    with allscan.Communicator(group) as comm:
+        torch.manual_seed(0)
+        config = fla.models.gla.GLAConfig(
+            hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=97, fuse_cross_entropy=on_gpu, **choices
+        )
+        model = fla.models.gla.GLAForCausalLM(config).to(comm.device).train()
+        whole = torch.randint(97, (1 if packed else 2, sum(tokens))).to(comm.device)
+        lengths = torch.tensor(CUTS, dtype=torch.int32).to(comm.device) if packed else None
+        chunk_gla, expected = fla.layers.gla.chunk_gla, []
+        for call in (recurrence, chunk_gla)[: 1 + on_gpu]:
+            fla.layers.gla.chunk_gla = call
+            # 64 tokens or fewer would take the path for decoding
+            fla.layers.gla.fused_recurrent_gla = lambda gk, call=call, **x: call(g=gk, **x)
+            expected.append(answers_of(model, whole, cu_seqlens=lengths))
+        fla.layers.gla.chunk_gla = chunk_gla
+
+        mine = place(comm, tokens)
+        assert sequence_parallel(model, comm=comm) is model
+        logits, loss, gradients = answers_of(model, whole[:, mine], cu_seqlens=lengths)
+        if comm.size > 1:
+            for x in (loss, gradients):
+                dist.all_reduce(x, group=comm.group)
+        with pytest.raises(ValueError, match="pack the sequences"):
+            model(input_ids=whole[:, mine], attention_mask=torch.zeros_like(whole[:, mine]))
+        return [(relative(logits, e[0][:, mine]), relative(loss, e[1]), relative(gradients, e[2])) for e in expected]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_models(run, size, packed, choice):
+    for of_recurrence, *of_fla in run(size, model_case, TOKENS[size], CHOICES[choice], packed):
+        assert max(of_recurrence) < 1e-5
+        assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
+
+
+def prefill_case(group, tokens):
+    """The ordinary model goes on from the last rank's cache. Relative error of the logits."""
+    fla = import_fla()
+    from allscan.integrations.fla import sequence_parallel
+
+    fla.layers.gla.chunk_gla = recurrence
+    fla.layers.gla.fused_recurrent_gla = lambda gk, **x: recurrence(g=gk, **x)
+    with allscan.Communicator(group) as comm, torch.no_grad():
+        torch.manual_seed(0)
+        config = fla.models.gla.GLAConfig(
+            hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=97, use_short_conv=True
+        )
+        model = fla.models.gla.GLAForCausalLM(config).to(comm.device).eval()
+        whole = torch.randint(97, (2, sum(tokens))).to(comm.device)
+        expected = model(input_ids=whole, use_cache=True)
+        sequence_parallel(model, comm=comm)
+        actual = model(input_ids=whole[:, place(comm, tokens)], use_cache=True)
+        sequence_parallel(model, comm=None)
+        assert actual.past_key_values.get_seq_length() == sum(tokens)
+        if comm.rank == comm.size - 1:
+            errors = []
+            for a, b in zip(actual.past_key_values, expected.past_key_values, strict=True):
+                errors.append(relative(a["recurrent_state"], b["recurrent_state"]))
+                errors += [relative(*pair) for pair in zip(a["conv_state"], b["conv_state"], strict=True)]
+            return max(errors)
+
+
+@pytest.mark.parametrize("size", [3])
+def test_the_last_ranks_cache(run, size):
+    assert run(size, prefill_case, TOKENS[size])[-1] < 1e-5
+
+
+def test_other_layers_are_refused():
+    from fla.layers import DeltaNet
+
+    from allscan.integrations.fla import sequence_parallel
+
+    for module in (torch.nn.Linear(2, 2), DeltaNet(hidden_size=64, num_heads=2)):
+        with pytest.raises(ValueError, match="GatedLinearAttention only"):
+            sequence_parallel(module, comm=None)
