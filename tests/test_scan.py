@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.reference import allscan_reference
+from allscan.scan import transition_tile
 from ranks import error, inputs, late
 
 SIZES = [1, 2, 3, 4, 8]
@@ -155,6 +156,31 @@ def test_dense_transitions(run, size, shape):
     for reverse in (False, True):
         for errors in run(size, transition_case, shape, reverse):
             assert max(errors) < 1e-5, errors
+
+
+def received_case(group, dense):
+    """Bytes of the last rank's memory that the others have changed, when they have made a scan and it has not."""
+    with allscan.Communicator(group) as comm:
+        shape, last = (3, 32, 48), comm.rank == comm.size - 1
+        scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
+        state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (48, 32))
+        arena, pe = comm.heap_and_pe(comm.rank)
+        words = arena.local(pe, 0, arena.heap.size // 4, torch.int32)
+        before = words.clone()
+        comm.barrier()
+        for calls in (not last, last):
+            if calls:
+                scan.scan(state, transition=transition if dense else None)
+            comm.barrier()
+            if last and not calls:
+                received = 4 * (words != before).sum().item()
+        return received if last else None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_rank_receives_one_state(run, size, dense):
+    assert run(size, received_case, dense)[-1] == 4 * 3 * 32 * 48
 
 
 def wrong_transition_case(group):
