@@ -28,7 +28,7 @@ from bench.operator import over
 from bench.table import Table, results
 
 TOKENS = (16384, 32768)
-STEPS = 10
+STEPS = 7
 COLUMNS = (
     "method", "ranks", "T", "parameters", "step_ms", "tokens_per_s_per_gpu", "percent_of_data_parallel", "peak_gib",
     "gpu", "torch", "triton", "sources",
