@@ -13,7 +13,7 @@ EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 @pytest.mark.parametrize(
     "command",
-    ["any_recurrence.py", "prefill_decode.py", "hybrid.py", "train_fsdp.py",
+    ["own_kernel.py", "any_recurrence.py", "prefill_decode.py", "hybrid.py", "train_fsdp.py",
      "train_text.py --steps 2 --length 64 --out {folder}/train"],
 )  # fmt: skip
 def test_example(command, tmp_path):

@@ -70,13 +70,21 @@ class Whole:
 
     def ours(self, comm, mine, call=allscan.zeco_gla):
         """The same of zeco_gla on tokens ``mine``. -inf gates have no gradient worth the name: 0 here."""
+        return self.forward(comm, mine, call)()
+
+    def forward(self, comm, mine, call=allscan.zeco_gla):
+        """The first half of ours(); returns the second."""
         own = [x[:, mine].requires_grad_() for x in (self.q, self.k, self.v, self.g)]
         own.append(self.initial.clone().requires_grad_())
         packed = None if self.lengths is None else torch.tensor(self.lengths, device=comm.device)
         o, final = call(*own[:4], comm=comm, initial_state=own[4], output_final_state=True, cu_seqlens=packed)
-        ((o.float() * self.do[:, mine].float()).sum() + (final * self.dfinal).sum()).backward()
-        own[3].grad.masked_fill_(own[3].detach().isinf(), 0.0)
-        return [o, final] + [x.grad for x in own]
+
+        def backward():
+            ((o.float() * self.do[:, mine].float()).sum() + (final * self.dfinal).sum()).backward()
+            own[3].grad.masked_fill_(own[3].detach().isinf(), 0.0)
+            return [o, final] + [x.grad for x in own]
+
+        return backward
 
 
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state")
@@ -200,6 +208,26 @@ class Layer(torch.nn.Module):
         q, k, v, g = (t.unflatten(-1, (self.H, -1)) for t in self.qkvg(x).chunk(4, -1))
         o, _ = allscan.zeco_gla(q, k, v, F.logsigmoid(g), comm=self.comm, cu_seqlens=cu_seqlens)
         return x + o.flatten(-2)
+
+
+def pipeline_case(group, tokens):
+    """Three micro-batches in the order of a pipeline stage: backward of the first before forward of the last."""
+    with allscan.Communicator(group, debug=True) as comm:
+        wholes = [Whole(seed, sum(tokens), 1, 2, 16, 24, "mild", F32, F32, comm.device) for seed in range(3)]
+        mine, results = place(comm, tokens), []
+        waiting = [whole.forward(comm, mine) for whole in wholes[:2]]
+        results.append(waiting[0]())
+        waiting.append(wholes[2].forward(comm, mine))
+        results += [backward() for backward in waiting[1:]]
+        return [
+            {NAMES[i]: relative(actual[i], whole.reference()[i][:, mine]) for i in (0, 2, 3, 4, 5)}
+            for whole, actual in zip(wholes, results, strict=True)
+        ]
+
+
+def test_interleaved_micro_batches(run, size=2):
+    for answers in run(size, pipeline_case, [40, 33]):
+        check(answers)
 
 
 def compiled_case(group, packed):
