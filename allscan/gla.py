@@ -109,20 +109,24 @@ def _state_shape(q, v, cu_seqlens):
 
 def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
     """(AllScan, Layout), after all checks."""
-    shape = agree = problem = tile = None
+    shape = agree = problem = None
     try:
         _check(q, k, v, g, initial_state, cu_seqlens, comm)
         B, _, H, K = q.shape
         shape = (B * H, K, v.shape[-1])
-        if comm.device.type == "cuda" and comm.mapped:
-            tile = default_tile(K, v.shape[-1], CARRY_WORDS)
         agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
         if (shape, agree) not in comm.agreements and (g > 0).any():
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:
         problem = error
-    scan = persistent(comm, shape, agree, problem, tile)
+    scan = _carry_scan(comm, shape, agree, problem)
     return scan, find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), chunk_tokens(K))
+
+
+def _carry_scan(comm, shape, agree=None, problem=None):
+    """The AllScan of both passes, see :func:`persistent`."""
+    in_tiles = shape is not None and comm.device.type == "cuda" and comm.mapped
+    return persistent(comm, shape, agree, problem, default_tile(*shape[1:], CARRY_WORDS) if in_tiles else None)
 
 
 def _segment_length(q) -> int:
@@ -294,7 +298,7 @@ def _backward(
     """(dq, dk, dv, dg, dinitial_state or nothing)."""
     communicator = communicator_of(comm)
     B, T, H, K = q.shape
-    scan = persistent(communicator, (B * H, K, v.shape[-1]))
+    scan = _carry_scan(communicator, (B * H, K, v.shape[-1]))
     layout = find_layout(communicator, B, T, cu_seqlens, _segment_length(q), chunk_tokens(K))
     launcher = _Launcher(q, k, v, g, scale, scan, layout)
     dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial)

@@ -33,11 +33,21 @@ def allscan_reference(states, decays=None, initial_state=None, reverse: bool = F
     return prevs
 
 
-def gla_reference(q, k, v, g, scale=None, initial_state=None):
+def gla_reference(q, k, v, g, scale=None, initial_state=None, cu_seqlens=None):
     """Gated linear attention token by token: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t.
 
-    q, k, g: [B, T, H, K]; v: [B, T, H, V]; initial_state: [B, H, K, V] or None. Returns (o, final_state), float64.
+    q, k, g: [B, T, H, K]; v: [B, T, H, V]; initial_state: [B or N, H, K, V] or None; cu_seqlens: N + 1 boundaries of
+    packed sequences (B = 1) or None. Returns (o, final_state [B or N, H, K, V]), float64.
     """
+    if cu_seqlens is not None:
+        cuts = [int(cut) for cut in cu_seqlens]
+        initial = [None] * (len(cuts) - 1) if initial_state is None else initial_state.split(1)
+        parts = [
+            gla_reference(*(x[:, a:b] for x in (q, k, v, g)), scale, first)
+            for a, b, first in zip(cuts, cuts[1:], initial)
+        ]
+        o, final_state = zip(*parts)
+        return torch.cat(o, 1), torch.cat(final_state)
     q, k, v, g = (x.double() for x in (q, k, v, g))
     batch, length, heads, width = q.shape
     scale = width**-0.5 if scale is None else scale
@@ -46,4 +56,4 @@ def gla_reference(q, k, v, g, scale=None, initial_state=None):
     for t in range(length):
         state = g[:, t].exp()[..., None] * state + k[:, t][..., None] * v[:, t][..., None, :]
         outputs.append(scale * (q[:, t][..., None] * state).sum(-2))
-    return torch.stack(outputs, 1), state
+    return torch.stack(outputs, 1) if outputs else v, state

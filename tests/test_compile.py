@@ -130,7 +130,7 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
     monkeypatch.setattr(gla, "communicator_of", lambda comm: None)
-    monkeypatch.setattr(gla, "persistent", lambda *_: NoScan())
+    monkeypatch.setattr(gla, "_carry_scan", lambda *_: NoScan())
     monkeypatch.setattr(gla, "_prepare", lambda *_: (NoScan(), layout))
     monkeypatch.setattr(gla, "find_layout", lambda *_: layout)
     _, _, *states = gla._forward._init_fn(q, k, v, g, None, None, 0.1, False, 0)
@@ -158,7 +158,7 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("recv, send", [(NONE, NONE), (SENTINEL, SENTINEL), (SIGNAL, SIGNAL), (PUT, PUT)])
 def test_carry(recv, send, reverse):
-    channel, constants = channel_type(recv.value, send.value, BK=1)
+    channel, constants = channel_type(recv.value, send.value, BK=2)  # CARRY_WORDS
     arguments = types("p_state p_gate p_gates p_outside p_prev p_final", "*fp32") | {"channel": channel}
     arguments |= types("p_segments p_slots", "*i32")
     values = {"channel": constants, "H": 4, "K": 128, "V": 128, "HAS_OUTSIDE": True, "HAS_FINAL": True}

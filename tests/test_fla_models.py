@@ -46,9 +46,8 @@ def import_fla():
 
 def recurrence(q, k, v, g, cu_seqlens=None, output_final_state=False, **_):
     """chunk_gla, token by token."""
-    cuts = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    parts = [gla_reference(*(x[:, a:b] for x in (q, k, v, g))) for a, b in zip(cuts, cuts[1:]) if b > a]
-    return torch.cat([o for o, _ in parts], 1).to(v.dtype), parts[-1][1].mT.to(v.dtype)
+    o, state = gla_reference(q, k, v, g, cu_seqlens=cu_seqlens)
+    return o.to(v.dtype), state.mT.to(v.dtype)
 
 
 def answers_of(model, tokens, **options):
