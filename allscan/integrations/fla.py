@@ -71,7 +71,7 @@ def _layer(
     if get_layer_cache(layer, past_key_values) is not None:
         raise ValueError("past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
-        raise ValueError("use_cache is not possible with packed sequences")
+        raise ValueError("packed sequences leave no cache: pass use_cache=False")
     x, conv_states = hidden_states, None
     q, k, v, g = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gk_proj(x)
     if layer.use_short_conv:
