@@ -116,6 +116,7 @@ def delta_case(group, kind):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["Gated DeltaNet", "KDA"])
 def test_delta_rules(run, size, kind):
-    """The products that make transition and state are fla's, of bfloat16 operands; the scan adds none."""
+    """The products that make transition and state are fla's, of bfloat16 operands; the scan adds none. 2: a gradient of
+    the split one is the sum of three, each rounded to bfloat16."""
     for errors in run(size, delta_case, kind):
-        assert all(ours <= 1.5 * theirs for ours, theirs in errors.values()), errors
+        assert all(ours <= 2 * theirs for ours, theirs in errors.values()), errors
