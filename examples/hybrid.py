@@ -20,7 +20,7 @@ from train_text import GlaBlock, text_bytes
 import allscan
 from allscan.launch import Ranks
 
-WIDTH, HEADS, LENGTH = 64, 2, 256
+WIDTH, HEADS, LENGTH = 64, 2, 240  # a multiple of most numbers of GPUs
 
 
 class Gather(torch.autograd.Function):

@@ -63,8 +63,8 @@ def generate(ranks, length, count):
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Model(64, 2).to(comm.device)
-        part = length // ranks
-        mine = text_bytes()[comm.rank * part : (comm.rank + 1) * part].to(comm.device)
+        begin, end = (rank * length // ranks for rank in (comm.rank, comm.rank + 1))
+        mine = text_bytes()[begin:end].to(comm.device)
         logits, states = prefill(model, mine[None], comm)
         comm.barrier()
         if comm.rank != ranks - 1:

@@ -22,7 +22,8 @@ from train_text import Model, text_bytes
 import allscan
 from allscan.launch import Ranks
 
-STEPS, LENGTH, WIDTH, HEADS = 4, 64, 64, 2
+ON_GPU = torch.cuda.device_count() > 1
+STEPS, LENGTH, WIDTH, HEADS = (20, 8192, 512, 4) if ON_GPU else (4, 64, 64, 2)  # tokens of a sequence
 
 
 class Checkpointed(Model):
@@ -37,7 +38,7 @@ class Checkpointed(Model):
 
 def batch(step, sequence, device):
     """LENGTH tokens and, one further, their labels."""
-    begin = 1000 * sequence + 100 * step
+    begin = (sequence * STEPS + step) * LENGTH
     return text_bytes()[begin : begin + LENGTH + 1].to(device)
 
 
@@ -65,10 +66,10 @@ def split(dp):
             fully_shard(block, mesh=everybody)
         fully_shard(model, mesh=everybody)
         optimizer, losses = optimizer_of(model), []
-        part = LENGTH // comm.size
+        begin, end = (rank * LENGTH // comm.size for rank in (comm.rank, comm.rank + 1))
         for step in range(STEPS):
             tokens = batch(step, mesh["dp"].get_local_rank(), comm.device)
-            loss = summed_loss(model, tokens[comm.rank * part : (comm.rank + 1) * part + 1], comm) / LENGTH
+            loss = summed_loss(model, tokens[begin : end + 1], comm) / LENGTH
             (loss * comm.size).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -100,10 +101,9 @@ def unsplit(dp):
 
 
 def main() -> int:
-    gpus = torch.cuda.device_count()
-    count = gpus if gpus > 1 else 4
+    count = torch.cuda.device_count() if ON_GPU else 4
     dp = 2 if count % 2 == 0 and count > 2 else 1
-    with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
+    with Ranks(count, "cuda" if ON_GPU else "cpu") as ranks:
         expected_losses, expected = ranks.run(unsplit, dp)[0]
         losses, parameters = ranks.run(split, dp)[0]
     print(f"{dp} x {count // dp} ranks (dp x sp), loss by step: one rank, all")

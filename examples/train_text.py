@@ -74,14 +74,12 @@ def train(ranks, options, start):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if comm.device.type == "cpu" else 1e-3, eps=1e-6)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     text = text_bytes()
-    length = options.length // ranks  # tokens of this rank
+    first, end = (rank * options.length // ranks for rank in (comm.rank, comm.rank + 1))  # the tokens of this rank
     sequence = torch.Generator().manual_seed(0)
     history = []
     for step in range(options.steps):
-        begin = torch.randint(len(text) - options.length - 1, (), generator=sequence).item() + comm.rank * length
-        tokens = text[begin : begin + length + 1].to(comm.device)[
-            None
-        ]  # the label of the last token is the next rank's
+        begin = torch.randint(len(text) - options.length - 1, (), generator=sequence).item()
+        tokens = text[begin + first : begin + end + 1].to(comm.device)[None]  # the last label is the next rank's token
         logits = model(tokens[:, :-1], comm)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / options.length
         optimizer.zero_grad()
