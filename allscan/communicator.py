@@ -255,6 +255,9 @@ class Communicator:
         if not getattr(self, "_closed", True):
             warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
 
+    def __deepcopy__(self, memo):
+        return self  # of modules that hold one
+
     def __repr__(self):
         state = "closed" if self._closed else "broken" if self.broken else "open"
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r}, {state})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -83,6 +84,7 @@ def model_case(group, tokens, choices, packed):
 
         mine = place(comm, tokens)
         assert sequence_parallel(model, comm=comm) is model
+        model = copy.deepcopy(model)  # as for averaged weights
         logits, loss, gradients = answers_of(model, whole[:, mine], cu_seqlens=lengths)
         if comm.size > 1:
             for x in (loss, gradients):
