@@ -87,11 +87,12 @@ def _bitcode() -> str:
 
 
 def source_hash() -> str:
-    """sha256 over the bytes of the sorted *.py of shmem_kernels/, bindings/ and allscan/."""
-    from . import bindings, shmem_kernels
+    """sha256 over the bytes of the sorted *.py of shmem_kernels/, bindings/, allscan/ and its integrations/."""
+    from . import bindings, integrations, shmem_kernels
 
     digest = hashlib.sha256()
-    for folder in (shmem_kernels.__path__[0], bindings.__path__[0], os.path.dirname(os.path.abspath(__file__))):
+    packages = (shmem_kernels, bindings, sys.modules[__package__], integrations)
+    for folder in (os.path.dirname(package.__file__) for package in packages):
         for name in sorted(name for name in os.listdir(folder) if name.endswith(".py")):
             with open(os.path.join(folder, name), "rb") as file:
                 digest.update(file.read())
