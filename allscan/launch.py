@@ -12,6 +12,10 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from .communicator import init
+
+_groups = {}  # of on_first, by number of ranks
+
 
 class Ranks:
     """``size`` processes with torch.distributed initialised, that run functions together until the block ends.
@@ -102,6 +106,16 @@ class Ranks:
 
     def __exit__(self, *_):
         self.close()
+
+
+def on_first(count: int, function, *arguments):
+    """``function(group, *arguments)`` on the first ``count`` ranks of the job; None on the others, which only help to
+    make the group. For all ranks: ``ranks.run(on_first, count, function, *arguments)``."""
+    init()  # collective over the job, where only some ranks make a communicator
+    if count not in _groups:
+        whole = count == dist.get_world_size()
+        _groups[count] = dist.group.WORLD if whole else dist.new_group(list(range(count)))
+    return function(_groups[count], *arguments) if dist.get_rank() < count else None
 
 
 def _serve(rank, size, device, backend, port, pipe, path):

@@ -18,7 +18,7 @@ from torch import nn
 from train_text import GlaBlock, text_bytes
 
 import allscan
-from allscan.launch import Ranks
+from allscan.launch import Ranks, on_first
 
 WIDTH, HEADS, LENGTH = 64, 2, 240  # a multiple of most numbers of GPUs
 
@@ -77,16 +77,12 @@ class Hybrid(nn.Module):
         return self.head(x)
 
 
-def gradient(ranks):
-    """On rank 0: (loss, gradient) with the sequence cut over the first ``ranks`` ranks."""
-    group = dist.new_group(list(range(ranks)))
-    allscan.init()
-    if dist.get_rank() >= ranks:
-        return None
+def gradient(group):
+    """On rank 0: (loss, gradient) with the sequence cut over the group's ranks."""
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Hybrid().to(comm.device)
-        part = LENGTH // ranks
+        part = LENGTH // comm.size
         tokens = text_bytes()[comm.rank * part : (comm.rank + 1) * part + 1].to(comm.device)[None]
         logits = model(tokens[:, :-1], comm)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / LENGTH
@@ -101,7 +97,7 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     count = gpus if gpus > 1 else 4
     with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
-        (loss, expected), (split_loss, actual) = (ranks.run(gradient, n)[0] for n in (1, count))
+        (loss, expected), (split_loss, actual) = (ranks.run(on_first, n, gradient)[0] for n in (1, count))
     difference = ((actual - expected).norm() / expected.norm()).item()
     print(f"loss on 1 rank {loss:.6f}, on {count} {split_loss:.6f}; gradients differ by {difference:.1e}")
     return int(not max(abs(split_loss / loss - 1), difference) < 1e-4)

@@ -12,12 +12,11 @@ import argparse
 import sys
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.launch import Ranks
+from allscan.launch import Ranks, on_first
 
 
 def project(block, x):
@@ -54,20 +53,16 @@ def decode(model, token, states):
 
 
 @torch.no_grad()
-def generate(ranks, length, count):
+def generate(group, length, count):
     """On the rank with the last token: (the tokens that follow, their logits)."""
-    group = dist.new_group(list(range(ranks)))
-    allscan.init()
-    if dist.get_rank() >= ranks:
-        return None
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Model(64, 2).to(comm.device)
-        begin, end = (rank * length // ranks for rank in (comm.rank, comm.rank + 1))
+        begin, end = (rank * length // comm.size for rank in (comm.rank, comm.rank + 1))
         mine = text_bytes()[begin:end].to(comm.device)
         logits, states = prefill(model, mine[None], comm)
         comm.barrier()
-        if comm.rank != ranks - 1:
+        if comm.rank != comm.size - 1:
             return None
         kept, tokens, logits = [], [], logits[:, -1]
         for _ in range(count):
@@ -85,8 +80,8 @@ def main() -> int:
     options = parser.parse_args()
     count = gpus if gpus > 1 else 4
     with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
-        alone, expected = ranks.run(generate, 1, options.length, options.tokens)[0]
-        together, logits = ranks.run(generate, count, options.length, options.tokens)[count - 1]
+        alone, expected = ranks.run(on_first, 1, generate, options.length, options.tokens)[0]
+        together, logits = ranks.run(on_first, count, generate, options.length, options.tokens)[count - 1]
     difference = ((logits - expected).norm() / expected.norm()).item()
     print(f"prompt of {options.length} tokens on {count} ranks, then {options.tokens} on one: {bytes(together)!r}")
     print(f"the same text as with the prompt on one rank: {together == alone}; logits differ by {difference:.1e}")

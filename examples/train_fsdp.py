@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.launch import Ranks
+from allscan.launch import Ranks, on_first
 
 ON_GPU = torch.cuda.device_count() > 1
 STEPS, LENGTH, WIDTH, HEADS = (20, 8192, 512, 4) if ON_GPU else (4, 64, 64, 2)  # tokens of a sequence
@@ -81,12 +81,8 @@ def split(dp):
         return losses, parameters.detach().cpu()
 
 
-def unsplit(dp):
+def unsplit(group, dp):
     """The same on one rank, by itself."""
-    group = dist.new_group([0])
-    allscan.init()
-    if dist.get_rank():
-        return None
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Model(WIDTH, HEADS).to(comm.device)
@@ -104,7 +100,7 @@ def main() -> int:
     count = torch.cuda.device_count() if ON_GPU else 4
     dp = 2 if count % 2 == 0 and count > 2 else 1
     with Ranks(count, "cuda" if ON_GPU else "cpu") as ranks:
-        expected_losses, expected = ranks.run(unsplit, dp)[0]
+        expected_losses, expected = ranks.run(on_first, 1, unsplit, dp)[0]
         losses, parameters = ranks.run(split, dp)[0]
     print(f"{dp} x {count // dp} ranks (dp x sp), loss by step: one rank, all")
     for pair in zip(expected_losses, losses):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import allscan
-from allscan.launch import Ranks
+from allscan.launch import Ranks, on_first
 
 TOLERANCE = 1e-4
 
@@ -60,12 +60,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(ranks, options, start):
-    """Train with the sequence cut over the first ``ranks`` ranks. On rank 0: [(loss, gradient)] by step."""
-    group = dist.new_group(list(range(ranks)))
-    allscan.init()
-    if dist.get_rank() >= ranks:
-        return None
+def train(group, options, start):
+    """Train with the sequence cut over the group's ranks. On rank 0: [(loss, gradient)] by step."""
     comm = allscan.Communicator(group)
     torch.manual_seed(0)
     model = Model(options.width, options.heads).to(comm.device)
@@ -74,7 +70,7 @@ def train(ranks, options, start):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if comm.device.type == "cpu" else 1e-3, eps=1e-6)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     text = text_bytes()
-    first, end = (rank * options.length // ranks for rank in (comm.rank, comm.rank + 1))  # the tokens of this rank
+    first, end = (rank * options.length // comm.size for rank in (comm.rank, comm.rank + 1))  # the tokens of this rank
     sequence = torch.Generator().manual_seed(0)
     history = []
     for step in range(options.steps):
@@ -95,7 +91,7 @@ def train(ranks, options, start):
         history.append((gradient[-1].item(), gradient[:-1].cpu()))
         if comm.rank == 0 and (step % max(1, options.steps // 8) == 0 or step == options.steps - 1):
             print(
-                f"  {'unsplit' if ranks == 1 else f'{ranks} ranks'}  step {step + 1:3d}/{options.steps}"
+                f"  {'unsplit' if comm.size == 1 else f'{comm.size} ranks'}  step {step + 1:3d}/{options.steps}"
                 f"  loss {history[-1][0]:.4f}  {time.time() - start:.0f} s",
                 flush=True,
             )
@@ -144,8 +140,8 @@ def main() -> int:
     print(f"{options.length} tokens over {options.ranks} {where}; {options.steps} steps")
     with Ranks(options.ranks, "cuda" if on_gpu else "cpu") as ranks:
         start = time.time()
-        whole = ranks.run(train, 1, options, start, timeout=1800)[0]
-        split = ranks.run(train, options.ranks, options, start, timeout=1800)[0]
+        whole = ranks.run(on_first, 1, train, options, start, timeout=1800)[0]
+        split = ranks.run(on_first, options.ranks, train, options, start, timeout=1800)[0]
     show(whole, split, options.ranks, options.out)
     loss = max(abs(a - b) / abs(a) for (a, _), (b, _) in zip(whole, split))
     gradient = max(((x - y).norm() / x.norm()).item() for (_, x), (_, y) in zip(whole, split))

@@ -13,8 +13,7 @@ import time
 import pytest
 import torch
 
-import ranks as rank_side
-from allscan.launch import Ranks
+from allscan.launch import Ranks, on_first
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -48,7 +47,7 @@ def run(pool):
     """run(size, function, *arguments): function(group, *arguments) on the first ``size`` ranks; results by rank."""
 
     def run(size, function, *arguments, timeout=240.0):
-        return pool.run(rank_side.on_group, size, function, *arguments, timeout=timeout)[:size]
+        return pool.run(on_first, size, function, *arguments, timeout=timeout)[:size]
 
     return run
 

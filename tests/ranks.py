@@ -1,4 +1,4 @@
-"""What runs inside a rank's process, whichever the device: groups, inputs and comparisons that the tests share."""
+"""What runs inside a rank's process, whichever the device: inputs and comparisons that the tests share."""
 
 from __future__ import annotations
 
@@ -6,21 +6,6 @@ import random
 import time
 
 import torch
-import torch.distributed as dist
-
-import allscan
-
-_groups = {}
-
-
-def on_group(size, function, *arguments):
-    """function(group, ...) on the first ``size`` ranks of the job; the others only help to make the group."""
-    allscan.init()  # collective over the job, where only some ranks make a communicator
-    if size not in _groups:
-        whole = size == dist.get_world_size()
-        _groups[size] = dist.group.WORLD if whole else dist.new_group(list(range(size)))
-    if dist.get_rank() < size:
-        return function(_groups[size], *arguments)
 
 
 def late(epoch: int, rank: int, most_ms: float) -> None:
