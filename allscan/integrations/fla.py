@@ -13,7 +13,7 @@ from fla.layers.utils import get_layer_cache, update_layer_cache
 from ..communicator import Communicator
 from ..gla import zeco_gla
 from ..halo import halo
-from ..layout import content, kept, tokens_of_ranks
+from ..layout import Identity, content, kept, tokens_of_ranks
 
 IGNORED = -100  # the label that fla's losses ignore
 
@@ -66,7 +66,7 @@ def _layer(
     cu_seqlens=None, **_,
 ):  # fmt: skip
     """GatedLinearAttention.forward, over this rank's tokens."""
-    if attention_mask is not None and not attention_mask.all():
+    if attention_mask is not None and not _masks_nothing(Identity(attention_mask)):
         raise ValueError("attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
         raise ValueError("past_key_values must be empty: the state before the first rank's tokens is taken as zero")
@@ -101,6 +101,11 @@ def _layer(
     else:
         o = layer.g_norm(o).flatten(-2) * layer.gate_fn(layer.g_proj(x))
     return layer.o_proj(o), None, past_key_values
+
+
+@functools.lru_cache(maxsize=1)
+def _masks_nothing(mask: Identity) -> bool:
+    return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
 
 
 def _convolve(convolution, x, comm, cu_seqlens, use_cache):

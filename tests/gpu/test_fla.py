@@ -9,7 +9,6 @@ from test_gla import BF16, F32, NAMES, Whole, relative_all
 import allscan
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("fla.ops.gla", reason="needs fla-core and einops")
 
 
 def chunk_gla(q, k, v, g, *, comm, **options):
