@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from .communicator import Communicator, communicator_of
-from .layout import chunk_tokens, find_layout, most_segments, segment_length
+from .layout import CHUNK, find_layout, most_segments, segment_length
 from .scan import check_tensor, default_tile, persistent
 from .shmem_kernels.gla_bwd import da_kernel, grad_kernel, wide_grad_kernel
 from .shmem_kernels.gla_fwd import carry_kernel, keys_kernel, output_kernel, queries_kernel, state_kernel, wide_kernel
@@ -33,8 +33,8 @@ def zeco_gla(
 
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
 
-    q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike. K and V up
-        to 256. T may differ between ranks; B, H, K and V may not.
+    q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike. K up to
+        512. T may differ between ranks; B, H, K and V may not.
     g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no gate
         is positive is checked at the first call for a shape only: looking waits for the GPU.
     scale: default K ** -0.5.
@@ -91,8 +91,8 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm):
     if not q.shape == k.shape == g.shape or q.shape[:3] != v.shape[:3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in names.items())
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        raise ValueError(f"K and V must be at most 256, got {q.shape[-1]} and {v.shape[-1]}")
+    if q.shape[-1] > 512:
+        raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
@@ -120,7 +120,7 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
     except (TypeError, ValueError) as error:
         problem = error
     scan = _carry_scan(comm, shape, agree, problem)
-    return scan, find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), chunk_tokens(K))
+    return scan, find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q))
 
 
 def _carry_scan(comm, shape, agree=None, problem=None):
@@ -131,7 +131,7 @@ def _carry_scan(comm, shape, agree=None, problem=None):
 
 def _segment_length(q) -> int:
     B, T, H, K = q.shape
-    return segment_length(B * T, H, chunk_tokens(K), q.device.type == "cuda")
+    return segment_length(B * T, H, q.device.type == "cuda")
 
 
 class _Launcher:
@@ -140,15 +140,17 @@ class _Launcher:
     def __init__(self, q, k, v, g, scale, scan, layout):
         self.q, self.k, self.v, self.g, self.scale, self.scan, self.layout = q, k, v, g, scale, scan, layout
         self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
-        self.BT = chunk_tokens(self.K)
+        self.BT = CHUNK
         self.BK = max(16, triton.next_power_of_2(self.K))
         self.narrow = narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
-        widest = (128 if narrow else 64) if self.K <= 128 else (64 if narrow else 32)
+        widest = (16384 if narrow else 8192) // max(128, self.BK)  # what the registers hold of a state
         self.BV = min(widest, max(16, triton.next_power_of_2(self.V)))
         self.NT = triton.cdiv(self.V, min(64, self.BV))  # parts of ``through``
+        self.columns = min(64, max(16, triton.next_power_of_2(self.V)))  # of V, where there is no state
         self.precision = dict(PRECISION=PRECISION[q.dtype])
         self.widths = dict(H=self.H, K=self.K, V=self.V)
         self.num_stages = 3 if narrow else 1
+        self.state_stages = max(1, min(self.num_stages, 512 // self.BK))  # of loops over all rows of a state
         self.dtype = q.dtype if narrow else torch.float32  # of operands that are stored
         self.range = 23.0 if q.dtype == torch.float32 else 115.0
         self.step = STEP[q.device.type]
@@ -170,7 +172,7 @@ class _Launcher:
         wide = self.empty(chunks, self.H, dtype=torch.int32)
         keys_kernel[(chunks, self.H)](
             self.k, self.g, self.layout.chunks, k_out, gate, wide,
-            H=self.H, K=K, BT=self.BT, BR=self.step, BK=self.BK, RANGE=self.range, num_warps=1,
+            H=self.H, K=K, BT=self.BT, BR=self.step, BK=self.BK, RANGE=self.range, num_warps=max(1, self.BK // 128),
         )  # fmt: skip
         return k_out, gate, wide
 
@@ -192,7 +194,7 @@ class _Launcher:
         da, diagonal = self.empty(*rows, parts * self.BT, dtype=self.dtype), self.empty(*rows)
         da_kernel[(self.layout.num_chunks, self.H)](
             self.v, do, self.layout.chunks, da, diagonal, self.scale, H=self.H, V=self.V, BT=self.BT,
-            BV=min(64, self.BV), **self.precision, num_warps=4, num_stages=self.num_stages,
+            BV=self.columns, **self.precision, num_warps=4, num_stages=self.num_stages,
         )  # fmt: skip
         return da, diagonal
 
@@ -202,7 +204,7 @@ class _Launcher:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
         # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
         BK = 64 if self.narrow else min(32, self.BK)
-        blocks = self.widths | self.precision | dict(BT=self.BT, BV=min(64, self.BV), NT=self.NT)
+        blocks = self.widths | self.precision | dict(BT=self.BT, BV=self.columns, NT=self.NT)
         grad_kernel[(triton.cdiv(self.K, BK), layout.num_chunks, self.H)](
             q, k, v, g, do, layout.chunks, layout.weights, gate, wide, *of_scores, *of_states, *grads, self.scale,
             **blocks, BK=BK, num_warps=4, num_stages=self.num_stages,
@@ -230,7 +232,7 @@ class _Launcher:
         grid, blocks = self.by_segments(self.BV)
         state_kernel[grid](
             x, y, gate, self.layout.segments, *written, *entering, self.scale,
-            **blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, num_stages=self.num_stages,
+            **blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, num_stages=self.state_stages,
         )  # fmt: skip
 
     def carry(self, states, gate, gates, outside, prev, final, channel, reverse):
@@ -249,7 +251,7 @@ class _Launcher:
         grid, blocks = self.by_segments(min(64, self.BV) if reverse else self.BV)
         output_kernel[grid](
             x, y, z, a, gate, self.layout.segments, *entering, o, *chunks, self.scale,
-            **blocks, REVERSE=reverse, num_stages=min(self.num_stages, 2 if reverse else 3),
+            **blocks, REVERSE=reverse, num_stages=min(self.state_stages, 2 if reverse else 3),
         )  # fmt: skip
 
 
@@ -299,7 +301,7 @@ def _backward(
     communicator = communicator_of(comm)
     B, T, H, K = q.shape
     scan = _carry_scan(communicator, (B * H, K, v.shape[-1]))
-    layout = find_layout(communicator, B, T, cu_seqlens, _segment_length(q), chunk_tokens(K))
+    layout = find_layout(communicator, B, T, cu_seqlens, _segment_length(q))
     launcher = _Launcher(q, k, v, g, scale, scan, layout)
     dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial)
     k_out, gate, wide = launcher.keys()

@@ -13,6 +13,7 @@ from .shmem_kernels.gla_blocks import FIRST, LAST
 from .workspace import by_rank
 
 KEPT = 256  # layouts that a communicator keeps
+CHUNK = 64  # tokens of a chunk, BT
 
 
 class Piece(NamedTuple):
@@ -28,7 +29,7 @@ class Piece(NamedTuple):
 class Layout:
     """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT tokens."""
 
-    def __init__(self, pieces: list[Piece], slots: int, segment: int, BT: int, device):
+    def __init__(self, pieces: list[Piece], slots: int, segment: int, device, BT: int = CHUNK):
         segments, chunks, begins = [], [], []
         for piece in pieces:
             while len(begins) <= piece.slot:
@@ -50,12 +51,12 @@ class Layout:
         self.weights = torch.stack([w.to(torch.bfloat16) for w in weights]).to(device)
 
 
-def segment_length(tokens: int, H: int, BT: int, cuda: bool) -> int:
-    """Tokens of a segment, a multiple of BT: long, for few states to be carried, yet enough segments to fill a GPU."""
+def segment_length(tokens: int, H: int, cuda: bool) -> int:
+    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments to fill a GPU."""
     if not cuda:
-        return 2 * BT
+        return 2 * CHUNK
     length = 1024
-    while length > 4 * BT and tokens * H // length < 128:
+    while length > 4 * CHUNK and tokens * H // length < 128:
         length //= 2
     return length
 
@@ -65,7 +66,7 @@ def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
     return B * (T // segment) + sequences
 
 
-def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, BT: int) -> Layout:
+def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int) -> Layout:
     """The layout of this rank. A new packed one is exchanged between the ranks: the first call with it is collective.
 
     Raises ValueError for a bad cu_seqlens, or one that differs between ranks; on all ranks alike.
@@ -78,9 +79,9 @@ def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, BT
             pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
         else:
             pieces = cut(lengths, sum(tokens_of_ranks(comm, lengths, T)[: comm.rank]), T)
-        return Layout(pieces, B, segment, BT, comm.device)
+        return Layout(pieces, B, segment, comm.device)
 
-    return kept(comm, (B, T, lengths, segment, BT), make)
+    return kept(comm, (B, T, lengths, segment), make)
 
 
 def kept(comm: Communicator, key, make):
@@ -154,8 +155,3 @@ class Identity:
 @functools.lru_cache(maxsize=KEPT)
 def _device_content(identity):
     return tuple(identity.tensor().tolist())  # waits for the GPU, once for each tensor
-
-
-def chunk_tokens(K: int) -> int:
-    """Tokens of a chunk, BT."""
-    return 64 if K <= 128 else 32

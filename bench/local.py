@@ -23,16 +23,16 @@ import time
 import torch
 
 import allscan
-from allscan.layout import chunk_tokens, segment_length
+from allscan.layout import CHUNK, segment_length
 from allscan.reference import gla_reference
 from bench.operator import capture, checked, extra_mib, inputs, sample, step
 from bench.table import Table, results
 
-# B, T, H, K, V: two of the paper's sizes, then others that users have
+# B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
 SHAPES = (
     (1, 16384, 16, 128, 128), (1, 8192, 32, 128, 128), (2, 16384, 16, 128, 128), (4, 2048, 16, 128, 128),
     (4, 4096, 64, 128, 128), (8, 2048, 32, 256, 256), (8, 1024, 8, 64, 64), (1, 2048, 4, 64, 64),
-    (1, 16384, 16, 128, 64), (1, 16384, 16, 128, 256),
+    (1, 16384, 16, 128, 64), (1, 16384, 16, 128, 256), (1, 16384, 4, 256, 512),
 )  # fmt: skip
 PACKED = 37  # sequences of uneven lengths, in one more measurement of the first shape
 # An H200: the measured streaming rate, and about 80 % of the peak for dense bfloat16
@@ -46,8 +46,8 @@ COLUMNS = (
 
 def work(B, T, H, K, V) -> dict:
     """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
-    n, BT = B * T * H, chunk_tokens(K)
-    segments = B * -(-T // segment_length(B * T, H, BT, True)) * H * K * V * 4
+    n, BT = B * T * H, CHUNK
+    segments = B * -(-T // segment_length(B * T, H, True)) * H * K * V * 4
     chunks = B * -(-T // BT) * H * K * V * 2
     key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2
     pass_, within, pairs = 2 * n * K * V, 2 * n * BT * K, 2 * n * BT * V

@@ -1,13 +1,13 @@
 """Training a GLA language model of 1.2 billion parameters over several GPUs (the paper's tables 5 and 6).
 
-    python -m bench.model               # all GPUs of this machine, and 2 of them; writes bench/results/model.csv
+    python -m bench.model               # 1, 2 and all GPUs of this machine; writes bench/results/model.csv
 
 Every rank has the whole model (DistributedDataParallel) and T tokens, forward, backward and optimizer step in bfloat16
 autocast, called from Python as in training. Beside each other: one sequence cut over the ranks, its state carried by
 zeco_gla, by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all, and plain data parallelism, a sequence of T
-tokens a rank, which is the ideal. A time is the median step of the slowest rank. The methods are checked first, on a
-small model: loss and gradients against one rank with the whole sequence. Without GPUs only that check runs, on 2 CPU
-ranks.
+tokens a rank, which is the ideal. The methods take turns, step by step; a time is the median step of the slowest rank.
+They are checked first, on a small model: loss and gradients against one rank with the whole sequence. Without GPUs only
+that check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ def text(tokens, vocabulary, device, seed):
     return torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def chosen(methods) -> dict:
-    """Of bench.operator's methods those that train; plain data parallelism, which does without other ranks, first."""
+def chosen(methods, size) -> dict:
+    """Of bench.operator's methods those that train; plain data parallelism, which does without other ranks, first.
+    On one rank that is all there is."""
     others = {name: call for name, call in methods.items() if name not in ("one rank", "fla, one rank")}
-    return {"data parallel": methods["one rank"]} | others
+    return {"data parallel": methods["one rank"]} | (others if size > 1 else {})
 
 
 def check(ranks, T) -> dict | None:
@@ -93,7 +94,7 @@ def check(ranks, T) -> dict | None:
         model = Model(2, 64, 4, 97).to(comm.device)
         whole, mine = text(T * ranks, 97, comm.device, 0), slice(comm.rank * T, (comm.rank + 1) * T)
         errors, expected = {}, None
-        for name, call in chosen(methods).items():
+        for name, call in chosen(methods, comm.size).items():
             model.zero_grad()
             inside = slice(None) if expected is None else mine  # first: everything on every rank
             loss = model(whole[:, :-1][:, inside], whole[:, 1:][:, inside], call)
@@ -122,11 +123,11 @@ def measure(ranks, T, shape) -> dict | None:
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         data = text(T, model.embedding.num_embeddings, comm.device, comm.rank)
-        answers = {}
-        for name, call in chosen(methods).items():
-            torch.cuda.reset_peak_memory_stats()
-            times = []
-            for _ in range(STEPS + 3):
+        calls = chosen(methods, comm.size)
+        times, peaks = {name: [] for name in calls}, {}
+        for _ in range(STEPS + 2):
+            for name, call in calls.items():
+                torch.cuda.reset_peak_memory_stats()
                 comm.barrier()
                 start = time.perf_counter()
                 with torch.autocast("cuda", torch.bfloat16):
@@ -135,15 +136,15 @@ def measure(ranks, T, shape) -> dict | None:
                 optimizer.step()
                 optimizer.zero_grad()
                 torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
-            peak = torch.cuda.max_memory_allocated() / (1 << 30)
-            answers[name] = (statistics.median(times[3:]), peak, sum(p.numel() for p in model.parameters()))
-        return answers
+                times[name].append(time.perf_counter() - start)
+                peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
+        parameters = sum(p.numel() for p in model.parameters())
+        return {name: (statistics.median(times[name][2:]), peaks[name], parameters) for name in calls}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 1, 2 and all GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each rank")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
@@ -157,7 +158,7 @@ def main() -> int:
             for name, error in ranks.run(check, 2, 70)[0].items():
                 print(f"{name:22} error {error:.1e}")
         return 0
-    counts = arguments.ranks or sorted({2, gpus})
+    counts = arguments.ranks or sorted({1, 2, gpus})
     shape = dict(layers=arguments.layers, width=arguments.width, heads=arguments.heads)
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for count in counts:

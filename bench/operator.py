@@ -85,12 +85,11 @@ def calls(comm, one, others) -> dict:
         found[name] = functools.partial(gla, comm=other)
     found["all_to_all"] = lambda *x: all_to_all(*x, comm=comm, alone=one)
     found["one rank"] = lambda *x: allscan.zeco_gla(*x, comm=one)[0]
-    try:
-        from fla.ops.gla import chunk_gla
-    except ImportError:
-        return found
     if comm.device.type == "cuda":
-        found["fla, one rank"] = lambda *x: chunk_gla(*x)[0]
+        with contextlib.suppress(ImportError):
+            from fla.ops.gla import chunk_gla
+
+            found["fla, one rank"] = lambda *x: chunk_gla(*x)[0]
     return found
 
 

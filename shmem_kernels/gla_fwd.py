@@ -74,7 +74,7 @@ def keys_kernel(
 ):  # fmt: skip
     """k_out of one chunk, the sum of its gates, and whether it is wide: whether its decay is below 2 ** -RANGE.
 
-    For one warp, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums over tokens
+    For a warp to 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums over tokens
     cost least with these.
     """
     n, h = tl.program_id(0), tl.program_id(1)

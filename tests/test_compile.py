@@ -114,7 +114,8 @@ class NoScan:
 
 @pytest.mark.parametrize(
     "K, V, dtype", [(128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (64, 128, torch.float16),
-                    (256, 256, torch.float32), (16, 24, torch.bfloat16), (32, 32, torch.bfloat16)],
+                    (256, 256, torch.float32), (16, 24, torch.bfloat16), (32, 32, torch.bfloat16),
+                    (320, 640, torch.bfloat16), (512, 16, torch.float32)],
 )  # fmt: skip
 def test_gla_kernels(K, V, dtype, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
@@ -126,7 +127,7 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
         monkeypatch.setattr(gla, sizes, {"cpu": getattr(gla, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130
-    layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, gla.chunk_tokens(K), "cpu")
+    layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, "cpu")
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
     monkeypatch.setattr(gla, "communicator_of", lambda comm: None)

@@ -46,6 +46,9 @@ def operators(fast):
     def fast_linear_attn(q, k, v, **o):
         return linear_attn.chunk_linear_attn(q, k, v, normalize=False, **o)
 
+    def fast_simple_gla(q, k, v, g, **o):  # in chunks, fla refuses gradients as those of Gated DeltaNet (below)
+        return simple_gla.fused_recurrent_simple_gla(q, k, v, g, **o)
+
     def fast_hgrn(x, g, **o):
         return hgrn.fused_recurrent_hgrn(x.flatten(2), g.flatten(2), **o)
 
@@ -62,8 +65,7 @@ def operators(fast):
         "linear attention": ("q k v", fast_linear_attn, naive_linear_attn.naive_recurrent_linear_attn, None),
         "RetNet": ("q k v", retention.chunk_retention, loop_retention,
                    lambda q, *_: (rates(q) * q.shape[1]).exp()[None]),
-        "simple GLA, Mamba2": ("q k v g", simple_gla.chunk_simple_gla, naive_simple_gla.naive_recurrent_simple_gla,
-                               after(3)),
+        "simple GLA, Mamba2": ("q k v g", fast_simple_gla, naive_simple_gla.naive_recurrent_simple_gla, after(3)),
         "GLA": ("q k v gk", gla.chunk_gla, naive_gla.naive_recurrent_gla, after(3)),
         "RWKV6": ("q k v gk u", rwkv6.chunk_rwkv6, loop_rwkv6, after(3)),
         "HGRN": ("x gk", fast_hgrn, loop_hgrn, lambda x, g: g.flatten(2).sum(1).exp()),
@@ -110,7 +112,7 @@ def operator_case(group, name):
     _, loop, _ = operators(False)[name]
     with allscan.Communicator(group) as comm:
         total, mine = comm.size * T, slice(comm.rank * T, (comm.rank + 1) * T)
-        narrow = BF16 if on_gpu else F32
+        narrow = BF16 if on_gpu and name != "HGRN" else F32  # as which fla's HGRN returns its state
         given = {n: x.to(comm.device, F32 if n in ("g", "gk") else narrow) for n, x in zip(names, drawn(names, total))}
         weights = torch.randn(1, total, H, D, generator=torch.Generator().manual_seed(1)).to(comm.device, narrow)
 

@@ -40,7 +40,7 @@ def test_at_random(seed):
     begin = 0
     for T in tokens:
         pieces = cut(lengths, begin, T)
-        layout = Layout(pieces, 1, 32, 16, "cpu")
+        layout = Layout(pieces, 1, 32, "cpu", 16)
         segments, chunks = layout.segments.tolist(), layout.chunks.tolist()
         assert len(segments) == layout.num_segments <= most_segments(1, T, len(lengths) - 1, 32)
         assert layout.slots.tolist() == [0, len(segments)]

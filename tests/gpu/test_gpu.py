@@ -244,6 +244,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (1, 1024, 2, 128, "mixed", F32),
         (4, 2048, 8, 64, "mild", BF16),
         (1, 512, 4, 256, "mild", BF16),
+        (1, 512, 2, 256, "mixed", BF16),
+        (1, 512, 2, 320, "mild", BF16),
     ],
 )
 def test_zeco_gla_at_size(run, size, B, T, H, D, kind, dtype):
