@@ -74,8 +74,8 @@ def keys_kernel(
 ):  # fmt: skip
     """k_out of one chunk, the sum of its gates, and whether it is wide: whether its decay is below 2 ** -RANGE.
 
-    For a warp to 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums over tokens
-    cost least with these.
+    A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
+    over tokens cost least with these.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
