@@ -88,7 +88,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
     transport: "nvshmem" (one process a GPU; the current CUDA device is used), "shm" (processes without GPUs, for
         Triton's interpreter), or "auto": "nvshmem" where CUDA is.
-    Raises RuntimeError if the transport is missing or ranks disagree, ValueError for a bad size or name.
+    Raises RuntimeError if the transport is missing, ValueError for a bad size or name, or if ranks disagree.
     """
     global _heap
     if not dist.is_initialized():
@@ -151,8 +151,8 @@ class Communicator:
     stores); broken (whether a wait has timed out).
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
-    (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** Nothing
-    synchronises the host after construction.
+    (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
+    construction the host waits for nothing but the first call for a shape, :meth:`barrier` and :meth:`close`.
 
     Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
     """

@@ -15,7 +15,7 @@ from .shmem_kernels.scan import scan_kernel, transition_kernel
 from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
 
 # (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp; on 4
-# H200s 2 MiB took 10.5 us so, 11.0 with 256 words, 11.9 with 512; 8 MiB the same with all. With signals a tile is known
+# H200s 2 MiB took 10.5 us so, 11.4 with 256 words, 11.9 with 512; 8 MiB 28.8, 28.8, 30.2. With signals a tile is known
 # only when its stores have been acknowledged, behind those of every other tile that is under way: 2 MiB took 25.0 us
 # with 256 programs, 26.2 us with all 512 tiles at once. The interpreter pays by the program.
 SENTINEL_SHAPE = (128, 2048)
@@ -77,7 +77,8 @@ class AllScan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory of both directions on this rank, in bytes: about 2 * depth * the state."""
+        """Symmetric memory of both directions on this rank, in bytes: about 2 * depth * the state, with put links
+        twice that."""
         if self.comm.size == 1:
             return 0
         put = any(channel.SEND == PUT for channel in self._channels)

@@ -3,8 +3,8 @@
     python -m bench.local                       # one GPU; writes bench/results/local.csv
     python -m bench.local --shapes 1x16384x16x128x128 --no-fla
 
-Results are checked first: both against the float64 recurrence on 512 tokens of the same heads and widths. Times are of
-CUDA graphs of one call, inputs the same for both: medians over samples of 10 replays one after another. (Packed
+Results are checked first: both against the float64 recurrence on 512 tokens of the same widths, up to 2 heads. Times
+are of CUDA graphs of one call, inputs the same for both: medians over samples of 10 replays one after another. (Packed
 sequences: of 10 calls one after another, because chunk_gla then waits for the GPU in between.) The floors of a
 kernel are the bytes that it must move over the memory's bandwidth and its products' FLOPs (counted once, without the
 second products that keep precision) over the tensor cores' rate; "of floor" is the larger of the two over the time.

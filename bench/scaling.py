@@ -83,7 +83,7 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
     }
 
 
-def draw(path, points, fits, lines):
+def draw(path, points, lines):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
@@ -116,7 +116,7 @@ def main(arguments=None) -> int:
     def keep(kind, method, ranks, nbytes, us, model):
         rows.append((kind, method, ranks, int(nbytes), f"{us:.4g}" if us else "", f"{model:.4g}"))
 
-    print("The model and our measurements (H200, NVLink), 0.25 to 32 MiB:")
+    print("The model and our measurements (H200, NVLink):")
     for method, (ranks, nbytes, us) in points.items():
         t, a, inverse = fits[method]
         model = terms(method, ranks, nbytes) @ fits[method]
@@ -161,7 +161,7 @@ def main(arguments=None) -> int:
         writer = csv.writer(file)
         writer.writerow(("kind", "method", "ranks", "bytes", "us", "model_us"))
         writer.writerows(rows)
-    draw(options.out + ".png", points, fits, lines)
+    draw(options.out + ".png", points, lines)
     print(f"wrote {options.out}.csv and {options.out}.png")
     return 0
 

@@ -11,8 +11,8 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                     decayed, from the others:
                     o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
-The gates are read by keys_kernel and queries_kernel alone; what follows are products of matrices. Queries and A need
-nothing remote: they are prepared while carry_kernel's tiles travel.
+The gates are read by keys_kernel and queries_kernel (wide_kernel, below) alone; what follows are products of matrices.
+Queries and A need nothing remote: they are prepared while carry_kernel's tiles travel.
 
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
 sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one

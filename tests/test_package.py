@@ -91,7 +91,7 @@ def test_public_things_are_documented():
 
 
 @pytest.mark.cpu
-def test_doctor(capfd):
+def test_doctor():
     done = subprocess.run(
         [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

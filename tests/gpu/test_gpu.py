@@ -67,7 +67,7 @@ def test_put_in_both_directions_with_special_values(run, size):
 
 
 def full_size_case(group, protocol, depth):
-    """2 MiB states, several warps a tile and tiles a program, without barriers: credits are really waited for."""
+    """2 MiB states without barriers: credits are really waited for. With signals, several warps a tile."""
     with allscan.Communicator(group) as comm:
         scan = allscan.AllScan(comm, (32, 128, 128), protocol=protocol, depth=depth)
         generator = torch.Generator(comm.device).manual_seed(0)
