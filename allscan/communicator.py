@@ -187,7 +187,7 @@ class Communicator:
         self._offsets = []
         self.scans = {}  # what allscan() and zeco_gla() have made, by shape
         self.agreements = set()  # what the ranks have agreed upon at first calls
-        self.layouts = {}  # of zeco_gla and halo: see layout.kept
+        self.splits, self.layouts = {}, {}  # of zeco_gla and halo: see layout.tokens_of_ranks and kept
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         _communicators[self.handle] = self
         self._last_stream = self._side = None

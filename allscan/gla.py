@@ -43,8 +43,9 @@ def zeco_gla(
     output_final_state: whether to return each sequence's state after its last token.
     cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
         i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
-        the GPU, or a list. Sequences may be empty, and lie on any number of ranks. A tensor on the GPU is read once,
-        which waits for it; do not change its values afterwards other than by torch.
+        the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one communicator a cu_seqlens has
+        one split: each rank has the same T whenever it comes again. A tensor on the GPU is read once, which waits for
+        it; do not change its values afterwards other than by torch, and not at all if made in torch.inference_mode.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
     the sequence's last token and zeros on the others, or None.
@@ -61,19 +62,29 @@ def zeco_gla(
 
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
-    for name, x in dict(q=q, k=k, v=v, g=g).items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    problem = _not_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), cu_seqlens, scale)
+    if problem is not None:
+        persistent(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not 0.0 < abs(scale) < float("inf"):
-        raise ValueError(f"scale must be finite and not 0, got {scale}")
     o, final_state, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, comm.handle)
     return o, final_state if output_final_state else None
+
+
+def _not_for_an_operator(tensors, cu_seqlens, scale) -> Exception | None:
+    """What is wrong with arguments that a custom op does not take as they are."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and not (x is None and name == "initial_state"):
+            return TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not (cu_seqlens is None or isinstance(cu_seqlens, Tensor) or hasattr(cu_seqlens, "__len__")):
+        return TypeError(f"cu_seqlens must be a tensor or a list, got {type(cu_seqlens).__name__}")
+    if scale is not None and not 0.0 < abs(scale) < float("inf"):
+        return ValueError(f"scale must be finite and not 0, got {scale}")
+    return None
 
 
 def _check(q, k, v, g, initial_state, cu_seqlens, comm):
@@ -111,10 +122,11 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
     """(AllScan, Layout), after all checks."""
     shape = agree = problem = None
     try:
+        if q.ndim == v.ndim == 4:
+            B, _, H, K = q.shape
+            shape = (B * H, K, v.shape[-1])
+            agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
         _check(q, k, v, g, initial_state, cu_seqlens, comm)
-        B, _, H, K = q.shape
-        shape = (B * H, K, v.shape[-1])
-        agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
         if (shape, agree) not in comm.agreements and (g > 0).any():
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:

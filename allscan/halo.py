@@ -37,30 +37,36 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
         if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
             kind = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {kind}")
-        if x.ndim < 2 or not 1 <= n <= x.shape[1]:
-            raise ValueError(f"x must be [B, T, ...] with T of at least n = {n} tokens, got {tuple(x.shape)}")
-        B, _, *rest = x.shape
+        if not isinstance(n, int) or n < 1 or x.ndim < 2:
+            raise ValueError(f"x must be [B, T, ...] and n an integer of at least 1, got {tuple(x.shape)} and {n!r}")
+        B, T, *rest = x.shape
         shape = (B, n, math.prod(rest))
+        if T < n:
+            raise ValueError(f"x must have T of at least n = {n} tokens, got {tuple(x.shape)}")
+        if x.device != comm.device:
+            raise ValueError(f"x must be on {comm.device}, got {x.device}")
     except (TypeError, ValueError) as error:
         problem = error
     persistent(comm, shape, problem=problem)
     edge = x[:, :n] if reverse else x[:, -n:]
-    found = allscan(
-        edge.reshape(shape).float(), 0.0, comm=comm, reverse=reverse
-    )  # decay 0: nothing comes from beyond the neighbour
+    inside = None
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
-        key = ("halo", x.shape[1], lengths, n, reverse)
-        found = found * kept(comm, key, lambda: _same_sequence(comm, x, n, reverse, lengths))
+        tokens = tokens_of_ranks(comm, lengths, T)
+        key = ("halo", T, lengths, n, reverse)
+        inside = kept(comm, key, lambda: _same_sequence(comm, tokens, n, reverse, lengths))
+    # decay 0: nothing comes from beyond the neighbour
+    found = allscan(edge.reshape(shape).float(), 0.0, comm=comm, reverse=reverse)
+    if inside is not None:
+        found = torch.where(inside, found, 0.0)
     return found.to(x.dtype).reshape(B, n, *rest)
 
 
-def _same_sequence(comm, x, n, reverse, lengths) -> Tensor:
-    """[n, 1]: 1 where the token is of the sequence on this rank's side of the cut, else 0."""
-    tokens = tokens_of_ranks(comm, lengths, x.shape[1])
+def _same_sequence(comm, tokens, n, reverse, lengths) -> Tensor:
+    """[n, 1]: whether the token is of the sequence on this rank's side of the cut."""
     first = sum(tokens[: comm.rank])
     end = first + tokens[comm.rank]
     here = end - 1 if reverse else first  # the token next to the cut
     begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
     places = range(end, end + n) if reverse else range(first - n, first)
-    return torch.tensor([[float(begin <= t < finish)] for t in places], device=x.device)
+    return torch.tensor([[begin <= t < finish] for t in places], device=comm.device)

@@ -12,7 +12,8 @@ from .communicator import Communicator
 from .shmem_kernels.gla_blocks import FIRST, LAST
 from .workspace import by_rank
 
-KEPT = 256  # layouts that a communicator keeps
+KEPT = 256  # layouts, and splits, that a communicator keeps
+NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
 CHUNK = 64  # tokens of a chunk, BT
 
 
@@ -67,33 +68,31 @@ def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
 
 
 def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int) -> Layout:
-    """The layout of this rank. A new packed one is exchanged between the ranks: the first call with it is collective.
-
-    Raises ValueError for a bad cu_seqlens, or one that differs between ranks; on all ranks alike.
-    """
+    """The layout of this rank; raises what :func:`tokens_of_ranks` raises."""
     lengths = None if cu_seqlens is None else content(cu_seqlens)
+    tokens = None if lengths is None else tokens_of_ranks(comm, lengths, T)
 
     def make():
         if lengths is None:
             flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
             pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
         else:
-            pieces = cut(lengths, sum(tokens_of_ranks(comm, lengths, T)[: comm.rank]), T)
+            pieces = cut(lengths, sum(tokens[: comm.rank]), T)
         return Layout(pieces, B, segment, comm.device)
 
     return kept(comm, (B, T, lengths, segment), make)
 
 
 def kept(comm: Communicator, key, make):
-    """What ``make()`` returned for ``key`` at the first call with it, which cannot be captured in a CUDA graph.
+    """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it.
 
     The communicator keeps KEPT of them, and those whose addresses a graph holds.
     """
     value, captured = comm.layouts.pop(key, (None, False))
-    capturing = comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = _capturing(comm)
     if value is None:
         if capturing:
-            raise RuntimeError("a first call with these lengths cannot be captured: call once before the capture")
+            raise RuntimeError(NOT_IN_CAPTURE)
         value = make()
         if len(comm.layouts) >= KEPT:
             oldest = next((k for k, (_, held) in comm.layouts.items() if not held), None)
@@ -102,8 +101,27 @@ def kept(comm: Communicator, key, make):
     return value
 
 
+def _capturing(comm: Communicator) -> bool:
+    return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def tokens_of_ranks(comm: Communicator, lengths, T: int) -> list[int]:
-    """The tokens of every rank. Collective. Raises ValueError on all of them for lengths that are wrong or differ."""
+    """The tokens of every rank, of which this one has T. For each call with cu_seqlens, on all ranks alike: the first
+    with these ``lengths`` is collective, and what it finds is kept (the last KEPT, the same ones on every rank).
+
+    Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
+    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture.
+    """
+    if lengths in comm.splits:
+        tokens = comm.splits[lengths] = comm.splits.pop(lengths)  # the newest is last
+        if tokens[comm.rank] != T:
+            raise ValueError(
+                f"these cu_seqlens came with {tokens[comm.rank]} tokens on this rank before, now with {T}: on one "
+                "communicator a cu_seqlens has one split"
+            )
+        return tokens
+    if _capturing(comm):
+        raise RuntimeError(NOT_IN_CAPTURE)
     answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
     if any(answer[0] != lengths for answer in answers):
         raise ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
@@ -112,6 +130,9 @@ def tokens_of_ranks(comm: Communicator, lengths, T: int) -> list[int]:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
         )
+    if len(comm.splits) >= KEPT:
+        del comm.splits[next(iter(comm.splits))]
+    comm.splits[lengths] = tokens
     return tokens
 
 

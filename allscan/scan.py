@@ -235,15 +235,21 @@ def persistent(comm: Communicator, shape, agree=None, problem: Exception | None 
 
     ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
-    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ.
+    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A problem
+    without a shape, None, counts as one of a first call as long as there has been no other call.)
     """
     comm.check()
     shape = shape and tuple(shape)
     key = shape if tile is None else (shape, tile)
+    if problem is not None and (key in comm.scans or (shape is None and comm.scans)):
+        raise problem
     if key not in comm.scans or (agree is not None and (shape, agree) not in comm.agreements):
-        answers = comm.exchange(
-            ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
-        )
+        try:
+            answers = comm.exchange(
+                ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
+            )
+        except RuntimeError as nobody_came:
+            raise (problem or nobody_came) from nobody_came.__cause__
         if problem is None and any(answer != ((key, agree), None) for answer in answers):
             raise ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
     if problem is not None:
@@ -297,13 +303,14 @@ def allscan(
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
+        inputs = (state, decay, transition, initial_state)
+        wanted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        if out is not None and (wanted or not out.is_contiguous()):
+            raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
     except (TypeError, ValueError) as error:
         problem = error
     scan = persistent(comm, state.shape, problem=problem, tile=tile)
-    inputs = (state, decay, transition, initial_state)
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-        if out is not None:
-            raise ValueError("out cannot be used where a gradient is wanted")
+    if wanted:
         return _AllScan.apply(state, decay, transition, initial_state, scan, reverse)
     return scan.scan(state, decay, transition=transition, initial_state=initial_state, reverse=reverse, out=out)
 
@@ -352,6 +359,8 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
         raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
 
     def tensor(array):
+        if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
+            raise ValueError("an array with negative strides cannot be shared: make a copy of it")
         return torch.from_dlpack(array) if hasattr(array, "__dlpack__") else array
 
     result = allscan(

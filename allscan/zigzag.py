@@ -28,7 +28,10 @@ def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 
 
 def zigzag_positions(T: int, *, comm: Communicator) -> Tensor:
-    """[T] int64: where in the whole sequence the tokens of this rank lie in the zigzag layout, T tokens a rank."""
+    """[T] int64: where in the whole sequence the tokens of this rank lie in the zigzag layout, T tokens a rank.
+    Raises ValueError for an odd T."""
+    if T % 2 or T < 2:
+        raise ValueError(f"T must be even, got {T}")
     piece = torch.arange(T // 2, device=comm.device)
     first, second = _pieces(comm.rank, comm.size, True)
     return torch.cat([first * (T // 2) + piece, second * (T // 2) + piece])

@@ -305,7 +305,9 @@ def _recv_signal(channel, tile, epoch, ok):
 
 @triton.jit
 def send(channel, tile, b_value):
-    """Send ``b_value`` [BK, BV] float32 to the next rank, free the slot of ``recv`` and end the epoch. Never waits."""
+    """Send ``b_value`` [BK, BV] float32 to the next rank, free the slot of ``recv`` and end the epoch. Never waits.
+
+    Every rank calls it, the last one too, which has nobody to send to but a slot to free and an epoch to end."""
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch = tl.load(channel.epoch + tile) + 1
         _send(channel, tile, b_value, epoch, epoch > 0)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import allscan
 from allscan.bindings.heap import Heap
@@ -296,3 +297,36 @@ def test_debug_names_the_first_launch_that_differs(run):
     for shapes, directions in run(2, order_case):
         assert "launch 4: rank 0: scan_kernel over (1, 4, 8); rank 1: scan_kernel over (1, 4, 16)" in shapes
         assert "launch 5: rank 0: scan_kernel over (1, 4, 8), reverse; rank 1: scan_kernel over (1, 4, 8)" in directions
+
+
+def one_rank_wrong_case(group):
+    """Calls that are wrong on rank 1 alone: at a first call all ranks are told; later rank 1 alone, at once."""
+    wrong = dist.get_rank() == 1
+    x, q = torch.zeros(1, 4, 2), torch.zeros(1, 4, 1, 16)
+    calls = [
+        lambda comm, wrong: allscan.halo(x.double() if wrong else x, 1, comm=comm),
+        lambda comm, wrong: allscan.halo(x, 1.5 if wrong else 1, comm=comm),
+        lambda comm, wrong: allscan.halo(x.to("meta") if wrong else x, 1, comm=comm),
+        lambda comm, wrong: allscan.halo(x[:, :1] if wrong else x, 2, comm=comm),
+        lambda comm, wrong: allscan.allscan(x, comm=comm, out=x.mT.contiguous().mT if wrong else x.clone()),
+        lambda comm, wrong: allscan.zeco_gla(q, q, q, q, comm=comm, scale=0.0 if wrong else 1.0),
+        lambda comm, wrong: allscan.zeco_gla(None if wrong else q, q, q, q, comm=comm),
+        lambda comm, wrong: allscan.zeco_gla(q.double() if wrong else q, q, q, q, comm=comm),
+    ]
+    answers = []
+    for call in calls:
+        with allscan.Communicator(group) as comm:
+            first = raised(call, comm, wrong)
+            call(comm, False)
+            start = time.monotonic()
+            late = raised(call, comm, wrong)
+            answers.append((first, late, time.monotonic() - start))
+    return answers
+
+
+@pytest.mark.cpu
+def test_what_is_wrong_on_one_rank(run):
+    right, wrong = run(2, one_rank_wrong_case)
+    for (first_right, late_right, _), (first, late, seconds) in zip(right, wrong, strict=True):
+        assert first is not None and first[0] in ("TypeError", "ValueError") and late == first and seconds < 5
+        assert first_right[0] == "ValueError" and first[1] in first_right[1] and late_right is None

@@ -135,6 +135,47 @@ def test_the_last_ranks_cache(run, size):
     assert run(size, prefill_case, TOKENS[size])[-1] < 1e-5
 
 
+def options_case(group):
+    """Prefills of other lengths, also on one rank alone; a criterion with its own label to ignore; what is refused."""
+    fla = import_fla()
+    from allscan.integrations.fla import sequence_parallel
+
+    fla.layers.gla.chunk_gla = recurrence
+    fla.layers.gla.fused_recurrent_gla = lambda gk, **x: recurrence(g=gk, **x)
+    with allscan.Communicator(group) as comm:
+        torch.manual_seed(0)
+        config = fla.models.gla.GLAConfig(
+            hidden_size=64, num_hidden_layers=1, num_heads=2, vocab_size=97, fuse_cross_entropy=False
+        )
+        model = fla.models.gla.GLAForCausalLM(config).to(comm.device)
+        model.criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+        whole = torch.randint(97, (2, 15)).to(comm.device)
+        expected = answers_of(model, whole)
+        sequence_parallel(model, comm=comm)
+        mine = place(comm, [8, 7])
+        actual = answers_of(model, whole[:, mine])
+        for x in actual[1:]:
+            dist.all_reduce(x, group=comm.group)
+        model.config.use_l2warp = True
+        with pytest.raises(ValueError, match="use_l2warp"):
+            model(input_ids=whole, labels=whole)
+        lengths = []
+        with torch.no_grad():
+            for tokens in ([8, 8], [7, 7], [8, 7]):
+                part = torch.zeros(1, tokens[comm.rank], dtype=torch.long, device=comm.device)
+                lengths.append(model.eval()(input_ids=part).past_key_values.get_seq_length())
+        sequence_parallel(model, comm=None)
+        model.model.layers[0].attn.forward = lambda *x: x
+        with pytest.raises(ValueError, match="was replaced"):
+            sequence_parallel(model, comm=comm)
+        return lengths, max(relative(a, e) for a, e in zip(actual[1:], expected[1:], strict=True))
+
+
+def test_options(run):
+    for lengths, error in run(2, options_case):
+        assert lengths == [16, 14, 15] and error < 1e-5
+
+
 def test_other_layers_are_refused():
     from fla.layers import DeltaNet
 

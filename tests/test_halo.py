@@ -73,6 +73,20 @@ def test_labels(run, size):
     run(size, label_case, TOKENS[size])
 
 
+def border_case(group):
+    """What another sequence has next to the cut does not get through, whatever it is; neither does its gradient."""
+    with allscan.Communicator(group) as comm:
+        x = torch.full((1, 4, 2), float("nan"), device=comm.device, requires_grad=True)
+        before = allscan.halo(x, 1, comm=comm, cu_seqlens=[0, 4, 8])
+        (before * float("inf")).nansum().backward()
+        return before.detach().cpu(), x.grad.cpu()
+
+
+def test_nan_at_a_border_of_sequences(run):
+    for before, gradient in run(2, border_case):
+        assert not before.any() and not gradient.any()
+
+
 def wrong_case(group):
     with allscan.Communicator(group) as comm:
         with pytest.raises(ValueError, match="at least n = 3 tokens"):  # on one rank: all hear of it

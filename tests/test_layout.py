@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from allscan.layout import Layout, cut, most_segments
+import allscan
+from allscan import layout
+from allscan.layout import Layout, cut, find_layout, most_segments, tokens_of_ranks
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
+from ranks import raised
 
 pytestmark = pytest.mark.cpu
 
@@ -40,10 +44,10 @@ def test_at_random(seed):
     begin = 0
     for T in tokens:
         pieces = cut(lengths, begin, T)
-        layout = Layout(pieces, 1, 32, "cpu", 16)
-        segments, chunks = layout.segments.tolist(), layout.chunks.tolist()
-        assert len(segments) == layout.num_segments <= most_segments(1, T, len(lengths) - 1, 32)
-        assert layout.slots.tolist() == [0, len(segments)]
+        tables = Layout(pieces, 1, 32, "cpu", 16)
+        segments, chunks = tables.segments.tolist(), tables.chunks.tolist()
+        assert len(segments) == tables.num_segments <= most_segments(1, T, len(lengths) - 1, 32)
+        assert tables.slots.tolist() == [0, len(segments)]
         assert [t for a, b in chunks for t in range(a, b)] == list(range(T))
         for number, (start, end, chunk, slot, sequence, flags) in enumerate(segments):
             assert slot == 0 and lengths[sequence] <= begin + start <= begin + end <= lengths[sequence + 1]
@@ -60,3 +64,35 @@ def test_at_random(seed):
         seen += [begin + t for t in range(T)]
         begin += T
     assert begun == ended == list(range(len(lengths) - 1)) and seen == list(range(total))
+
+
+def split_case(group):
+    """One cu_seqlens, cut in another way at the second call; then a layout of other segments, on rank 1 alone."""
+    with allscan.Communicator(group) as comm:
+        answers = [raised(tokens_of_ranks, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
+        segment = 128 if comm.rank == 1 else 256
+        return [*answers, find_layout(comm, 1, 20, torch.tensor([0, 5, 60]), segment).num_segments]  # asks nobody
+
+
+def test_a_cu_seqlens_has_one_split(run):
+    answers = run(3, split_case)
+    assert [first for first, _, _ in answers] == [None, None, None]
+    assert answers[0][1] is None and all("one split" in second[1] for _, second, _ in answers[1:])
+
+
+def kept_case(group):
+    """More cu_seqlens than are kept, and more layouts on rank 1 than on rank 0. Returns how many are kept."""
+    kept, layout.KEPT = layout.KEPT, 3
+    try:
+        with allscan.Communicator(group) as comm:
+            for i in range(12):
+                find_layout(comm, 1, 4, torch.tensor([0, i % 4, 8]), 128)
+                if comm.rank == 1:
+                    find_layout(comm, 1, 4 + i, None, 128)
+            return len(comm.splits)
+    finally:
+        layout.KEPT = kept
+
+
+def test_all_ranks_forget_the_same(run):
+    assert run(2, kept_case) == [3, 3]

@@ -133,12 +133,16 @@ def transition_case(group, shape, reverse):
         own = [x[comm.rank].to(comm.device).requires_grad_() for x in (states, transitions)]
         start = initial.to(comm.device).requires_grad_()
         errors = []
-        for _ in range(3):
+        for factor in range(1, 6):  # another result each time, more often than an inbox has slots
             for leaf in (*own, start):
                 leaf.grad = None
             late(len(errors), comm.rank, 3)
-            prev = allscan.allscan(own[0], comm=comm, transition=own[1], initial_state=start, reverse=reverse)
+            prev = allscan.allscan(
+                factor * own[0], comm=comm, transition=own[1], initial_state=factor * start, reverse=reverse
+            )
             (prev * weights[comm.rank].to(comm.device)).sum().backward()
+            prev, own[1].grad = prev / factor, own[1].grad / factor
+            own[0].grad, start.grad = own[0].grad / factor, start.grad / factor
             first, last = (comm.rank == (comm.size - 1 if reverse == begin else 0) for begin in (True, False))
             zero = torch.zeros(())
             errors += [
@@ -208,6 +212,8 @@ def arrays_case(group):
         expected = allscan_reference(states, decays)[comm.rank]
         state, decay = states[comm.rank], decays[comm.rank]
         if comm.device.type == "cpu":
+            with pytest.raises(ValueError, match="negative strides"):
+                allscan.allscan(state.numpy()[::-1], comm=comm)
             result = allscan.allscan(state.numpy(), decay.numpy(), comm=comm)
             assert isinstance(result, np.ndarray)
             return error(torch.from_numpy(result), expected)

@@ -24,6 +24,8 @@ def zigzag_case(group, T):
         assert torch.equal(from_zigzag(moved, comm=comm), own)
         with pytest.raises(ValueError, match="even number of tokens"):
             to_zigzag(own[:, 1:], comm=comm)
+        with pytest.raises(ValueError, match="T must be even"):
+            zigzag_positions(T + 1, comm=comm)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

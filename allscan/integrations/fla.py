@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ..gla import zeco_gla
 from ..halo import halo
 from ..layout import Identity, content, kept, tokens_of_ranks
 
-IGNORED = -100  # the label that fla's losses ignore
+_prefilled = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
 
 def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> torch.nn.Module:
@@ -33,13 +34,17 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     rank before, so each rank needs at least conv_size - 1 tokens. ``cu_seqlens`` is that of the whole, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP average gradients instead: multiply by their number of ranks).
-    Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
+    Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A ``criterion`` of
+    the model's is used as fla does, with its ``ignore_index``.
 
     With ``use_cache=True`` the cache of the last rank is what the ordinary model goes on from, as a single process:
     ``sequence_parallel(model, comm=None)``. The others' is not to be used.
 
-    Raises ValueError if there is no such layer, or a layer of fla of another kind; when called, for an attention mask
-    that masks anything (looking waits for the GPU; pack with cu_seqlens instead), and for a cache that is not empty.
+    Raises ValueError if there is no such layer, a layer of fla of another kind, or one whose forward is not its class's
+    (hooks that replace it come after); when called, for an attention mask that masks anything (pack with cu_seqlens
+    instead; looking waits for the GPU, once a mask: do not write to one made in torch.inference_mode), for a cache that
+    is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False), and for
+    ``use_l2warp``, whose penalty fla scales by what one rank has.
     """
     others = {type(m).__name__ for m in module.modules() if type(m).__module__.startswith("fla.layers.")}
     others.discard(GatedLinearAttention.__name__)
@@ -56,6 +61,9 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
 
 def _replace(module, name, function):
     """Let the module's method be ``function``, None: that of its class."""
+    present = vars(module).get(name)
+    if present is not None and getattr(present, "func", None) not in (_layer, _loss):
+        raise ValueError(f"the {name} of a {type(module).__name__} was replaced: call sequence_parallel before that")
     vars(module).pop(name, None)
     if function is not None:
         setattr(module, name, function)
@@ -90,10 +98,12 @@ def _layer(
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
     o, state = zeco_gla(q, k, v, g, comm=comm, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
     if use_cache and past_key_values is not None:
-        tokens = kept(comm, ("tokens", x.shape[1]), lambda: sum(comm.exchange(x.shape[1], "the first use of a cache")))
+        if past_key_values not in _prefilled:  # by the first layer
+            _prefilled[past_key_values] = sum(comm.exchange(x.shape[1], "the first layer of a prefill"))
         update_layer_cache(
-            layer, past_key_values, recurrent_state=state.mT.contiguous(), conv_state=conv_states, offset=tokens
-        )
+            layer, past_key_values, recurrent_state=state.mT.contiguous(), conv_state=conv_states,
+            offset=_prefilled[past_key_values],
+        )  # fmt: skip
     if not layer.use_output_gate:
         o = layer.g_norm(o).flatten(-2)
     elif layer.fuse_norm_and_gate:
@@ -115,30 +125,35 @@ def _convolve(convolution, x, comm, cu_seqlens, use_cache):
         x = torch.cat([halo(x, n, comm=comm, cu_seqlens=cu_seqlens), x], 1)
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
-        cu_seqlens = kept(comm, ("convolution", T, lengths, n), lambda: _lengths_here(comm, x.device, lengths, n, T))
+        tokens = tokens_of_ranks(comm, lengths, T)
+        cu_seqlens = kept(comm, ("convolution", T, lengths, n), lambda: _lengths_here(comm, tokens, lengths, n, T))
     y, state = convolution(x, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
     return y[:, n:], state
 
 
-def _lengths_here(comm, device, lengths, n, T):
+def _lengths_here(comm, tokens, lengths, n, T):
     """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens."""
-    tokens = tokens_of_ranks(comm, lengths, T)
     first = sum(tokens[: comm.rank])
     inside = sorted({n + c - first for c in lengths if first < c < first + T})
-    return torch.tensor([0, *inside, n + T], dtype=torch.int32).to(device)
+    return torch.tensor([0, *inside, n + T], dtype=torch.int32).to(comm.device)
 
 
 def _loss(
     model, comm, hidden_states, labels=None, logits_to_keep=0, *, shift_labels=None, num_items_in_batch=None, **options
 ):
     """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
+    penalty = options.get("use_l2warp")
+    penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
+    if penalty and not (labels is None and shift_labels is None):
+        raise ValueError("use_l2warp does not go with a split sequence")
+    ignored = getattr(getattr(model, "criterion", None), "ignore_index", -100)
     if shift_labels is None and labels is not None:
         following = halo(labels, 1, comm=comm, reverse=True)
         if comm.rank == comm.size - 1:
-            following = torch.full_like(following, IGNORED)
+            following = torch.full_like(following, ignored)
         shift_labels = torch.cat([labels[:, 1:], following], 1)
     if shift_labels is not None and num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != IGNORED).sum()
+        num_items_in_batch = (shift_labels != ignored).sum()
         if comm.size > 1:
             dist.all_reduce(num_items_in_batch, group=comm.group)
     return type(model)._compute_logits_and_loss(

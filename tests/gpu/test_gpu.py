@@ -17,32 +17,44 @@ import allscan
 import allscan.launch
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.reference import allscan_reference, gla_reference
+from allscan.scan import transition_tile
 from ranks import error, inputs, late
 
 pytestmark = pytest.mark.gpu
 SIZES = [2, 4]
 
 
-def long_case(group, epochs, protocol, depth, late_rank):
+def drawn(comm, shape, generator, dense):
+    """(states, decays or transitions) of all ranks, [size, ...]."""
+    states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
+    if dense:
+        width = shape[-2]
+        transitions = torch.randn(comm.size, *shape[:-1], width, generator=generator, device=comm.device)
+        return states, transitions / (2 * width**0.5)
+    return states, torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+
+
+def long_case(group, epochs, protocol, depth, late_rank, dense=False):
     """Fresh data every epoch, checked every epoch; one rank is late every now and then."""
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
-        scan = allscan.AllScan(comm, shape, protocol=protocol, depth=depth)
+        tile = transition_tile(16) if dense else None
+        scan = allscan.AllScan(comm, shape, protocol=protocol, depth=depth, tile=tile)
         generator = torch.Generator(comm.device).manual_seed(0)  # the same numbers on every rank
         chance = random.Random(comm.rank)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         out = torch.empty(shape, device=comm.device)
         for _ in range(epochs):
-            states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
-            decays = torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+            states, factors = drawn(comm, shape, generator, dense)
             if comm.rank == late_rank and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
             out.fill_(float("nan"))
-            scan.scan(states[comm.rank], decays[comm.rank], out=out)
+            scan.scan(states[comm.rank], **{"transition" if dense else "decay": factors[comm.rank]}, out=out)
             expected = torch.zeros(shape, device=comm.device, dtype=torch.float64)
             for p in range(comm.rank):
-                expected = decays[p].double()[..., None] * expected + states[p]
+                factor = factors[p].double()
+                expected = (factor @ expected if dense else factor[..., None] * expected) + states[p]
             worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()
         return worst.item()
@@ -51,6 +63,12 @@ def long_case(group, epochs, protocol, depth, late_rank):
 @pytest.mark.parametrize("size", SIZES)
 def test_10000_epochs_with_a_late_rank(run, size):
     assert max(run(size, long_case, 10_000, "auto", 3, size - 1)) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+def test_2000_epochs_of_transitions(run, size, protocol):
+    assert max(run(size, long_case, 2_000, protocol, 3, size - 1, True)) < 1e-5
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -126,16 +144,19 @@ def test_100_scans_ahead(run, size, protocol):
     assert answers[0][2] > 0.5 > answers[0][1]  # rank 0 launched all at once, and its GPU waited for the sleeper
 
 
-def graph_case(group, replays):
+def graph_case(group, replays, dense):
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
-        scan = allscan.AllScan(comm, shape)
-        state, decay = torch.zeros(shape, device=comm.device), torch.zeros(shape[:-1], device=comm.device)
+        scan = allscan.AllScan(comm, shape, tile=transition_tile(16) if dense else None)
+        state, factor = torch.zeros(shape, device=comm.device), torch.zeros(shape[:-1], device=comm.device)
+        if dense:
+            factor = torch.zeros(*shape[:-1], 16, device=comm.device)
+        options = {"transition" if dense else "decay": factor}
         forward, backward = torch.empty_like(state), torch.empty_like(state)
 
         def both():
-            scan.scan(state, decay, out=forward)
-            scan.scan(forward, decay, reverse=True, out=backward)
+            scan.scan(state, **options, out=forward)
+            scan.scan(forward, **options, reverse=True, out=backward)
 
         both()
         comm.barrier()
@@ -146,15 +167,15 @@ def graph_case(group, replays):
         generator = torch.Generator(comm.device).manual_seed(0)
         chance = random.Random(comm.rank)
         for _ in range(replays):
-            states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
-            decays = torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+            states, factors = drawn(comm, shape, generator, dense)
             state.copy_(states[comm.rank])
-            decay.copy_(decays[comm.rank])
+            factor.copy_(factors[comm.rank])
             if chance.random() < 0.02:
                 time.sleep(2e-3)
             graph.replay()
-            prevs = allscan_reference(list(states), list(decays))
-            nexts = allscan_reference(prevs, list(decays), reverse=True)
+            given = {"transitions" if dense else "decays": list(factors)}
+            prevs = allscan_reference(list(states), **given)
+            nexts = allscan_reference(prevs, **given, reverse=True)
             for actual, expected in ((forward, prevs[comm.rank]), (backward, nexts[comm.rank])):
                 worst = torch.maximum(worst, (actual - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()
@@ -162,8 +183,9 @@ def graph_case(group, replays):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_1000_graph_replays(run, size):
-    assert max(run(size, graph_case, 1000)) < 1e-4
+@pytest.mark.parametrize("dense", [False, True])
+def test_1000_graph_replays(run, size, dense):
+    assert max(run(size, graph_case, 1000, dense)) < 1e-4
 
 
 def gla_graph_case(group, packed, mixed):
