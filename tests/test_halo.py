@@ -59,13 +59,17 @@ def test_convolutions(run, size, packed):
 
 
 def label_case(group, tokens):
+    """Labels and shifted tokens of several texts, more than a neighbour may be ahead."""
     with allscan.Communicator(group) as comm:
-        text = torch.randint(2**24, (2, sum(tokens)), generator=torch.Generator().manual_seed(0)).to(comm.device)
-        mine = place(comm, tokens)
-        own = text[:, mine]
-        labels = torch.cat([own[:, 1:], allscan.halo(own, 1, comm=comm, reverse=True)], 1)
-        assert labels.dtype == text.dtype
-        assert torch.equal(labels, F.pad(text[:, 1:], (0, 1))[:, mine])
+        for seed in range(5):
+            text = torch.randint(2**24, (2, sum(tokens)), generator=torch.Generator().manual_seed(seed)).to(comm.device)
+            mine = place(comm, tokens)
+            own = text[:, mine]
+            labels = torch.cat([own[:, 1:], allscan.halo(own, 1, comm=comm, reverse=True)], 1)
+            shifted = torch.cat([allscan.halo(own, 1, comm=comm), own[:, :-1]], 1)
+            assert labels.dtype == text.dtype
+            assert torch.equal(labels, F.pad(text[:, 1:], (0, 1))[:, mine])
+            assert torch.equal(shifted, F.pad(text[:, :-1], (1, 0))[:, mine])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
