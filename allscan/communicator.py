@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import os
 import pickle
+import time
 import warnings
 import weakref
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from .bindings.heap import heap_bytes as rounded_bytes
 from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
 from .shmem_kernels import channel as kernels
@@ -22,7 +23,8 @@ EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the hos
 _heap = None  # this process's symmetric arena; made once, by init()
 _handles = itertools.count(1)
 _communicators = weakref.WeakValueDictionary()  # by handle
-_exchanges = {}  # (ranks of a group) -> how many exchanges it has had: equal on all its ranks
+_exchanges = {}  # scope -> how many exchanges it has had: equal on all ranks that share it
+_left_behind = []  # what kernels of communicators that were not closed may still write to
 
 
 class AllScanTimeout(RuntimeError):
@@ -44,39 +46,62 @@ class AllScanTimeout(RuntimeError):
         )
 
 
-def _exchange(ranks: tuple[int, ...], value, what: str) -> list:
+def _exchange(ranks: tuple[int, ...], value, what: str, scope: str = "") -> list:
     """Every rank's ``value``, in the order of ``ranks`` (global ranks). Through torch.distributed's store.
 
     No GPU, no stream and no collective of a back end is involved, and the wait is bounded. The first rank gathers, the
     others read one answer: O(size) requests. Everybody who is here has read the previous answer, so that is removed.
+    ``scope``: exchanges of different scopes do not meet, default that of the group; those of one have ``what`` alike.
     """
     if len(ranks) == 1:
         return [value]
-    store = dist.distributed_c10d._get_default_store()
-    number = _exchanges[ranks] = _exchanges.get(ranks, 0) + 1
-    group = "-".join(map(str, ranks))
-    prefix = f"allscan/{group}/{number}/"
-    me, limit = dist.get_rank(), timedelta(seconds=EXCHANGE_TIMEOUT_S)
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    scope = scope or _scope(ranks)
+    number = _exchanges[scope] = _exchanges.get(scope, 0) + 1
+    prefix, deadline = f"allscan/{scope}/{number}/", time.monotonic() + EXCHANGE_TIMEOUT_S
     try:
-        store.set(f"{prefix}{me}", pickle.dumps(value))
+        missing = me
+        store.set(f"{prefix}{me}", pickle.dumps((what, value)))
         if me == ranks[0]:
-            values = []
+            found = []
             for rank in ranks:
                 missing = rank
-                store.wait([f"{prefix}{rank}"], limit)
-                values.append(pickle.loads(store.get(f"{prefix}{rank}")))
-            store.set(prefix + "all", pickle.dumps(values))
+                found.append(_wait(store, f"{prefix}{rank}", deadline))
+            store.set(prefix + "all", pickle.dumps(found))
             if number > 1:
                 for key in (*ranks, "all"):
-                    store.delete_key(f"allscan/{group}/{number - 1}/{key}")
+                    store.delete_key(f"allscan/{scope}/{number - 1}/{key}")
         missing = ranks[0]
-        store.wait([prefix + "all"], limit + timedelta(seconds=5))
-        return pickle.loads(store.get(prefix + "all"))
-    except dist.DistError as error:
+        answers = [pickle.loads(x) for x in pickle.loads(_wait(store, prefix + "all", deadline + 5))]
+    except (dist.DistError, TimeoutError) as error:
+        _exchanges[scope] -= 1  # as if this one had not been: the next one is that of ranks that have not come
+        with contextlib.suppress(dist.DistError):
+            store.delete_key(f"{prefix}{me}")
         raise RuntimeError(
             f"{what}: rank {missing} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s. All ranks of a group make "
             "the same calls in the same order"
         ) from error
+    if len({kind for kind, _ in answers}) > 1:
+        raise RuntimeError(
+            "the ranks are at different calls: "
+            + "; ".join(f"rank {rank} (global): {kind}" for rank, (kind, _) in zip(ranks, answers, strict=True))
+        )
+    return [value for _, value in answers]
+
+
+def _scope(ranks) -> str:
+    return "-".join(map(str, ranks))
+
+
+def _wait(store, key: str, deadline: float) -> bytes:
+    """The value of ``key``, or TimeoutError. Not by store.wait, which keeps other threads from the store."""
+    pause = 1e-4
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(key)
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)
+    return store.get(key)
 
 
 def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
@@ -95,7 +120,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     transport = resolve_transport(transport)
     if _heap is not None:
-        if heap_bytes not in (None, _heap.heap.size):
+        if heap_bytes is not None and rounded_bytes(heap_bytes) != _heap.heap.size:
             raise ValueError(f"the arena exists already with {_heap.heap.size:,} bytes")
         if transport != _heap.transport:
             raise ValueError(f"this process already uses transport {_heap.transport!r}")
@@ -192,15 +217,19 @@ class Communicator:
         _communicators[self.handle] = self
         self._last_stream = self._side = None
         self._closed = False
+        self._scope = ""
         near = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
         answers = self.exchange((self.transport, all(self.maps(rank) for rank in near)), "Communicator")
         if any(transport != self.transport for transport, _ in answers):
             raise ValueError("the ranks of the group use different transports")
         self.mapped = all(mapped for _, mapped in answers)  # every rank reaches its neighbours by loads and stores
+        if self.size > 1:  # from here on exchanges of this communicator alone, as the number of the first is its own
+            group = _scope(self._ranks)
+            self._scope = f"{group}/{_exchanges[group]}"
 
     def exchange(self, value, what: str) -> list:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group."""
-        return _exchange(self._ranks, value, what)
+        return _exchange(self._ranks, value, what, self._scope)
 
     def check(self) -> None:
         """Raise :class:`AllScanTimeout` if a wait has timed out so far, RuntimeError if the communicator is closed.
@@ -228,19 +257,41 @@ class Communicator:
         self.exchange("barrier", "Communicator.barrier")
 
     def close(self) -> None:
-        """Give the workspaces back. Collective, unless the communicator is broken: then its memory stays taken,
-        because a late rank may still write into it, and close() returns at once."""
+        """Give the workspaces back. Collective, unless the communicator is broken: then close() returns at once. Where
+        it is broken on any rank the memory stays taken on all, because a late rank may still write into it."""
         if self._closed:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if not self.broken:
-            self.exchange("close", "Communicator.close")
+        if self._leave(self.broken):
             for offset in self._offsets:
                 _heap.heap.free(offset)
         self.scans.clear()
         self.layouts.clear()
         self._closed = True
+
+    def _leave(self, broken: bool) -> bool:
+        """Tell the other ranks that this one leaves, and wait for them unless it is broken; whether none is."""
+        if self.size == 1:
+            return not broken
+        store, prefix = dist.distributed_c10d._get_default_store(), f"allscan/{self._scope}/close/"
+        first, deadline = self.rank == 0, time.monotonic() + EXCHANGE_TIMEOUT_S
+        store.set(f"{prefix}{self.rank}", str(broken))
+        if broken:
+            if first:
+                store.set(prefix + "all", str(True))
+            return False
+        missing = 0
+        try:
+            if first:
+                for missing in range(self.size):
+                    broken |= _wait(store, f"{prefix}{missing}", deadline) == b"True"
+                store.set(prefix + "all", str(broken))
+            return _wait(store, prefix + "all", deadline + 5) == b"False"
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"Communicator.close: rank {self._ranks[missing]} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s"
+            ) from error
 
     def __enter__(self):
         return self
@@ -248,7 +299,10 @@ class Communicator:
     def __exit__(self, error, *_):
         if error is None:
             self.close()
-        else:  # the other ranks may never come to close()
+        elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
+            with contextlib.suppress(dist.DistError):
+                self._leave(broken=True)
+            _left_behind.append((self.record, self.fault))
             self._closed = True
 
     def __del__(self):
@@ -283,7 +337,10 @@ class Communicator:
         self.check()
         if self.debug:
             self._launches += 1
-            answers = self.exchange(what, f"launch {self._launches}, here of {what}")
+            try:
+                answers = self.exchange(what, f"launch {self._launches}")
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}; this rank launches {what}") from error
             if len(set(answers)) > 1:
                 listed = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
                 raise RuntimeError(f"the ranks differ in launch {self._launches}: {listed}")

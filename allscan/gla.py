@@ -292,8 +292,10 @@ def _forward(
     join = launcher.carry(
         states, sums, gates, initial_state, prev, final_state if final else None, scan.channel(), reverse=False
     )
-    q_in, a = launcher.queries(gate, wide, launcher.dtype)
-    join()
+    try:
+        q_in, a = launcher.queries(gate, wide, launcher.dtype)
+    finally:
+        join()  # in any case: what the side stream uses may not be given back before
     o = torch.empty_like(v)
     launcher.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o), reverse=False)
     return o, final_state, states, gates, prev
@@ -322,9 +324,11 @@ def _backward(
     join = launcher.carry(
         dstates, sums, dgates, dfinal, dprev, dinitial if initial else None, scan.channel(reverse=True), reverse=True
     )
-    states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
-    of_scores = launcher.score_gradients(do)
-    join()
+    try:
+        states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
+        of_scores = launcher.score_gradients(do)
+    finally:
+        join()
     dv, through = torch.empty_like(v), launcher.empty(layout.num_chunks, H, launcher.NT, K)
     chunks = (states, chunk_dstates, through)
     launcher.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks, reverse=True)

@@ -52,9 +52,9 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
     inside = None
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
-        tokens = tokens_of_ranks(comm, lengths, T)
-        key = ("halo", T, lengths, n, reverse)
-        inside = kept(comm, key, lambda: _same_sequence(comm, tokens, n, reverse, lengths))
+        first = sum(tokens_of_ranks(comm, lengths, T)[: comm.rank])
+        key = ("halo", first, T, lengths, n, reverse)
+        inside = kept(comm, key, lambda: _same_sequence(comm.device, first, first + T, n, reverse, lengths))
     # decay 0: nothing comes from beyond the neighbour
     found = allscan(edge.reshape(shape).float(), 0.0, comm=comm, reverse=reverse)
     if inside is not None:
@@ -62,11 +62,9 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
     return found.to(x.dtype).reshape(B, n, *rest)
 
 
-def _same_sequence(comm, tokens, n, reverse, lengths) -> Tensor:
-    """[n, 1]: whether the token is of the sequence on this rank's side of the cut."""
-    first = sum(tokens[: comm.rank])
-    end = first + tokens[comm.rank]
+def _same_sequence(device, first, end, n, reverse, lengths) -> Tensor:
+    """[n, 1]: whether the token is of the sequence on this rank's side of the cut; it has tokens first .. end - 1."""
     here = end - 1 if reverse else first  # the token next to the cut
     begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
     places = range(end, end + n) if reverse else range(first - n, first)
-    return torch.tensor([[begin <= t < finish] for t in places], device=comm.device)
+    return torch.tensor([[begin <= t < finish] for t in places], device=device)

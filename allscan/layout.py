@@ -70,17 +70,17 @@ def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
 def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int) -> Layout:
     """The layout of this rank; raises what :func:`tokens_of_ranks` raises."""
     lengths = None if cu_seqlens is None else content(cu_seqlens)
-    tokens = None if lengths is None else tokens_of_ranks(comm, lengths, T)
+    first = 0 if lengths is None else sum(tokens_of_ranks(comm, lengths, T)[: comm.rank])
 
     def make():
         if lengths is None:
             flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
             pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
         else:
-            pieces = cut(lengths, sum(tokens[: comm.rank]), T)
+            pieces = cut(lengths, first, T)
         return Layout(pieces, B, segment, comm.device)
 
-    return kept(comm, (B, T, lengths, segment), make)
+    return kept(comm, (B, T, first, lengths, segment), make)
 
 
 def kept(comm: Communicator, key, make):

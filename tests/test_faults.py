@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan import communicator
 from allscan.bindings.heap import Heap
 from allscan.bindings.shared_memory import SharedMemoryHeap
 from ranks import error, inputs, raised
@@ -330,3 +332,90 @@ def test_what_is_wrong_on_one_rank(run):
     for (first_right, late_right, _), (first, late, seconds) in zip(right, wrong, strict=True):
         assert first is not None and first[0] in ("TypeError", "ValueError") and late == first and seconds < 5
         assert first_right[0] == "ValueError" and first[1] in first_right[1] and late_right is None
+
+
+def broken_on_one_rank_case():
+    """Rank 1 makes a call too many, which breaks its communicator alone; both close it and make a new one."""
+    comm = allscan.Communicator(timeout=TIMEOUT)
+    state = torch.ones(1, 16)
+    allscan.allscan(state, comm=comm)
+    problem = raised(allscan.allscan, state, comm=comm) if comm.rank == 1 else None
+    start = time.monotonic()
+    comm.close()
+    with allscan.Communicator() as new:
+        return problem and problem[0], time.monotonic() - start < 20, allscan.allscan(state, comm=new).sum().item()
+
+
+@pytest.mark.cpu
+def test_a_new_communicator_after_one_broken_on_one_rank(fresh):
+    ranks = fresh(2)
+    assert ranks.run(broken_on_one_rank_case) == [(None, True, 0.0), ("AllScanTimeout", True, 16.0)]
+
+
+def leave_with_an_error_case():
+    """Rank 1 leaves its block with an exception, rank 0 in order."""
+    start = time.monotonic()
+    try:
+        with allscan.Communicator() as comm:
+            allscan.allscan(torch.ones(1, 16), comm=comm)
+            if comm.rank == 1:
+                raise KeyError
+    except KeyError:
+        pass
+    with allscan.Communicator() as new:
+        return time.monotonic() - start < 20, allscan.allscan(torch.ones(1, 16), comm=new).sum().item()
+
+
+@pytest.mark.cpu
+def test_a_block_left_with_an_error_on_one_rank(fresh):
+    assert fresh(2).run(leave_with_an_error_case) == [(True, 0.0), (True, 16.0)]
+
+
+def threads_case():
+    """Two communicators of one group, first calls in a thread of each, in another order on each rank."""
+    comms, scans = [allscan.Communicator() for _ in range(2)], [None, None]
+
+    def work(i, delay):  # Triton's interpreter itself is for one thread
+        time.sleep(delay)
+        scans[i] = allscan.AllScan(comms[i], (1, 16))
+
+    threads = [threading.Thread(target=work, args=(i, 0.3 * (i == comms[0].rank))) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results = [scan.scan(torch.full((1, 16), value)).mean().item() for scan, value in zip(scans, (10.0, 20.0))]
+    for comm in comms:
+        comm.close()
+    return results
+
+
+@pytest.mark.cpu
+def test_communicators_in_threads(fresh):
+    assert fresh(2).run(threads_case) == [[0.0, 0.0], [10.0, 20.0]]
+
+
+def missed_case():
+    """Rank 1 does not come to a first call; what both call afterwards works."""
+    communicator.EXCHANGE_TIMEOUT_S = 2.0
+    with allscan.Communicator() as comm:
+        allscan.allscan(torch.ones(1, 16), comm=comm)
+        missed = raised(allscan.allscan, torch.ones(2, 16), comm=comm) if comm.rank == 0 else None
+        dist.barrier()
+        return missed and "did not come" in missed[1], allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+
+
+@pytest.mark.cpu
+def test_a_missed_first_call_does_not_shift_the_later_ones(fresh):
+    assert fresh(2).run(missed_case) == [(True, 0.0), (None, 32.0)]
+
+
+def same_size_case():
+    allscan.init(1_000_000)
+    allscan.init(1_000_000)
+    return raised(allscan.init, 2_000_000)[0]
+
+
+@pytest.mark.cpu
+def test_an_arena_of_the_same_size_is_no_second_one(fresh):
+    assert fresh(1).run(same_size_case) == ["ValueError"]

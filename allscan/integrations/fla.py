@@ -125,17 +125,17 @@ def _convolve(convolution, x, comm, cu_seqlens, use_cache):
         x = torch.cat([halo(x, n, comm=comm, cu_seqlens=cu_seqlens), x], 1)
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
-        tokens = tokens_of_ranks(comm, lengths, T)
-        cu_seqlens = kept(comm, ("convolution", T, lengths, n), lambda: _lengths_here(comm, tokens, lengths, n, T))
+        first = sum(tokens_of_ranks(comm, lengths, T)[: comm.rank])
+        key = ("convolution", first, T, lengths, n)
+        cu_seqlens = kept(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
     y, state = convolution(x, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
     return y[:, n:], state
 
 
-def _lengths_here(comm, tokens, lengths, n, T):
+def _lengths_here(device, first, lengths, n, T):
     """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens."""
-    first = sum(tokens[: comm.rank])
     inside = sorted({n + c - first for c in lengths if first < c < first + T})
-    return torch.tensor([0, *inside, n + T], dtype=torch.int32).to(comm.device)
+    return torch.tensor([0, *inside, n + T], dtype=torch.int32).to(device)
 
 
 def _loss(
