@@ -49,44 +49,57 @@ class AllScanTimeout(RuntimeError):
 def _exchange(ranks: tuple[int, ...], value, what: str, scope: str = "") -> list:
     """Every rank's ``value``, in the order of ``ranks`` (global ranks). Through torch.distributed's store.
 
-    No GPU, no stream and no collective of a back end is involved, and the wait is bounded. The first rank gathers, the
-    others read one answer: O(size) requests. Everybody who is here has read the previous answer, so that is removed.
     ``scope``: exchanges of different scopes do not meet, default that of the group; those of one have ``what`` alike.
     """
     if len(ranks) == 1:
         return [value]
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     scope = scope or _scope(ranks)
     number = _exchanges[scope] = _exchanges.get(scope, 0) + 1
-    prefix, deadline = f"allscan/{scope}/{number}/", time.monotonic() + EXCHANGE_TIMEOUT_S
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     try:
-        missing = me
-        store.set(f"{prefix}{me}", pickle.dumps((what, value)))
-        if me == ranks[0]:
-            found = []
-            for rank in ranks:
-                missing = rank
-                found.append(_wait(store, f"{prefix}{rank}", deadline))
-            store.set(prefix + "all", pickle.dumps(found))
-            if number > 1:
-                for key in (*ranks, "all"):
-                    store.delete_key(f"allscan/{scope}/{number - 1}/{key}")
-        missing = ranks[0]
-        answers = [pickle.loads(x) for x in pickle.loads(_wait(store, prefix + "all", deadline + 5))]
-    except (dist.DistError, TimeoutError) as error:
+        words = _gather(store, ranks, f"allscan/{scope}/{number}/", pickle.dumps((what, value)), what)
+    except RuntimeError:
         _exchanges[scope] -= 1  # as if this one had not been: the next one is that of ranks that have not come
         with contextlib.suppress(dist.DistError):
-            store.delete_key(f"{prefix}{me}")
+            store.delete_key(f"allscan/{scope}/{number}/{me}")
+        raise
+    if me == ranks[0] and number > 1:  # everybody who has come here has read the previous answer
+        for key in (*ranks, "all"):
+            store.delete_key(f"allscan/{scope}/{number - 1}/{key}")
+    kinds, values = zip(*map(pickle.loads, words), strict=True)
+    if len(set(kinds)) > 1:
+        raise RuntimeError("the ranks are at different calls: " + by_rank(kinds))
+    return list(values)
+
+
+def _gather(store, ranks: tuple[int, ...], prefix: str, word: bytes, what: str) -> list[bytes]:
+    """What every rank has given as ``word``, in the order of ``ranks``; RuntimeError if one does not come.
+
+    No GPU, no stream and no collective of a back end is involved, and the wait is bounded. The first rank gathers, the
+    others read one answer: O(size) requests.
+    """
+    missing = me = dist.get_rank()
+    deadline = time.monotonic() + EXCHANGE_TIMEOUT_S
+    try:
+        store.set(f"{prefix}{me}", word)
+        if me == ranks[0]:
+            words = []
+            for rank in ranks:
+                missing = rank
+                words.append(_wait(store, f"{prefix}{rank}", deadline))
+            store.set(prefix + "all", pickle.dumps(words))
+        missing = ranks[0]
+        return pickle.loads(_wait(store, prefix + "all", deadline + 5))
+    except (dist.DistError, TimeoutError) as error:
         raise RuntimeError(
             f"{what}: rank {missing} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s. All ranks of a group make "
             "the same calls in the same order"
         ) from error
-    if len({kind for kind, _ in answers}) > 1:
-        raise RuntimeError(
-            "the ranks are at different calls: "
-            + "; ".join(f"rank {rank} (global): {kind}" for rank, (kind, _) in zip(ranks, answers, strict=True))
-        )
-    return [value for _, value in answers]
+
+
+def by_rank(values) -> str:
+    """One line that shows a value of every rank."""
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def _scope(ranks) -> str:
@@ -212,7 +225,7 @@ class Communicator:
         self._offsets = []
         self.scans = {}  # what allscan() and zeco_gla() have made, by shape
         self.agreements = set()  # what the ranks have agreed upon at first calls
-        self.splits, self.layouts = {}, {}  # of zeco_gla and halo: see layout.tokens_of_ranks and kept
+        self.splits, self.layouts = {}, {}  # of zeco_gla and halo: see layout.first_token and kept
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         _communicators[self.handle] = self
         self._last_stream = self._side = None
@@ -275,23 +288,13 @@ class Communicator:
         if self.size == 1:
             return not broken
         store, prefix = dist.distributed_c10d._get_default_store(), f"allscan/{self._scope}/close/"
-        first, deadline = self.rank == 0, time.monotonic() + EXCHANGE_TIMEOUT_S
-        store.set(f"{prefix}{self.rank}", str(broken))
-        if broken:
-            if first:
-                store.set(prefix + "all", str(True))
-            return False
-        missing = 0
-        try:
-            if first:
-                for missing in range(self.size):
-                    broken |= _wait(store, f"{prefix}{missing}", deadline) == b"True"
-                store.set(prefix + "all", str(broken))
-            return _wait(store, prefix + "all", deadline + 5) == b"False"
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"Communicator.close: rank {self._ranks[missing]} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s"
-            ) from error
+        if not broken:
+            return b"broken" not in _gather(store, self._ranks, prefix, b"whole", "Communicator.close")
+        with contextlib.suppress(dist.DistError):
+            store.set(f"{prefix}{dist.get_rank()}", b"broken")
+            if self.rank == 0:
+                store.set(prefix + "all", pickle.dumps([b"broken"]))  # without waiting for the others
+        return False
 
     def __enter__(self):
         return self
@@ -300,8 +303,7 @@ class Communicator:
         if error is None:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
-            with contextlib.suppress(dist.DistError):
-                self._leave(broken=True)
+            self._leave(broken=True)
             _left_behind.append((self.record, self.fault))
             self._closed = True
 
@@ -342,8 +344,7 @@ class Communicator:
             except RuntimeError as error:
                 raise RuntimeError(f"{error}; this rank launches {what}") from error
             if len(set(answers)) > 1:
-                listed = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
-                raise RuntimeError(f"the ranks differ in launch {self._launches}: {listed}")
+                raise RuntimeError(f"the ranks differ in launch {self._launches}: {by_rank(answers)}")
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.device)
             if self._last_stream is not None and self._last_stream != stream:

@@ -18,11 +18,11 @@
 ``my_kernel[grid](...)`` does as well.
 
 The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, ``recv`` before ``send``, on
-every rank, also where there is nobody to receive from or to send to;
-launches on one channel follow one another on a stream; a block does nothing between ``recv`` and ``send`` that waits
-for another block. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the
-first rank receives (zeros or an initial state). The order of tiles is yours: a tile is a number, not a place. A program
-of more than one warp needs tiles of at least 32 * num_warps words.
+every rank, also where there is nobody to receive from or to send to; launches on one channel follow one another on a
+stream; a block does nothing between ``recv`` and ``send`` that waits for another block. Values are float32 blocks
+[channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an initial state).
+The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs tiles of at least
+32 * num_warps words.
 """
 
 from .shmem_kernels.channel import INFO_NEXT, INFO_PREV, Channel, allscan, recv, send, set_signal, wait_signal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .communicator import Communicator
-from .layout import content, kept, tokens_of_ranks
+from .layout import content, first_token, kept
 from .scan import allscan, persistent
 
 
@@ -52,7 +52,7 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
     inside = None
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
-        first = sum(tokens_of_ranks(comm, lengths, T)[: comm.rank])
+        first = first_token(comm, lengths, T)
         key = ("halo", first, T, lengths, n, reverse)
         inside = kept(comm, key, lambda: _same_sequence(comm.device, first, first + T, n, reverse, lengths))
     # decay 0: nothing comes from beyond the neighbour

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .communicator import Communicator
+from .communicator import Communicator, by_rank
 from .shmem_kernels.gla_blocks import FIRST, LAST
-from .workspace import by_rank
 
 KEPT = 256  # layouts, and splits, that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
@@ -68,9 +67,9 @@ def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
 
 
 def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int) -> Layout:
-    """The layout of this rank; raises what :func:`tokens_of_ranks` raises."""
+    """The layout of this rank; raises what :func:`first_token` raises."""
     lengths = None if cu_seqlens is None else content(cu_seqlens)
-    first = 0 if lengths is None else sum(tokens_of_ranks(comm, lengths, T)[: comm.rank])
+    first = 0 if lengths is None else first_token(comm, lengths, T)
 
     def make():
         if lengths is None:
@@ -105,9 +104,9 @@ def _capturing(comm: Communicator) -> bool:
     return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def tokens_of_ranks(comm: Communicator, lengths, T: int) -> list[int]:
-    """The tokens of every rank, of which this one has T. For each call with cu_seqlens, on all ranks alike: the first
-    with these ``lengths`` is collective, and what it finds is kept (the last KEPT, the same ones on every rank).
+def first_token(comm: Communicator, lengths, T: int) -> int:
+    """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
+    these ``lengths`` is collective, and the split that it finds is kept (the last KEPT, the same ones on every rank).
 
     Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
     call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture.
@@ -119,7 +118,7 @@ def tokens_of_ranks(comm: Communicator, lengths, T: int) -> list[int]:
                 f"these cu_seqlens came with {tokens[comm.rank]} tokens on this rank before, now with {T}: on one "
                 "communicator a cu_seqlens has one split"
             )
-        return tokens
+        return sum(tokens[: comm.rank])
     if _capturing(comm):
         raise RuntimeError(NOT_IN_CAPTURE)
     answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
@@ -133,7 +132,7 @@ def tokens_of_ranks(comm: Communicator, lengths, T: int) -> list[int]:
     if len(comm.splits) >= KEPT:
         del comm.splits[next(iter(comm.splits))]
     comm.splits[lengths] = tokens
-    return tokens
+    return sum(tokens[: comm.rank])
 
 
 def cut(lengths, begin: int, T: int) -> list[Piece]:

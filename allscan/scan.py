@@ -9,10 +9,10 @@ import math
 import torch
 
 from .bindings import nvshmem_device
-from .communicator import Communicator
+from .communicator import Communicator, by_rank
 from .shmem_kernels.channel import PUT, Channel
 from .shmem_kernels.scan import scan_kernel, transition_kernel
-from .workspace import PROTOCOLS, by_rank, make_channels, workspace_bytes
+from .workspace import PROTOCOLS, make_channels, workspace_bytes
 
 # (words of a tile, most programs of the scan kernel). Sentinel: one 16-byte access for each thread of a warp; on 4
 # H200s 2 MiB took 10.5 us so, 11.4 with 256 words, 11.9 with 512; 8 MiB 28.8, 28.8, 30.2. With signals a tile is known
@@ -249,7 +249,9 @@ def persistent(comm: Communicator, shape, agree=None, problem: Exception | None 
                 ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
             )
         except RuntimeError as nobody_came:
-            raise (problem or nobody_came) from nobody_came.__cause__
+            if problem is not None:
+                raise problem from nobody_came
+            raise
         if problem is None and any(answer != ((key, agree), None) for answer in answers):
             raise ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
     if problem is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from .communicator import Communicator
+from .communicator import Communicator, by_rank
 from .shmem_kernels import channel as kernels
 from .shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL, Channel
 
@@ -130,8 +130,3 @@ def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Chan
 def _constants(num_tiles, tile, depth, recv, send) -> dict:
     values = dict(num_tiles=num_tiles, BK=tile[0], BV=tile[1], DEPTH=depth, RECV=recv, SEND=send)
     return {name: tl.constexpr(value) for name, value in values.items()}
-
-
-def by_rank(values) -> str:
-    """One line that shows a value of every rank."""
-    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

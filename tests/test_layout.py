@@ -9,7 +9,7 @@ import torch
 
 import allscan
 from allscan import layout
-from allscan.layout import Layout, cut, find_layout, most_segments, tokens_of_ranks
+from allscan.layout import Layout, cut, find_layout, first_token, most_segments
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from ranks import raised
 
@@ -69,7 +69,7 @@ def test_at_random(seed):
 def split_case(group):
     """One cu_seqlens, cut in another way at the second call; then a layout of other segments, on rank 1 alone."""
     with allscan.Communicator(group) as comm:
-        answers = [raised(tokens_of_ranks, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
+        answers = [raised(first_token, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
         segment = 128 if comm.rank == 1 else 256
         return [*answers, find_layout(comm, 1, 20, torch.tensor([0, 5, 60]), segment).num_segments]  # asks nobody
 

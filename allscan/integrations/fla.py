@@ -14,7 +14,7 @@ from fla.layers.utils import get_layer_cache, update_layer_cache
 from ..communicator import Communicator
 from ..gla import zeco_gla
 from ..halo import halo
-from ..layout import Identity, content, kept, tokens_of_ranks
+from ..layout import Identity, content, first_token, kept
 
 _prefilled = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
@@ -125,7 +125,7 @@ def _convolve(convolution, x, comm, cu_seqlens, use_cache):
         x = torch.cat([halo(x, n, comm=comm, cu_seqlens=cu_seqlens), x], 1)
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
-        first = sum(tokens_of_ranks(comm, lengths, T)[: comm.rank])
+        first = first_token(comm, lengths, T)
         key = ("convolution", first, T, lengths, n)
         cu_seqlens = kept(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
     y, state = convolution(x, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)

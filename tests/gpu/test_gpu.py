@@ -25,13 +25,13 @@ SIZES = [2, 4]
 
 
 def drawn(comm, shape, generator, dense):
-    """(states, decays or transitions) of all ranks, [size, ...]."""
+    """(states, "decay" or "transition", those) of all ranks, [size, ...]."""
     states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
     if dense:
         width = shape[-2]
         transitions = torch.randn(comm.size, *shape[:-1], width, generator=generator, device=comm.device)
-        return states, transitions / (2 * width**0.5)
-    return states, torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+        return states, "transition", transitions / (2 * width**0.5)
+    return states, "decay", torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
 
 
 def long_case(group, epochs, protocol, depth, late_rank, dense=False):
@@ -45,16 +45,13 @@ def long_case(group, epochs, protocol, depth, late_rank, dense=False):
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         out = torch.empty(shape, device=comm.device)
         for _ in range(epochs):
-            states, factors = drawn(comm, shape, generator, dense)
+            states, name, factors = drawn(comm, shape, generator, dense)
             if comm.rank == late_rank and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
             out.fill_(float("nan"))
-            scan.scan(states[comm.rank], **{"transition" if dense else "decay": factors[comm.rank]}, out=out)
-            expected = torch.zeros(shape, device=comm.device, dtype=torch.float64)
-            for p in range(comm.rank):
-                factor = factors[p].double()
-                expected = (factor @ expected if dense else factor[..., None] * expected) + states[p]
+            scan.scan(states[comm.rank], **{name: factors[comm.rank]}, out=out)
+            expected = allscan_reference(list(states), **{name + "s": list(factors)})[comm.rank]
             worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()
         return worst.item()
@@ -148,15 +145,14 @@ def graph_case(group, replays, dense):
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
         scan = allscan.AllScan(comm, shape, tile=transition_tile(16) if dense else None)
-        state, factor = torch.zeros(shape, device=comm.device), torch.zeros(shape[:-1], device=comm.device)
-        if dense:
-            factor = torch.zeros(*shape[:-1], 16, device=comm.device)
-        options = {"transition" if dense else "decay": factor}
+        generator = torch.Generator(comm.device).manual_seed(0)
+        states, name, factors = drawn(comm, shape, generator, dense)
+        state, factor = torch.zeros_like(states[0]), torch.zeros_like(factors[0])
         forward, backward = torch.empty_like(state), torch.empty_like(state)
 
         def both():
-            scan.scan(state, **options, out=forward)
-            scan.scan(forward, **options, reverse=True, out=backward)
+            scan.scan(state, **{name: factor}, out=forward)
+            scan.scan(forward, **{name: factor}, reverse=True, out=backward)
 
         both()
         comm.barrier()
@@ -164,16 +160,15 @@ def graph_case(group, replays, dense):
         with torch.cuda.graph(graph):
             both()
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
-        generator = torch.Generator(comm.device).manual_seed(0)
         chance = random.Random(comm.rank)
         for _ in range(replays):
-            states, factors = drawn(comm, shape, generator, dense)
+            states, _, factors = drawn(comm, shape, generator, dense)
             state.copy_(states[comm.rank])
             factor.copy_(factors[comm.rank])
             if chance.random() < 0.02:
                 time.sleep(2e-3)
             graph.replay()
-            given = {"transitions" if dense else "decays": list(factors)}
+            given = {name + "s": list(factors)}
             prevs = allscan_reference(list(states), **given)
             nexts = allscan_reference(prevs, **given, reverse=True)
             for actual, expected in ((forward, prevs[comm.rank]), (backward, nexts[comm.rank])):
