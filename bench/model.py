@@ -5,14 +5,15 @@
 Every rank has the whole model (DistributedDataParallel) and T tokens, forward, backward and optimizer step in bfloat16
 autocast, called from Python as in training. Beside each other: one sequence cut over the ranks, its state carried by
 zeco_gla, by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all, and plain data parallelism, a sequence of T
-tokens a rank, which is the ideal. The methods take turns, step by step; a time is the median step of the slowest rank.
-They are checked first, on a small model: loss and gradients against one rank with the whole sequence. Without GPUs only
-that check runs, on 2 CPU ranks.
+tokens a rank, which is the ideal. The methods take turns, step by step, in another order each time, because a GPU's
+clock depends on what it did before; a time is the median step of the slowest rank. They are checked first, on a small
+model: loss and gradients against one rank with the whole sequence. Without GPUs only that check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from bench.operator import over
 from bench.table import Table, results
 
 TOKENS = (16384, 32768)
-STEPS = 7
+STEPS = 11
 COLUMNS = (
     "method", "ranks", "T", "parameters", "step_ms", "tokens_per_s_per_gpu", "percent_of_data_parallel", "peak_gib",
     "gpu", "torch", "triton", "sources",
@@ -125,13 +126,13 @@ def measure(ranks, T, shape) -> dict | None:
         data = text(T, model.embedding.num_embeddings, comm.device, comm.rank)
         calls = chosen(methods, comm.size)
         times, peaks = {name: [] for name in calls}, {}
-        for _ in range(STEPS + 2):
-            for name, call in calls.items():
+        for turn in range(STEPS + 2):
+            for name in random.Random(turn).sample(list(calls), len(calls)):
                 torch.cuda.reset_peak_memory_stats()
                 comm.barrier()
                 start = time.perf_counter()
                 with torch.autocast("cuda", torch.bfloat16):
-                    loss = wrapped(data[:, :-1], data[:, 1:], call)
+                    loss = wrapped(data[:, :-1], data[:, 1:], calls[name])
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

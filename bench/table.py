@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 
 import torch
 import triton
@@ -21,11 +20,9 @@ def results(name: str) -> str:
 
 def machine() -> dict:
     """GPU, versions, and which sources: the columns that every table ends with."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     return dict(
         gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        commit=commit, sources=source_hash()[:12],
+        sources=source_hash()[:12],
     )  # fmt: skip
 
 
