@@ -181,7 +181,8 @@ class Communicator:
     group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
         group; without torch.distributed, None is a group of this process alone.
     transport: "auto", "nvshmem" or "shm"; see :func:`init`.
-    timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken.
+    timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer than
+        a rank may be busy with something else, such as writing a checkpoint.
     debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
         differs is named on every rank (RuntimeError). Default: whether the environment has ALLSCAN_DEBUG=1.
 
@@ -190,15 +191,16 @@ class Communicator:
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
-    construction the host waits for nothing but the first call for a shape, :meth:`barrier` and :meth:`close`.
+    construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
+    :meth:`barrier`, in :meth:`close`, and with ``debug`` at every launch.
 
     Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
     """
 
     def __init__(self, group=None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None):
         self._closed = True  # until construction has succeeded
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        if not 0 < timeout < 1e9:
+            raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
         self.timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self._launches = 0
@@ -231,11 +233,13 @@ class Communicator:
         self._last_stream = self._side = None
         self._closed = False
         self._scope = ""
-        near = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
-        answers = self.exchange((self.transport, all(self.maps(rank) for rank in near)), "Communicator")
-        if any(transport != self.transport for transport, _ in answers):
-            raise ValueError("the ranks of the group use different transports")
-        self.mapped = all(mapped for _, mapped in answers)  # every rank reaches its neighbours by loads and stores
+        maps = {rank: self._maps(rank) for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size}
+        transports, maps = zip(*self.exchange((self.transport, maps), "Communicator"), strict=True)
+        if len(set(transports)) > 1:
+            raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
+        # [p]: whether ranks p and p + 1 reach each other by loads and stores
+        self.mapped_links = [maps[p][p + 1] and maps[p + 1][p] for p in range(self.size - 1)]
+        self.mapped = all(self.mapped_links)
         if self.size > 1:  # from here on exchanges of this communicator alone, as the number of the first is its own
             group = _scope(self._ranks)
             self._scope = f"{group}/{_exchanges[group]}"
@@ -276,6 +280,8 @@ class Communicator:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.size > 1 and not self.broken:
+            _heap.quiet()
         if self._leave(self.broken):
             for offset in self._offsets:
                 _heap.heap.free(offset)
@@ -329,8 +335,7 @@ class Communicator:
         """The symmetric heap, and what its transport calls ``rank`` of this group."""
         return _heap, _heap.pes[self._ranks[rank]]
 
-    def maps(self, rank: int) -> bool:
-        """Whether this rank reaches ``rank``'s memory by loads and stores."""
+    def _maps(self, rank: int) -> bool:
         heap, pe = self.heap_and_pe(rank)
         return heap.is_mapped(pe)
 

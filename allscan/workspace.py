@@ -46,30 +46,27 @@ def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], dep
         lonely = Channel(*[values] * 3, *[words] * 7, **constants)
         return lonely, lonely
 
-    maps = {rank: comm.maps(rank) for rank in (comm.rank - 1, comm.rank + 1) if 0 <= rank < comm.size}
-    put = protocol == "put" or not all(maps.values())
+    best = [(SENTINEL if mapped else PUT).value for mapped in comm.mapped_links]
+    links = best if protocol == "auto" else [PROTOCOLS[protocol]] * len(best)  # links[p] joins rank p and rank p + 1
+    puts = [PUT.value in links[max(0, p - 1) : p + 1] for p in range(comm.size)]  # of each rank
     try:
-        offsets, error = [comm.alloc(workspace_bytes(num_tiles, tile, depth, put)) for _ in range(2)], None
+        offsets, error = [comm.alloc(workspace_bytes(num_tiles, tile, depth, puts[comm.rank])) for _ in range(2)], None
     except MemoryError as full:
         offsets, error = None, str(full)
-    answers = comm.exchange((spec, maps, put, offsets, error), "making a workspace")
-
-    if any(answer[0] != spec for answer in answers):
-        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(a[0] for a in answers))
-    if any(answer[4] for answer in answers):
-        raise MemoryError(by_rank(answer[4] or "ok" for answer in answers))
-    links = []  # links[p] joins rank p and rank p + 1
-    for p in range(comm.size - 1):
-        mapped = answers[p][1][p + 1] and answers[p + 1][1][p]
-        if not mapped and protocol in ("sentinel", "signal"):
-            raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
-        links.append(PROTOCOLS[protocol] if protocol != "auto" else (SENTINEL if mapped else PUT).value)
+    specs, offsets, errors = zip(*comm.exchange((spec, offsets, error), "making a workspace"), strict=True)
+    if len(set(specs)) > 1:
+        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(specs))
+    if any(errors):
+        raise MemoryError(by_rank(error or "ok" for error in errors))
+    if protocol in ("sentinel", "signal") and not comm.mapped:
+        p = comm.mapped_links.index(False)
+        raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
     if PUT.value in links and comm.transport != "nvshmem":
         raise RuntimeError("protocol 'put' needs the transport 'nvshmem'")
 
     channels = []
     for direction, step in enumerate((1, -1)):
-        workspaces = [(answer[3][direction], _layout(num_tiles, tile, depth, answer[2])[0]) for answer in answers]
+        workspaces = [(offsets[p][direction], _layout(num_tiles, tile, depth, puts[p])[0]) for p in range(comm.size)]
         channels.append(_make_channel(comm, workspaces, num_tiles, tile, depth, links, step))
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)

@@ -171,6 +171,9 @@ def extern_libs() -> dict:
     return {_LIBRARY: device_library()}
 
 
+initialized_modules = set()  # CUDA modules that have the device state of the NVSHMEM that is running now
+
+
 class Kernel:
     """A ``triton.jit`` function linked with NVSHMEM, whose modules are initialised before their first launch.
 
@@ -181,30 +184,28 @@ class Kernel:
     def __init__(self, fn):
         self.fn = fn
         functools.update_wrapper(self, fn.fn if hasattr(fn, "fn") else fn)
-        self._ready = set()
 
     def __getitem__(self, grid):
         return functools.partial(self.run, grid)
 
     def run(self, grid, *args, **options):
         options["extern_libs"] = extern_libs()
-        kernel = self.fn.warmup(*args, grid=grid, **options)
-        if kernel.hash not in self._ready:
-            initialize_module(kernel)
-            self._ready.add(kernel.hash)
+        initialize_module(self.fn.warmup(*args, grid=grid, **options))
         return self.fn[grid](*args, **options)
 
 
 def initialize_module(kernel) -> None:
     """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
-    if "nvshmemi_device_state_d" not in kernel.asm["ptx"]:
-        return
-    from .nvshmem_host import load
-
     kernel._init_handles()
-    status = load().cumodule_init(int(kernel.module))
-    if status:
-        raise RuntimeError(f"nvshmemx_cumodule_init failed with {status}: is NVSHMEM initialised?")
+    if kernel.module in initialized_modules:
+        return
+    if "nvshmemi_device_state_d" in kernel.asm["ptx"]:
+        from .nvshmem_host import load
+
+        status = load().cumodule_init(int(kernel.module))
+        if status:
+            raise RuntimeError(f"nvshmemx_cumodule_init failed with {status}: is NVSHMEM initialised?")
+    initialized_modules.add(kernel.module)
 
 
 def jit(fn=None, **options):

@@ -13,6 +13,7 @@ import os
 import torch
 
 from .heap import Heap, heap_bytes
+from .nvshmem_device import initialized_modules
 
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
 
@@ -132,6 +133,12 @@ class NvshmemHeap:
     def is_mapped(self, pe: int) -> bool:
         return bool(self._peer_base[pe])
 
+    def quiet(self) -> None:
+        """Return when the puts of this process's kernels, which have ended, have arrived."""
+        stream = torch.cuda.current_stream(self.device)
+        self._bindings.quiet_on_stream(stream.cuda_stream)
+        stream.synchronize()
+
     def close(self) -> None:
         """Collective: give the block back and finalise NVSHMEM if this object initialised it."""
         torch.cuda.synchronize(self.device)
@@ -139,3 +146,4 @@ class NvshmemHeap:
         self._bindings.free(self._base)
         if self._owner:
             self._bindings.hostlib_finalize()
+            initialized_modules.clear()
