@@ -52,16 +52,16 @@ def recurrence(q, k, v, g, cu_seqlens=None, output_final_state=False, **_):
 
 
 def answers_of(model, tokens, **options):
-    """(logits, loss, all gradients as one)."""
+    """(logits, loss, every parameter's gradient)."""
     model.zero_grad()
     output = model(input_ids=tokens, labels=tokens, use_cache=False, **options)
     logits, loss = output.logits.detach().clone(), output.loss.detach()  # backward may write over them
     output.loss.backward()
-    return logits, loss, torch.cat([p.grad.flatten() for p in model.parameters()])
+    return logits, loss, *(p.grad.clone() for p in model.parameters())
 
 
 def model_case(group, tokens, choices, packed):
-    """Errors of logits, loss and gradients: against the recurrence, and on GPUs against fla's chunk_gla."""
+    """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's chunk_gla."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
@@ -85,13 +85,15 @@ def model_case(group, tokens, choices, packed):
         mine = place(comm, tokens)
         assert sequence_parallel(model, comm=comm) is model
         model = copy.deepcopy(model)  # as for averaged weights
-        logits, loss, gradients = answers_of(model, whole[:, mine], cu_seqlens=lengths)
-        if comm.size > 1:
-            for x in (loss, gradients):
-                dist.all_reduce(x, group=comm.group)
+        logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
+        for x in sums:
+            dist.all_reduce(x, group=comm.group)
         with pytest.raises(ValueError, match="pack the sequences"):
             model(input_ids=whole[:, mine], attention_mask=torch.zeros_like(whole[:, mine]))
-        return [(relative(logits, e[0][:, mine]), relative(loss, e[1]), relative(gradients, e[2])) for e in expected]
+        return [
+            [relative(logits, e[0][:, mine]), *(relative(*pair) for pair in zip(sums, e[1:], strict=True))]
+            for e in expected
+        ]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -135,8 +137,17 @@ def test_the_last_ranks_cache(run, size):
     assert run(size, prefill_case, TOKENS[size])[-1] < 1e-5
 
 
+class Other(torch.nn.Module):
+    """A criterion that does not say how it reduces."""
+
+    ignore_index = 0
+
+    def forward(self, logits, labels):
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=0)
+
+
 def options_case(group):
-    """Prefills of other lengths, also on one rank alone; a criterion with its own label to ignore; what is refused."""
+    """Prefills of other lengths, also on one rank alone, also of a cache that was used; criteria; what is refused."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
@@ -148,39 +159,62 @@ def options_case(group):
             hidden_size=64, num_hidden_layers=1, num_heads=2, vocab_size=97, fuse_cross_entropy=False
         )
         model = fla.models.gla.GLAForCausalLM(config).to(comm.device)
-        model.criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
-        whole = torch.randint(97, (2, 15)).to(comm.device)
-        expected = answers_of(model, whole)
-        sequence_parallel(model, comm=comm)
-        mine = place(comm, [8, 7])
-        actual = answers_of(model, whole[:, mine])
-        for x in actual[1:]:
-            dist.all_reduce(x, group=comm.group)
+        whole, errors = torch.randint(97, (2, 15)).to(comm.device), []
+        mine, weight = place(comm, [8, 7]), torch.rand(97).to(comm.device)
+        criteria = [
+            torch.nn.CrossEntropyLoss(ignore_index=0),
+            torch.nn.CrossEntropyLoss(reduction="sum"),
+            torch.nn.CrossEntropyLoss(weight=weight, ignore_index=int(whole[0, 4])),
+            torch.nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1),
+        ]
+        for criterion in criteria:
+            model.criterion = criterion
+            expected = answers_of(sequence_parallel(model, comm=None), whole)
+            actual = answers_of(sequence_parallel(model, comm=comm), whole[:, mine])
+            for x, e in zip(actual[1:], expected[1:], strict=True):
+                dist.all_reduce(x, group=comm.group)
+                errors.append(relative(x, e))
+        model.criterion = Other()
+        with pytest.raises(ValueError, match='reduction of "mean" or "sum"'):
+            model(input_ids=whole, labels=whole)
         model.config.use_l2warp = True
         with pytest.raises(ValueError, match="use_l2warp"):
             model(input_ids=whole, labels=whole)
-        lengths = []
+        lengths, cache = [], None
         with torch.no_grad():
-            for tokens in ([8, 8], [7, 7], [8, 7]):
+            for tokens in ([8, 8], [7, 7], [8, 7], [5, 6]):
+                if tokens == [5, 6]:
+                    cache.reset()
                 part = torch.zeros(1, tokens[comm.rank], dtype=torch.long, device=comm.device)
-                lengths.append(model.eval()(input_ids=part).past_key_values.get_seq_length())
+                again = dict(past_key_values=cache) if tokens == [5, 6] else {}
+                cache = model.eval()(input_ids=part, use_cache=True, **again).past_key_values
+                lengths.append(cache.get_seq_length())
         sequence_parallel(model, comm=None)
         model.model.layers[0].attn.forward = lambda *x: x
         with pytest.raises(ValueError, match="was replaced"):
             sequence_parallel(model, comm=comm)
-        return lengths, max(relative(a, e) for a, e in zip(actual[1:], expected[1:], strict=True))
+        return lengths, max(errors)
 
 
 def test_options(run):
     for lengths, error in run(2, options_case):
-        assert lengths == [16, 14, 15] and error < 1e-5
+        assert lengths == [16, 14, 15, 11] and error < 1e-5
 
 
 def test_other_layers_are_refused():
-    from fla.layers import DeltaNet
+    from fla.layers import DeltaNet, GatedLinearAttention
 
     from allscan.integrations.fla import sequence_parallel
 
-    for module in (torch.nn.Linear(2, 2), DeltaNet(hidden_size=64, num_heads=2)):
+    class Wrapped(DeltaNet):  # as FSDP2 does, in a module of its own
+        pass
+
+    class Doubled(GatedLinearAttention):
+        def forward(self, *x, **options):
+            return 2 * super().forward(*x, **options)[0]
+
+    layers = [kind(hidden_size=64, num_heads=2) for kind in (DeltaNet, Wrapped, Doubled, GatedLinearAttention)]
+    sequence_parallel(layers[-1], comm=None)
+    for module in (torch.nn.Linear(2, 2), *layers[:3], torch.nn.Sequential(layers[3], layers[1])):
         with pytest.raises(ValueError, match="GatedLinearAttention only"):
             sequence_parallel(module, comm=None)

@@ -35,7 +35,8 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP average gradients instead: multiply by their number of ranks).
     Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A ``criterion`` of
-    the model's is used as fla does, with its ``ignore_index``.
+    the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the tokens, by their
+    ``weight`` if it has one) or "sum".
 
     With ``use_cache=True`` the cache of the last rank is what the ordinary model goes on from, as a single process:
     ``sequence_parallel(model, comm=None)``. The others' is not to be used.
@@ -46,9 +47,9 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False), and for
     ``use_l2warp``, whose penalty fla scales by what one rank has.
     """
-    others = {type(m).__name__ for m in module.modules() if type(m).__module__.startswith("fla.layers.")}
-    others.discard(GatedLinearAttention.__name__)
     layers = [m for m in module.modules() if isinstance(m, GatedLinearAttention)]
+    others = {type(m).__name__ for m in module.modules() if m not in layers and _of_fla(type(m))}
+    others |= {type(m).__name__ for m in layers if type(m).forward is not GatedLinearAttention.forward}
     if others or not layers:
         raise ValueError(f"expected layers of GatedLinearAttention only, got {sorted(others) or 'none'}")
     for layer in layers:
@@ -57,6 +58,10 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
         if hasattr(model, "_compute_logits_and_loss"):
             _replace(model, "_compute_logits_and_loss", comm and functools.partial(_loss, model, comm))
     return module
+
+
+def _of_fla(kind) -> bool:
+    return any(base.__module__.startswith("fla.layers.") for base in kind.__mro__)  # FSDP2 makes subclasses
 
 
 def _replace(module, name, function):
@@ -84,9 +89,7 @@ def _layer(
     q, k, v, g = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gk_proj(x)
     if layer.use_short_conv:
         convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
-        (q, k, v), conv_states = zip(
-            *(_convolve(c, y, comm, cu_seqlens, use_cache) for c, y in zip(convolutions, (q, k, v), strict=True))
-        )
+        (q, k, v), conv_states = _convolve(convolutions, (q, k, v), comm, cu_seqlens, use_cache)
     q, k, g = (y.unflatten(-1, (-1, layer.head_k_dim)) for y in (q, k, g))
     v = v.unflatten(-1, (-1, layer.head_v_dim))
     if layer.num_kv_groups > 1:
@@ -98,7 +101,7 @@ def _layer(
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
     o, state = zeco_gla(q, k, v, g, comm=comm, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
     if use_cache and past_key_values is not None:
-        if past_key_values not in _prefilled:  # by the first layer
+        if past_key_values not in _prefilled or not past_key_values.get_seq_length():  # the first layer
             _prefilled[past_key_values] = sum(comm.exchange(x.shape[1], "the first layer of a prefill"))
         update_layer_cache(
             layer, past_key_values, recurrent_state=state.mT.contiguous(), conv_state=conv_states,
@@ -118,18 +121,20 @@ def _masks_nothing(mask: Identity) -> bool:
     return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
 
 
-def _convolve(convolution, x, comm, cu_seqlens, use_cache):
-    """(fla's convolution of this rank's tokens x, its state behind the last one or None)."""
-    n, T = convolution.kernel_size[0] - 1, x.shape[1]
+def _convolve(convolutions, xs, comm, cu_seqlens, use_cache):
+    """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
+    n, T = convolutions[0].kernel_size[0] - 1, xs[0].shape[1]
     if n:
-        x = torch.cat([halo(x, n, comm=comm, cu_seqlens=cu_seqlens), x], 1)
+        before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens)
+        xs = [torch.cat(both, 1) for both in zip(before, xs, strict=True)]
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
         first = first_token(comm, lengths, T)
         key = ("convolution", first, T, lengths, n)
         cu_seqlens = kept(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
-    y, state = convolution(x, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
-    return y[:, n:], state
+    options = dict(output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
+    ys, states = zip(*(c(x, **options) for c, x in zip(convolutions, xs, strict=True)))
+    return [y[:, n:] for y in ys], states
 
 
 def _lengths_here(device, first, lengths, n, T):
@@ -146,17 +151,29 @@ def _loss(
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
     if penalty and not (labels is None and shift_labels is None):
         raise ValueError("use_l2warp does not go with a split sequence")
-    ignored = getattr(getattr(model, "criterion", None), "ignore_index", -100)
+    criterion = getattr(model, "criterion", None)
+    ignored = getattr(criterion, "ignore_index", -100)
     if shift_labels is None and labels is not None:
         following = halo(labels, 1, comm=comm, reverse=True)
         if comm.rank == comm.size - 1:
             following = torch.full_like(following, ignored)
         shift_labels = torch.cat([labels[:, 1:], following], 1)
     if shift_labels is not None and num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignored).sum()
-        if comm.size > 1:
+        num_items_in_batch = _divisor(criterion, shift_labels[shift_labels != ignored])
+        if num_items_in_batch is not None and comm.size > 1:
             dist.all_reduce(num_items_in_batch, group=comm.group)
     return type(model)._compute_logits_and_loss(
         model, hidden_states, None, logits_to_keep, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
         **options,
     )  # fmt: skip
+
+
+def _divisor(criterion, labels):
+    """What this rank's labels add to the number by which the sum over all ranks is divided, or None for a sum."""
+    reduction = getattr(criterion, "reduction", None) if criterion is not None else "mean"
+    if reduction == "sum":
+        return None
+    if reduction != "mean":
+        raise ValueError(f'a criterion must have a reduction of "mean" or "sum", got {reduction!r}')
+    weight = getattr(criterion, "weight", None)
+    return torch.tensor(labels.numel(), device=labels.device) if weight is None else weight[labels].sum()
