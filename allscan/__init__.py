@@ -7,10 +7,13 @@ if not _os.path.isdir(
 ):  # a bare checkout: the layers lie beside this folder
     __path__.append(_os.path.dirname(__path__[0]))
 
+from . import device, zigzag  # noqa: E402
 from .communicator import AllScanTimeout, Communicator, finalize, init  # noqa: E402
 from .gla import zeco_gla  # noqa: E402
 from .halo import halo  # noqa: E402
 from .scan import AllScan, allscan  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["AllScan", "AllScanTimeout", "Communicator", "allscan", "finalize", "halo", "init", "zeco_gla"]
+__all__ = [
+    "AllScan", "AllScanTimeout", "Communicator", "allscan", "device", "finalize", "halo", "init", "zeco_gla", "zigzag",
+]  # fmt: skip

@@ -12,6 +12,7 @@
 ``allscan``   receive, combine ``b_decay * prev + b_state``, send; returns (prev, inclusive)
 ``recv``      wait for the tile from the previous rank; ``b_first`` on the first rank
 ``send``      send the tile to the next rank; put any combine you like between the two
+``shift``     both at once for a value that does not depend on what comes: one hop, the neighbours alone are waited for
 ``wait_signal``, ``set_signal``   the signals underneath, for words of your own in mapped memory
 
 ``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
@@ -25,6 +26,6 @@ The order of tiles is yours: a tile is a number, not a place. A program of more 
 32 * num_warps words.
 """
 
-from .shmem_kernels.channel import INFO_NEXT, INFO_PREV, Channel, allscan, recv, send, set_signal, wait_signal
+from .shmem_kernels.channel import INFO_NEXT, INFO_PREV, Channel, allscan, recv, send, set_signal, shift, wait_signal
 
-__all__ = ["INFO_NEXT", "INFO_PREV", "Channel", "allscan", "recv", "send", "set_signal", "wait_signal"]
+__all__ = ["INFO_NEXT", "INFO_PREV", "Channel", "allscan", "recv", "send", "set_signal", "shift", "wait_signal"]

@@ -18,8 +18,10 @@ SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
 # Words of a tile of the carry where peers are mapped. With half as many, 2 MiB are 4,096 programs, which keep the
-# kernels beside them waiting: forward at P=4 took 1.033 times that at P=1, with this 1.024.
+# kernels beside them waiting: forward with H=32 at P=4 took 1.033 times that at P=1, with this 1.024.
 CARRY_WORDS = 256
+
+MOST_CHUNKS = 65535  # what the second axis of a grid holds
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
@@ -34,7 +36,8 @@ def zeco_gla(
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
 
     q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike. K up to
-        512. T may differ between ranks; B, H, K and V may not.
+        512. T may differ between ranks; B, H, K and V may not. B * T of a rank at most 65,535 chunks of 64 tokens, a
+        sequence's last one on the rank counting as whole.
     g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no gate
         is positive is checked at the first call for a shape only: looking waits for the GPU.
     scale: default K ** -0.5.
@@ -121,24 +124,30 @@ def _state_shape(q, v, cu_seqlens):
 def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
     """(AllScan, Layout), after all checks."""
     shape = agree = problem = None
+    positive = False
     try:
         if q.ndim == v.ndim == 4:
             B, _, H, K = q.shape
             shape = (B * H, K, v.shape[-1])
             agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
         _check(q, k, v, g, initial_state, cu_seqlens, comm)
-        if (shape, agree) not in comm.agreements and (g > 0).any():
+        positive = (shape, agree) not in comm.agreements and bool((g > 0).any())
+        if positive:
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:
         problem = error
-    scan = _carry_scan(comm, shape, agree, problem)
-    return scan, find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q))
+    scan = _carry_scan(comm, shape, agree, problem, positive)
+    layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q))
+    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:
+        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of {CHUNK} tokens, got {layout.num_chunks:,}")
+    return scan, layout
 
 
-def _carry_scan(comm, shape, agree=None, problem=None):
+def _carry_scan(comm, shape, agree=None, problem=None, at_first=False):
     """The AllScan of both passes, see :func:`persistent`."""
     in_tiles = shape is not None and comm.device.type == "cuda" and comm.mapped
-    return persistent(comm, shape, agree, problem, default_tile(*shape[1:], CARRY_WORDS) if in_tiles else None)
+    tile = default_tile(*shape[1:], CARRY_WORDS) if in_tiles else None
+    return persistent(comm, shape, agree, problem, tile, at_first)
 
 
 def _segment_length(q) -> int:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .communicator import Communicator
 from .layout import content, first_token, kept
-from .scan import allscan, persistent
+from .scan import allscan, persistent, uncompiled
 
 
-def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens=None) -> Tensor:
+@uncompiled
+def halo(x, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens=None):
     """The n tokens that precede this rank's part of the sequence: the last n of the rank before. Differentiable.
 
         out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]
@@ -20,11 +21,12 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
     With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
 
     x: [B, T, ...], this rank's T tokens, at least n; T may differ between ranks, the other dimensions may not. Floating
-        point, or integers below 2 ** 24 such as token numbers: a word travels as float32.
+        point, or integers below 2 ** 24 such as token numbers: a word travels as float32. Or a tuple of such tensors,
+        alike in B and T, which travel together.
     cu_seqlens: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than the one at the
         cut count as none.
-    Returns [B, n, ...] like x. One hop to the neighbour, by the same channel as :func:`allscan.allscan`; the first call
-    for a shape is collective on the host.
+    Returns [B, n, ...] like x, a tuple for a tuple. One hop, by the same channel as :func:`allscan.allscan`: a rank
+    waits for its neighbours only. The first call for a shape is collective on the host.
 
     Raises ValueError (n, T, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan() raises.
 
@@ -32,23 +34,29 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
         >>> y = conv(torch.cat([before, x], 1))                          # without padding of its own
         >>> labels = torch.cat([tokens[:, 1:], allscan.halo(tokens, 1, comm=comm, reverse=True)], 1)
     """
-    shape = problem = None
+    several = isinstance(x, tuple)
+    xs, shape, problem = x if several else (x,), None, None
     try:
-        if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {kind}")
-        if not isinstance(n, int) or n < 1 or x.ndim < 2:
-            raise ValueError(f"x must be [B, T, ...] and n an integer of at least 1, got {tuple(x.shape)} and {n!r}")
-        B, T, *rest = x.shape
-        shape = (B, n, math.prod(rest))
+        for x in xs:
+            if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
+                kind = getattr(x, "dtype", type(x).__name__)
+                raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {kind}")
+        if not xs or not isinstance(n, int) or n < 1 or min(x.ndim for x in xs) < 2:
+            raise ValueError(f"x must be [B, T, ...] and n an integer of at least 1, got {_shapes(xs)} and {n!r}")
+        B, T = xs[0].shape[:2]
+        if any(x.shape[:2] != (B, T) for x in xs):
+            raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
+        widths = [math.prod(x.shape[2:]) for x in xs]
+        shape = (B, n, sum(widths))
         if T < n:
-            raise ValueError(f"x must have T of at least n = {n} tokens, got {tuple(x.shape)}")
-        if x.device != comm.device:
-            raise ValueError(f"x must be on {comm.device}, got {x.device}")
+            raise ValueError(f"x must have T of at least n = {n} tokens, got {_shapes(xs)}")
+        for x in xs:
+            if x.device != comm.device:
+                raise ValueError(f"x must be on {comm.device}, got {x.device}")
     except (TypeError, ValueError) as error:
         problem = error
     persistent(comm, shape, problem=problem)
-    edge = x[:, :n] if reverse else x[:, -n:]
+    edges = [(x[:, :n] if reverse else x[:, T - n :]).reshape(B, n, -1).float() for x in xs]
     inside = None
     if cu_seqlens is not None:
         lengths = content(torch.as_tensor(cu_seqlens))
@@ -56,10 +64,16 @@ def halo(x: Tensor, n: int, *, comm: Communicator, reverse: bool = False, cu_seq
         key = ("halo", first, T, lengths, n, reverse)
         inside = kept(comm, key, lambda: _same_sequence(comm.device, first, first + T, n, reverse, lengths))
     # decay 0: nothing comes from beyond the neighbour
-    found = allscan(edge.reshape(shape).float(), 0.0, comm=comm, reverse=reverse)
+    found = allscan(torch.cat(edges, -1) if several else edges[0], 0.0, comm=comm, reverse=reverse)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
-    return found.to(x.dtype).reshape(B, n, *rest)
+    parts = found.split(widths, -1) if several else (found,)
+    out = tuple(part.to(x.dtype).reshape(B, n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True))
+    return out if several else out[0]
+
+
+def _shapes(xs) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in xs)
 
 
 def _same_sequence(device, first, end, n, reverse, lengths) -> Tensor:

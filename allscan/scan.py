@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 
 import torch
 
@@ -21,6 +22,20 @@ from .workspace import PROTOCOLS, make_channels, workspace_bytes
 SENTINEL_SHAPE = (128, 2048)
 SIGNAL_SHAPE = (1024, 256)
 CPU_SHAPE = (8192, 2048)
+
+
+def uncompiled(function):
+    """torch.compiler.disable: what ``function`` asks of other ranks, and launches, is not for torch to trace. But it
+    does not import the compiler, which takes a second, where nobody has."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **options)
+        return disabled()(*args, **options)
+
+    disabled = functools.cache(lambda: torch.compiler.disable(function))
+    return call
 
 
 def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
@@ -88,11 +103,13 @@ class AllScan:
         """The channel of one direction, for kernels of your own: see ``allscan.device``."""
         return self._channels[reverse]
 
+    @uncompiled
     def launch(self, kernel, grid, *args, **options):
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
-        Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. num_warps
-        is by default what the tile fills with 16 bytes a thread, at most 4.
+        Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
+        graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
+        num_warps is by default what the tile fills with 16 bytes a thread, at most 4.
         """
         self.comm.begin(self._description(kernel, args) if self.comm.debug else "")
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
@@ -128,9 +145,11 @@ class AllScan:
             initial_state = initial_state.contiguous()
         if transition is not None:
             check_transition(transition, decay, self.shape, self.comm.device)
-            if self.tile[0] < self.K:
-                raise ValueError(f"a scan with transitions needs tiles of {self.K} rows, this AllScan has {self.tile}")
-        decay, strides = decay_rows(decay, self.shape, self.comm.device)
+            if self.tile[0] < self.K or min(self.tile) < 16:
+                wanted = transition_tile(self.K)
+                raise ValueError(f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.tile}")
+        one_hop = isinstance(decay, (int, float)) and decay == 0
+        decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
         if out is None:
             out = torch.empty_like(state)
         else:
@@ -139,6 +158,8 @@ class AllScan:
                 raise ValueError("out must be contiguous")
             if transition is not None and out.data_ptr() == state.data_ptr():
                 raise ValueError("out must be another tensor than state where there is a transition")
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # so that torch knows of the write
         if transition is not None:
             self.launch(
                 transition_kernel, (self.num_tiles,), state, transition.contiguous(),
@@ -148,9 +169,10 @@ class AllScan:
             )  # fmt: skip
             return out
         self.launch(
-            scan_kernel, (min(self.num_tiles, self._programs),), state, state if decay is None else decay,
+            scan_kernel, (self.num_tiles if one_hop else min(self.num_tiles, self._programs),),
+            state, state if decay is None else decay,
             state if initial_state is None else initial_state, out, self.channel(reverse), *strides,
-            K=self.K, V=self.V, HAS_DECAY=decay is not None, HAS_INITIAL=initial_state is not None,
+            K=self.K, V=self.V, HAS_DECAY=decay is not None, HAS_INITIAL=initial_state is not None, ONE_HOP=one_hop,
             num_warps=max(1, min(8, math.prod(self.tile) // 512)),
         )  # fmt: skip
         return out
@@ -230,18 +252,21 @@ def check_transition(transition, decay, shape, device) -> None:
         raise ValueError("a scan has a decay or a transition, not both")
 
 
-def persistent(comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None) -> AllScan:
+def persistent(
+    comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None, at_first: bool = False
+) -> AllScan:
     """The AllScan that ``comm`` keeps for ``shape`` (and ``tile``), made at the first call, which is collective.
 
     ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
     on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A problem
-    without a shape, None, counts as one of a first call as long as there has been no other call.)
+    without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: the
+    problem is of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
     """
     comm.check()
     shape = shape and tuple(shape)
     key = shape if tile is None else (shape, tile)
-    if problem is not None and (key in comm.scans or (shape is None and comm.scans)):
+    if problem is not None and not at_first and (key in comm.scans or (shape is None and comm.scans)):
         raise problem
     if key not in comm.scans or (agree is not None and (shape, agree) not in comm.agreements):
         try:
@@ -262,6 +287,7 @@ def persistent(comm: Communicator, shape, agree=None, problem: Exception | None 
     return comm.scans[key]
 
 
+@uncompiled
 def allscan(
     state, decay=None, *, comm: Communicator, transition=None, initial_state=None, reverse: bool = False, out=None
 ):
@@ -275,7 +301,8 @@ def allscan(
     E_{p-1} = transition_p^T E_p + dL/d(out_p),  dtransition_p = E_p R_p^T.
 
     state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
-    decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass.
+    decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
+        number 0 this rank sends its state before it waits, so that the next one does not wait for the previous ones.
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
         transitions of this rank's tokens. Stays where it is; products are in float32.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
@@ -305,7 +332,7 @@ def allscan(
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
-        inputs = (state, decay, transition, initial_state)
+        inputs = (state, decay, transition, initial_state, out)
         wanted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         if out is not None and (wanted or not out.is_contiguous()):
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
@@ -328,31 +355,36 @@ class _AllScan(torch.autograd.Function):
         return prev
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dprev):
-        decay, transition, prev = ctx.saved_tensors
-        scan, given = ctx.scan, decay if decay is not None else ctx.number
-        dprev = dprev.contiguous()
-        dstate = scan.scan(dprev, given, transition=transition, adjoint=True, reverse=not ctx.reverse)
-        ddecay = dtransition = dinitial = None
-        if ctx.needs_input_grad[1]:
-            rows = (dstate * prev).sum(-1)
-            if decay.ndim < rows.ndim:
-                rows = rows.sum(-1)
-            ddecay = rows.sum_to_size(decay.shape)
-        if ctx.needs_input_grad[2]:
-            dtransition = dstate @ prev.transpose(-1, -2)
-        if ctx.needs_input_grad[3]:
-            dinitial = torch.zeros_like(prev)
-            if scan.comm.rank == (scan.comm.size - 1 if ctx.reverse else 0):
-                if transition is not None:
-                    dinitial = transition.transpose(-1, -2) @ dstate + dprev
-                else:
-                    factor = 1.0 if given is None else given
-                    if decay is not None and decay.ndim:
-                        factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)]
-                    dinitial = torch.where(torch.as_tensor(factor == 0), dprev, factor * dstate + dprev)
-        return dstate, ddecay, dtransition, dinitial, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("allscan() has no second derivative (create_graph=True)")
+        with torch.autocast(dprev.device.type, enabled=False):
+            return _gradients(ctx, dprev.contiguous())
+
+
+def _gradients(ctx, dprev):
+    decay, transition, prev = ctx.saved_tensors
+    scan, given = ctx.scan, decay if decay is not None else ctx.number
+    dstate = scan.scan(dprev, given, transition=transition, adjoint=True, reverse=not ctx.reverse)
+    ddecay = dtransition = dinitial = None
+    if ctx.needs_input_grad[1]:
+        rows = (dstate * prev).sum(-1)
+        if decay.ndim < rows.ndim:
+            rows = rows.sum(-1)
+        ddecay = rows.sum_to_size(decay.shape)
+    if ctx.needs_input_grad[2]:
+        dtransition = dstate @ prev.transpose(-1, -2)
+    if ctx.needs_input_grad[3]:
+        dinitial = torch.zeros_like(prev)
+        if scan.comm.rank == (scan.comm.size - 1 if ctx.reverse else 0):
+            if transition is not None:
+                dinitial = transition.transpose(-1, -2) @ dstate + dprev
+            elif decay is None:
+                dinitial = dprev if ctx.number == 0 else dprev + dstate * (1.0 if ctx.number is None else ctx.number)
+            else:
+                factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)] if decay.ndim else decay
+                dinitial = torch.where(factor == 0, dprev, factor * dstate + dprev)
+    return dstate, ddecay, dtransition, dinitial, None, None
 
 
 def _foreign(state, decay, transition, comm, initial_state, reverse, out):
@@ -369,10 +401,9 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
         tensor(state), tensor(decay), transition=tensor(transition), comm=comm, initial_state=tensor(initial_state),
         reverse=reverse, out=tensor(out),
     )  # fmt: skip
-    if out is not None:
-        return out
     if type(state).__module__.partition(".")[0] == "cupy":
         import cupy
 
-        return cupy.from_dlpack(result)
-    return result.numpy()
+        result = cupy.from_dlpack(result)  # puts CuPy's stream behind torch's
+        return result if out is None else out
+    return result.numpy() if out is None else out

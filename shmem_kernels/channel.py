@@ -16,7 +16,9 @@ can replay a scan and ranks may run ahead of each other.
 
 ``SENTINEL``  Stores into the mapped inbox. Every word says for itself that it has arrived: a free slot is filled with
               -0.0, which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words themselves.
-              A 4-byte store is single-copy atomic, so no word needs an order to another, and no fence is paid.
+              A 4-byte store arrives whole, so no word needs an order to another, and no fence is paid. (PTX promises
+              that of relaxed stores; these are plain ones, 16 bytes a thread. That they arrive whole and soon is what
+              GPUs do, and what the tests' thousands of epochs of fresh values would show.)
 ``SIGNAL``    Stores into the mapped inbox, then ``arrived = epoch`` as a release.
 ``PUT``       NVSHMEM's put with signal, for a neighbour that is not mapped (another node).
 ``NONE``      There is no neighbour on this side.
@@ -241,13 +243,14 @@ def recv(channel, tile, b_first):
     """
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
-        b_prev, _, _ = _recv(channel, tile, b_first)
+        epoch, ok = _begin(channel, tile)
+        b_prev, _ = _receive(channel, tile, epoch, ok, b_first)
     return b_prev
 
 
 @triton.jit
-def _recv(channel, tile, b_first):
-    """``recv``, and the epoch and whether all is well, which spare ``_send`` from loading them again."""
+def _begin(channel, tile):
+    """Give prev its credit, wait for next's; the epoch that begins, and whether all is well."""
     epoch = tl.load(channel.epoch + tile) + 1
     if channel.SEND != NONE:
         # without acquire, since the stores that it allows depend on it; here, so that it travels with the epoch
@@ -257,6 +260,12 @@ def _recv(channel, tile, b_first):
     if channel.SEND != NONE:
         if ok & (freed < epoch - channel.DEPTH):
             ok = wait_signal(channel, channel.freed, epoch - channel.DEPTH, INFO_NEXT, tile)
+    return epoch, ok
+
+
+@triton.jit
+def _receive(channel, tile, epoch, ok, b_first):
+    """Wait for the tile; (the tile or NaN, whether all is well)."""
     b_prev = b_first
     if channel.RECV == SENTINEL:
         b_prev, ok = _recv_sentinel(channel, tile, epoch, ok)
@@ -266,7 +275,7 @@ def _recv(channel, tile, b_first):
         tl.store(channel.epoch + tile, BROKEN)
         tl.debug_barrier()  # all threads of this block see BROKEN in send
         b_prev = tl.full([channel.BK, channel.BV], float("nan"), tl.float32)
-    return b_prev, epoch, ok
+    return b_prev, ok
 
 
 @triton.jit
@@ -310,28 +319,35 @@ def send(channel, tile, b_value):
     Every rank calls it, the last one too, which has nobody to send to but a slot to free and an epoch to end."""
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch = tl.load(channel.epoch + tile) + 1
-        _send(channel, tile, b_value, epoch, epoch > 0)
+        if epoch > 0:  # not BROKEN
+            _post(channel, tile, b_value, epoch)
+            _end(channel, tile, epoch)
 
 
 @triton.jit
-def _send(channel, tile, b_value, epoch, ok):
-    if ok:
-        if channel.SEND == SENTINEL:
-            b_words = b_value.to(tl.int32, bitcast=True)
-            b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
-            p_next = channel.next_inbox + _slot(channel, tile, epoch)
-            tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
-        elif channel.SEND == SIGNAL:
-            tl.store(channel.next_inbox + _slot(channel, tile, epoch), b_value)
-            set_signal(channel.next_arrived + tile, epoch)
-        elif channel.SEND == PUT:
-            _put(channel, tile, epoch, b_value)
-        if channel.RECV == SENTINEL:
-            p_slot = channel.inbox + _slot(channel, tile, epoch)
-            b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
-            tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)
-        tl.debug_barrier()  # every thread has read the epoch before it moves on
-        tl.store(channel.epoch + tile, epoch)
+def _post(channel, tile, b_value, epoch):
+    """Let the tile travel to next."""
+    if channel.SEND == SENTINEL:
+        b_words = b_value.to(tl.int32, bitcast=True)
+        b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
+        p_next = channel.next_inbox + _slot(channel, tile, epoch)
+        tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
+    elif channel.SEND == SIGNAL:
+        tl.store(channel.next_inbox + _slot(channel, tile, epoch), b_value)
+        set_signal(channel.next_arrived + tile, epoch)
+    elif channel.SEND == PUT:
+        _put(channel, tile, epoch, b_value)
+
+
+@triton.jit
+def _end(channel, tile, epoch):
+    """Free the slot that was received, and end the epoch."""
+    if channel.RECV == SENTINEL:
+        p_slot = channel.inbox + _slot(channel, tile, epoch)
+        b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
+        tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)
+    tl.debug_barrier()  # every thread has read the epoch before it moves on
+    tl.store(channel.epoch + tile, epoch)
 
 
 @triton.jit
@@ -360,12 +376,33 @@ def allscan(channel, tile, b_state, b_decay, b_first):
         b_prev = b_first
         b_inclusive = _combine(b_state, b_decay, b_prev)
     else:
-        b_prev, epoch, ok = _recv(channel, tile, b_first)
+        epoch, ok = _begin(channel, tile)
+        b_prev, ok = _receive(channel, tile, epoch, ok, b_first)
         b_inclusive = _combine(b_state, b_decay, b_prev)
-        _send(channel, tile, b_inclusive, epoch, ok)
+        if ok:
+            _post(channel, tile, b_inclusive, epoch)
+            _end(channel, tile, epoch)
     return b_prev, b_inclusive
 
 
 @triton.jit
 def _combine(b_state, b_decay, b_prev):
     return tl.where(b_decay == 0.0, b_state, b_decay * b_prev + b_state)
+
+
+@triton.jit
+def shift(channel, tile, b_value, b_first):
+    """One tile over one hop: send ``b_value`` to next and return what prev has sent, ``b_first`` on the first rank.
+
+    What :func:`allscan` gives where every decay is 0, but sent before it waits: a rank waits for its neighbours only.
+    In place of ``recv`` and ``send``. Both are [BK, BV] float32.
+    """
+    b_prev = b_first
+    if (channel.RECV != NONE) | (channel.SEND != NONE):
+        epoch, ok = _begin(channel, tile)
+        if ok:
+            _post(channel, tile, b_value, epoch)
+        b_prev, ok = _receive(channel, tile, epoch, ok, b_first)
+        if ok:
+            _end(channel, tile, epoch)
+    return b_prev

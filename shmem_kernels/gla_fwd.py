@@ -11,6 +11,9 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                     decayed, from the others:
                     o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
+In block sizes: rank > piece (of one sequence) > segment (up to 1,024 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
+wide chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
+
 The gates are read by keys_kernel and queries_kernel (wide_kernel, below) alone; what follows are products of matrices.
 Queries and A need nothing remote: they are prepared while carry_kernel's tiles travel.
 
@@ -250,7 +253,11 @@ def carry_kernel(
 
     b_own = tl.zeros([channel.BK, channel.BV], tl.float32)
     b_gates = tl.zeros([channel.BK], tl.float32)  # since this rank's edge; -inf once a sequence begins or ends here
-    b_end, b_end_gates, ended = b_own, b_gates, s_first * 0 - 1  # the end of the sequence that comes from outside
+    b_end, b_end_gates, ended = (
+        b_own,
+        b_gates,
+        s_first * 0 - 1,
+    )  # -1 as a tensor; the end of the sequence that comes from outside
     for n in tl.range(0, count(s_end - s_first), num_stages=4):  # loads 3 segments ahead
         s = s_end - 1 - n if REVERSE else s_first + n
         row = (s * H + h).to(tl.int64)

@@ -22,11 +22,11 @@ def types(names, kind):
     return dict.fromkeys(names.split(), kind)
 
 
-def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True):
+def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True, one_hop=False):
     channel, constants = channel_type(recv.value, send.value, BK=tile[0], BV=tile[1])
     arguments = types("p_state p_decay p_initial p_out", "*fp32") | types("stride_g stride_k", "i32")
     libraries = nvshmem.extern_libs() if PUT.value in (recv.value, send.value) else None
-    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": decay, "HAS_INITIAL": initial}
+    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": decay, "HAS_INITIAL": initial, "ONE_HOP": one_hop}
     return Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=1, extern_libs=libraries)
 
 
@@ -43,8 +43,9 @@ def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True):
         (SIGNAL, NONE, 2, 1),
     ],
 )
-def test_scan_signals(recv, send, acquires, releases):
-    compiled = compile_scan(recv, send)
+@pytest.mark.parametrize("one_hop", [False, True])
+def test_scan_signals(recv, send, acquires, releases, one_hop):
+    compiled = compile_scan(recv, send, decay=not one_hop, one_hop=one_hop)
     assert compiled.spilled_bytes == 0
     assert compiled.registers <= 64  # 32 programs of one warp fit a multiprocessor
     assert compiled.count(r"ld\.global\.sys\.acquire|\.acquire\.sys") == acquires
@@ -72,7 +73,7 @@ def test_transitions_do_not_spill(K):
 def test_a_tile_too_small_for_its_warps_is_refused():
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
     arguments = types("p_state p_decay p_initial p_out", "*fp32") | types("stride_g stride_k", "i32")
-    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": True, "HAS_INITIAL": False}
+    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": True, "HAS_INITIAL": False, "ONE_HOP": False}
     with pytest.raises(triton.compiler.errors.CompilationError) as caught:
         Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=4)
     problem, messages = caught.value, ""

@@ -119,9 +119,12 @@ def test_zeco_gla_without_its_neighbour(fresh):
     assert fresh(2).run(zeco_timeout_case, 0, timeout=120) == [None, (1, 0)]
 
 
-def scan_for_ever():
+def scan_for_ever(folder):
     comm = allscan.Communicator(timeout=TIMEOUT)
     scan = allscan.AllScan(comm, (2, 4, 8))
+    scan.scan(torch.ones(scan.shape, device=comm.device))
+    comm.barrier()
+    open(os.path.join(folder, str(comm.rank)), "w").close()
     if comm.device.type == "cuda":
         state = torch.ones(scan.shape, device=comm.device)
         start = time.monotonic()
@@ -135,14 +138,17 @@ def scan_for_ever():
     return seconds, record and record[:2]
 
 
-def test_a_rank_killed_in_mid_scan(fresh, request):
+def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path):
     size = 3
     if request.config.getoption("--gpu"):
         size = min(3, torch.cuda.device_count())
     ranks = fresh(size)
-    victim = size - 2
-    ranks.start(scan_for_ever)
-    time.sleep(12 if request.config.getoption("--gpu") else 6)
+    victim, before = size - 2, set(os.listdir("/dev/shm"))
+    ranks.start(scan_for_ever, tmp_path)
+    deadline = time.monotonic() + 120
+    while len(os.listdir(tmp_path)) < size and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
     os.kill(ranks.processes[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
     answers = ranks.results(timeout=60)
@@ -153,7 +159,7 @@ def test_a_rank_killed_in_mid_scan(fresh, request):
         else:
             assert problem is None, problem
             assert value[1] == (rank, victim), value
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("allscan-")]
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("allscan-")]
 
 
 def disagree_case(group):
@@ -179,6 +185,7 @@ def disagree_case(group):
             raised(allscan.AllScan, comm, (2, 4, 8), tile=(3, 8)),
             raised(allscan.AllScan, comm, (1, 1 << 14, 1 << 14)),
             raised(allscan.Communicator, group, timeout=0),
+            raised(allscan.Communicator, group, timeout=float("inf")),
             raised(allscan.Communicator, group, transport="smoke signals"),
             raised(allscan.Communicator, "group"),
         ]
@@ -201,6 +208,7 @@ def test_errors_are_clear_and_on_every_rank(run):
         ("ValueError", "ValueError", "protocol"),
         ("ValueError", "ValueError", "powers of two"),
         ("MemoryError", "MemoryError", "ALLSCAN_HEAP"),
+        ("ValueError", "ValueError", "timeout"),
         ("ValueError", "ValueError", "timeout"),
         ("ValueError", "ValueError", "transport"),
         ("ValueError", "ValueError", "ProcessGroup"),

@@ -302,6 +302,8 @@ def bad_input_case(group):
             packed(0),
             raised(allscan.zeco_gla, q, q, v, q, comm=comm, cu_seqlens=torch.tensor([0.0, 16.0])),
         ]  # fmt: skip
+        halves = [x.half() for x in (q, q, v, q + (0.5 if odd else 0.0))]  # a first call with these dtypes
+        answers.append(raised(allscan.zeco_gla, *halves, comm=comm))
         healthy = allscan.zeco_gla(q + 1, q + 1, v + 1, q, comm=comm, cu_seqlens=[0, 8 * comm.size])[0]
         assert relative(healthy[0, -1, 0], torch.full((8,), 4.0 * 8 * (comm.rank + 1))) < 1e-6
         return answers
@@ -313,7 +315,7 @@ def test_bad_input_is_refused_on_every_rank(run, size=2):
         ("ValueError", "no empty dimension"), ("ValueError", "g must be at most 0"), ("ValueError", "at most 512"),
         ("ValueError", "different arguments|bfloat16"), ("ValueError", "must rise from 0"),
         ("ValueError", "must rise from 0"), ("ValueError", "must rise from 0"), ("ValueError", "differs between ranks"),
-        ("ValueError", "N \\+ 1"), ("TypeError", "int32 or int64"),
+        ("ValueError", "N \\+ 1"), ("TypeError", "int32 or int64"), ("ValueError", "g must be at most 0"),
     ]  # fmt: skip
     for answers in run(size, bad_input_case):
         for answer, (kinds, pattern) in zip(answers, expected, strict=True):

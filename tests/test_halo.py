@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from test_gla import place
 
@@ -75,6 +79,58 @@ def label_case(group, tokens):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_labels(run, size):
     run(size, label_case, TOKENS[size])
+
+
+def several_case(group, tokens):
+    """Tensors of other widths and dtypes, which travel together; with gradients, again and again."""
+    with allscan.Communicator(group) as comm:
+        mine = place(comm, tokens)
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            wholes = [torch.randn(2, sum(tokens), *rest, generator=generator) for rest in ((3, 2), (5,), ())]
+            wholes = [
+                x.to(comm.device, dtype) for x, dtype in zip(wholes, (torch.float32, torch.bfloat16, torch.float32))
+            ]
+            own = [x[:, mine].clone().requires_grad_() for x in wholes]
+            reverse = seed % 2 == 1
+            together = allscan.halo(tuple(own), 2, comm=comm, reverse=reverse)
+            alone = [allscan.halo(x, 2, comm=comm, reverse=reverse) for x in own]
+            sum((x.float() * (seed + 1)).sum() for x in together).backward()
+            at = mine.stop if reverse else mine.start - 2
+            there = 0 <= at < sum(tokens)
+            taken = (comm.rank > 0) if reverse else (comm.rank < comm.size - 1)
+            for x, a, b, leaf in zip(wholes, together, alone, own, strict=True):
+                assert a.dtype == leaf.dtype and torch.equal(a, b)
+                assert torch.equal(a, x[:, at : at + 2] if there else torch.zeros_like(a))
+                expected = torch.zeros_like(leaf)
+                (expected[:, :2] if reverse else expected[:, -2:]).fill_((seed + 1) * taken)
+                assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_several_tensors(run, size):
+    run(size, several_case, TOKENS[size])
+
+
+def late_case(group, key):
+    """The first rank sends when the last one has its halo: nobody waits for more than the neighbour."""
+    store = dist.distributed_c10d._get_default_store()
+    with allscan.Communicator(group, timeout=20) as comm:
+        x = torch.full((1, 4, 8), 1.0 + comm.rank, device=comm.device)
+        allscan.halo(x, 2, comm=comm)
+        comm.barrier()
+        if comm.rank == 0:
+            store.wait([key], timedelta(seconds=60))
+        found = allscan.halo(10 * x, 2, comm=comm).unique().tolist()  # waits for the kernel
+        if comm.rank == comm.size - 1:
+            store.set(key, b"there")
+        comm.barrier()
+        return found
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_rank_waits_for_its_neighbour_only(run, size):
+    assert run(size, late_case, uuid.uuid4().hex) == [[10.0 * rank] for rank in range(size)]
 
 
 def border_case(group):

@@ -114,6 +114,107 @@ def test_gradients(run, size, decay_shape):
             assert max(errors) < 1e-5, errors
 
 
+def hop_case(group, reverse):
+    """The number 0 as decay, on some ranks or all: values and gradients of several calls, all different."""
+    with allscan.Communicator(group) as comm:
+        errors = []
+        for epoch in range(6):
+            shape = (2, 5, 6)
+            states, decays = inputs(comm, shape, (2, 5), epoch)
+            hops = [(epoch + rank) % 3 != 1 or epoch == 0 for rank in range(comm.size)]
+            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch))
+            leaves = [x.double().requires_grad_() for x in states]
+            first_leaf = initial.double().requires_grad_()
+            given = [torch.zeros_like(d) if hop else d for d, hop in zip(decays, hops, strict=True)]
+            prevs = allscan_reference(leaves, given, first_leaf, reverse)
+            sum(prev.square().sum() for prev in prevs).backward()
+
+            late(epoch, comm.rank, 5)
+            state = states[comm.rank].to(comm.device).requires_grad_()
+            start = initial.to(comm.device).requires_grad_()
+            decay = 0 if hops[comm.rank] else decays[comm.rank].to(comm.device)
+            prev = allscan.allscan(state, decay, comm=comm, initial_state=start, reverse=reverse)
+            prev.square().sum().backward()
+            first, last = (comm.rank == (comm.size - 1 if reverse == begin else 0) for begin in (True, False))
+            zeros = torch.zeros(shape)
+            errors += [
+                error(prev, prevs[comm.rank]),
+                error(state.grad, zeros if last else leaves[comm.rank].grad),
+                error(start.grad, first_leaf.grad if first else zeros),
+            ]
+        return errors
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_hop(run, size):
+    for reverse in (False, True):
+        for errors in run(size, hop_case, reverse):
+            assert max(errors) < 1e-5, errors
+
+
+def autograd_case(group):
+    """What autograd does beside a first gradient: it is told of writes, autocast is kept out, more is refused."""
+    with allscan.Communicator(group) as comm:
+        x = torch.ones(1, 2, 2, device=comm.device, requires_grad=True)
+        decay = torch.full((1, 2), 0.5, device=comm.device, requires_grad=True)
+        prev = allscan.allscan(x.square(), decay, comm=comm)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(prev.square().sum(), (x, decay), create_graph=True)
+        comm.barrier()
+
+        weight = torch.ones(1, 2, 2, device=comm.device, requires_grad=True)
+        out = torch.empty_like(x)
+        loss = (weight * allscan.allscan(x.detach(), comm=comm, out=out)).sum()
+        allscan.allscan(2 * x.detach(), comm=comm, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(ValueError, match="out must be"):
+            allscan.allscan(x.detach(), comm=comm, out=out.requires_grad_())
+
+        gradients = []
+        for enabled in (False, True):
+            generator = torch.Generator().manual_seed(comm.rank)
+            state, dense, start = (torch.randn(1, 16, 16, generator=generator).to(comm.device) for _ in range(3))
+            leaves = [leaf.requires_grad_() for leaf in (state, dense, start)]
+            with torch.autocast(comm.device.type, torch.bfloat16, enabled=enabled):
+                prev = allscan.allscan(state, comm=comm, transition=dense, initial_state=start)
+                (prev * (1.0 + comm.rank)).sum().backward()
+            gradients.append([leaf.grad for leaf in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_beside_first_gradients(run):
+    run(2, autograd_case)
+
+
+def compiled_case(group, backend):
+    """torch.compile leaves allscan() and halo() as they are."""
+
+    def layer(x, decay):
+        before, _ = allscan.halo((x, x.square()), 1, comm=comm)
+        state = (x[:, -2:] + before).sin()
+        return allscan.allscan(state, decay.sigmoid(), comm=comm).cos() * x.sum()
+
+    with allscan.Communicator(group) as comm:
+        torch._dynamo.reset()
+        compiled, worst = torch.compile(layer, backend=backend), 0.0
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            answers = []
+            given = torch.randn(1, 3 + step, 6, generator=generator), torch.randn(1, 2, generator=generator)
+            for call in (layer, compiled):
+                leaves = [x.to(comm.device).clone().requires_grad_() for x in given]
+                y = call(*leaves)
+                y.square().sum().backward()
+                answers.append([y, *(leaf.grad for leaf in leaves)])
+            worst = max(worst, *(error(a, b) for a, b in zip(*answers, strict=True)))
+        return worst
+
+
+def test_in_compiled_functions(run):
+    assert max(run(2, compiled_case, "inductor" if torch.cuda.is_available() else "aot_eager")) < 1e-5
+
+
 def transition_case(group, shape, reverse):
     """Errors of values and of all gradients, with a dense transition of the size of delta rules' (norm about 1)."""
     with allscan.Communicator(group) as comm:
@@ -198,7 +299,7 @@ def wrong_transition_case(group):
         with pytest.raises(TypeError, match="transition must be float32"):
             allscan.allscan(state, comm=comm, transition=dense.double())
         scan = allscan.AllScan(comm, state.shape, tile=(2, 8))
-        with pytest.raises(ValueError, match="tiles of 4 rows"):
+        with pytest.raises(ValueError, match=r"tiles such as \(16, 16\)"):
             scan.scan(state, transition=dense)
 
 

@@ -24,33 +24,39 @@ pytestmark = pytest.mark.gpu
 SIZES = [2, 4]
 
 
-def drawn(comm, shape, generator, dense):
-    """(states, "decay" or "transition", those) of all ranks, [size, ...]."""
+def drawn(comm, shape, generator, kind):
+    """(states, "decay" or "transition", those) of all ranks, [size, ...]. The decays of "hops" are 0 on most ranks."""
     states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
-    if dense:
+    if kind == "transitions":
         width = shape[-2]
         transitions = torch.randn(comm.size, *shape[:-1], width, generator=generator, device=comm.device)
         return states, "transition", transitions / (2 * width**0.5)
-    return states, "decay", torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+    decays = torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
+    if kind == "hops":
+        decays[torch.randperm(comm.size, generator=generator, device=comm.device)[1:]] = 0
+    return states, "decay", decays
 
 
-def long_case(group, epochs, protocol, depth, late_rank, dense=False):
+def long_case(group, epochs, protocol, depth, late_rank, kind="decays"):
     """Fresh data every epoch, checked every epoch; one rank is late every now and then."""
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
-        tile = transition_tile(16) if dense else None
+        tile = transition_tile(16) if kind == "transitions" else None
         scan = allscan.AllScan(comm, shape, protocol=protocol, depth=depth, tile=tile)
         generator = torch.Generator(comm.device).manual_seed(0)  # the same numbers on every rank
         chance = random.Random(comm.rank)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         out = torch.empty(shape, device=comm.device)
         for _ in range(epochs):
-            states, name, factors = drawn(comm, shape, generator, dense)
+            states, name, factors = drawn(comm, shape, generator, kind)
+            factor = factors[comm.rank]
+            if kind == "hops" and not factor.any():
+                factor = 0  # as a number: sent without waiting
             if comm.rank == late_rank and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
             out.fill_(float("nan"))
-            scan.scan(states[comm.rank], **{name: factors[comm.rank]}, out=out)
+            scan.scan(states[comm.rank], **{name: factor}, out=out)
             expected = allscan_reference(list(states), **{name + "s": list(factors)})[comm.rank]
             worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()
@@ -64,8 +70,9 @@ def test_10000_epochs_with_a_late_rank(run, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
-def test_2000_epochs_of_transitions(run, size, protocol):
-    assert max(run(size, long_case, 2_000, protocol, 3, size - 1, True)) < 1e-5
+@pytest.mark.parametrize("kind", ["transitions", "hops"])
+def test_2000_epochs_of(run, size, protocol, kind):
+    assert max(run(size, long_case, 2_000, protocol, 3, size - 1, kind)) < 1e-5
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -141,12 +148,12 @@ def test_100_scans_ahead(run, size, protocol):
     assert answers[0][2] > 0.5 > answers[0][1]  # rank 0 launched all at once, and its GPU waited for the sleeper
 
 
-def graph_case(group, replays, dense):
+def graph_case(group, replays, kind):
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
-        scan = allscan.AllScan(comm, shape, tile=transition_tile(16) if dense else None)
+        scan = allscan.AllScan(comm, shape, tile=transition_tile(16) if kind == "transitions" else None)
         generator = torch.Generator(comm.device).manual_seed(0)
-        states, name, factors = drawn(comm, shape, generator, dense)
+        states, name, factors = drawn(comm, shape, generator, kind)
         state, factor = torch.zeros_like(states[0]), torch.zeros_like(factors[0])
         forward, backward = torch.empty_like(state), torch.empty_like(state)
 
@@ -162,7 +169,7 @@ def graph_case(group, replays, dense):
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         chance = random.Random(comm.rank)
         for _ in range(replays):
-            states, _, factors = drawn(comm, shape, generator, dense)
+            states, _, factors = drawn(comm, shape, generator, kind)
             state.copy_(states[comm.rank])
             factor.copy_(factors[comm.rank])
             if chance.random() < 0.02:
@@ -178,9 +185,50 @@ def graph_case(group, replays, dense):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dense", [False, True])
-def test_1000_graph_replays(run, size, dense):
-    assert max(run(size, graph_case, 1000, dense)) < 1e-4
+@pytest.mark.parametrize("kind", ["decays", "transitions"])
+def test_1000_graph_replays(run, size, kind):
+    assert max(run(size, graph_case, 1000, kind)) < 1e-4
+
+
+def halo_graph_case(group, replays):
+    """A causal convolution's tokens and their gradient, from a CUDA graph."""
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator(comm.device).manual_seed(0)
+        x, y = (torch.zeros(1, 8, 2048, device=comm.device, requires_grad=True) for _ in range(2))
+        weight = torch.zeros(1, 3, 4096, device=comm.device)
+
+        def both():
+            before = torch.cat(allscan.halo((x, y), 3, comm=comm), -1)
+            return before.detach(), *torch.autograd.grad((before * weight).sum(), (x, y))
+
+        both()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            before, dx, dy = both()
+        worst = torch.zeros((), device=comm.device)
+        nothing = torch.zeros_like(weight)
+        for _ in range(replays):
+            wholes = torch.randn(comm.size, 1, 8, 4096, generator=generator, device=comm.device)
+            weights = torch.randn(comm.size, 1, 3, 4096, generator=generator, device=comm.device)
+            with torch.no_grad():
+                x.copy_(wholes[comm.rank, ..., :2048])
+                y.copy_(wholes[comm.rank, ..., 2048:])
+                weight.copy_(weights[comm.rank])
+            graph.replay()
+            wanted = wholes[comm.rank - 1][:, -3:] if comm.rank else nothing
+            gradient = weights[comm.rank + 1] if comm.rank + 1 < comm.size else nothing
+            found = torch.cat([dx, dy], -1)
+            worst = torch.maximum(worst, (before - wanted).abs().max().nan_to_num(nan=1e30))
+            worst = torch.maximum(worst, (found[:, -3:] - gradient).abs().max().nan_to_num(nan=1e30))
+            worst = torch.maximum(worst, found[:, :-3].abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_1000_graph_replays_of_halo(run, size):
+    assert max(run(size, halo_graph_case, 1000)) == 0
 
 
 def gla_graph_case(group, packed, mixed):
@@ -190,7 +238,7 @@ def gla_graph_case(group, packed, mixed):
     """
     with allscan.Communicator(group) as comm:
         if mixed:
-            comm.maps = lambda rank: {rank, comm.rank} != {1, 2}
+            comm.mapped_links[1] = False
         B, T, H, K, V = 1, 128, 2, 64, 64
         cuts = [0, 50, 50, 51, 190, T * comm.size] if packed else [0, T * comm.size]
         lengths = torch.tensor(cuts) if packed else None
@@ -351,12 +399,12 @@ def test_nvshmem_functions_and_constants_by_effect(run, pool):
     assert all(run(len(pool.processes), effects_case))
 
 
-def quick_case():
+def quick_case(protocol="auto", epoch=1):
     with allscan.Communicator() as comm:
-        states, decays = inputs(comm, (2, 8, 16), (2, 8), 1)
+        states, decays = inputs(comm, (2, 8, 16), (2, 8), epoch)
         expected = allscan_reference(states, decays)[comm.rank]
         mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
-        return error(allscan.allscan(mine, decay, comm=comm), expected)
+        return error(allscan.AllScan(comm, mine.shape, protocol=protocol).scan(mine, decay), expected)
 
 
 def shared_case():
@@ -383,9 +431,13 @@ def shared_case():
 
 
 def finalize_case():
-    first = quick_case()
-    allscan.finalize()
-    return first
+    """Every time with an NVSHMEM and an arena of its own, and kernels that were linked with the first."""
+    worst = []
+    for epoch, heap_bytes in enumerate((64 << 20, 128 << 20)):
+        allscan.init(heap_bytes)
+        worst.append(quick_case("put", epoch))
+        allscan.finalize()
+    return max(worst)
 
 
 def test_gloo_as_default_back_end_and_finalize():
@@ -404,7 +456,7 @@ def test_a_wait_on_nvshmem_is_bounded_too(fresh):
 def mixed_case(group):
     """A chain as over two nodes: ranks 1 and 2 do not map each other, so that one link is NVSHMEM's."""
     comm = allscan.Communicator(group)
-    comm.maps = lambda rank: {rank, comm.rank} != {1, 2}
+    comm.mapped_links[1] = False
     scan = allscan.AllScan(comm, (4, 16, 32))
     kinds = [scan.channel().RECV.value, scan.channel().SEND.value]
     worst = 0.0
