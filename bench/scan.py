@@ -5,8 +5,8 @@
 
 Every method is checked against float64 before it is timed. A latency is the median over replays of a CUDA graph with
 REPEATS pairs (barrier, scan), less the same graph of barriers alone, divided by REPEATS; of the slowest rank. "free
-running" is a graph of scans without barriers: what a scan costs where ranks may run ahead. Without GPUs every method but
-NVSHMEM's put is only checked, on 3 CPU ranks.
+running" is a graph of scans without barriers: what a scan costs where ranks may run ahead. Without GPUs every method
+but NVSHMEM's put is only checked, on 3 CPU ranks.
 """
 
 from __future__ import annotations
