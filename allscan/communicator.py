@@ -187,7 +187,7 @@ class Communicator:
         differs is named on every rank (RuntimeError). Default: whether the environment has ALLSCAN_DEBUG=1.
 
     Attributes: rank, size, group, device, transport; mapped (whether all neighbours reach each other by loads and
-    stores); broken (whether a wait has timed out).
+    stores); broken (whether a wait has timed out); closed.
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
@@ -259,6 +259,11 @@ class Communicator:
             words = (kernels.RECORD_RANK, kernels.RECORD_NEIGHBOUR, kernels.RECORD_TILE)
             words += (kernels.RECORD_EXPECTED, kernels.RECORD_SEEN)
             raise AllScanTimeout(*(int(self._record[word.value]) for word in words), self.timeout)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
 
     @property
     def broken(self) -> bool:

@@ -1,0 +1,129 @@
+"""All-Scan inside flash-linear-attention's context parallelism: on CPU ranks with made-up summaries of each part, since
+fla's kernels for them need a GPU; on GPUs beside fla's own all-gather and the unsplit sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_fla_models import import_fla
+from test_fla_operators import D, H, drawn
+from test_gla import BF16, relative
+
+import allscan
+
+T = 192  # tokens of a rank
+CUTS = {  # in ranks: sequences over several of them, within one, and that end where a rank does
+    "one": lambda size: [0, size],
+    "packed": lambda size: [0, 0.25, 1.5, 1.75, 2] if size == 2 else [0, 0.5, 2.25, 2.5, 3, size],
+    "borders": lambda size: [0, 1, size],
+}
+
+
+def lengths(cuts, size, device):
+    return torch.tensor([int(T * cut) for cut in CUTS[cuts](size)], dtype=torch.int32, device=device)
+
+
+def summary_case(group, cuts):
+    """Errors of what enters and leaves the sequences of each rank against fla's rule: the chain over the pre_num_ranks
+    before it, or the post_num_ranks behind."""
+    import_fla()
+    from fla.ops.cp import build_cp_context, chunk_delta_h
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    K, V, errors = 16, 24, []
+    with allscan.Communicator(group) as comm:
+        context_parallel(comm)
+        context = build_cp_context(lengths(cuts, comm.size, comm.device), comm.group)
+        local, N = context.cu_seqlens, len(context.cu_seqlens) - 1
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            parts = torch.randn(2, comm.size, 2, K, V + K, generator=generator) / K**0.5  # all ranks' [HV, K, V + K]
+
+            def write(hm=None, dhm=None, cu_seqlens=None, parts=parts, **_):
+                own = local[-2:] if dhm is None else local[:2]
+                assert torch.equal(cu_seqlens, own)
+                (hm if dhm is None else dhm).copy_(parts[int(dhm is not None), comm.rank])
+
+            chunk_delta_h.chunk_cp_fwd_h = chunk_delta_h.chunk_cp_bwd_dh = write
+            x, y = torch.zeros(1, T, 2, K), torch.zeros(1, T, 2, V)
+            for v_first in (False, True):
+                common = dict(context=context, cu_seqlens=local, state_v_first=v_first)
+                prev = chunk_delta_h.chunk_gated_delta_rule_fwd_h_pre_process(k=x, w=x, u=y, **common)
+                after, _ = chunk_delta_h.chunk_gated_delta_rule_bwd_dhu_pre_process(
+                    q=x, k=x, w=x, do=y, dv=y, scale=1.0, **common
+                )
+                before = range(comm.rank - context.pre_num_ranks, comm.rank)
+                behind = range(comm.rank + context.post_num_ranks, comm.rank, -1)
+                for states, i, which, ranks in ((prev, 0, 0, before), (after, -1, 1, behind)):
+                    expected = torch.zeros(N, 2, K, V, dtype=torch.float64)
+                    for rank in ranks:
+                        part = parts[which, rank].double()
+                        expected[i] = part[..., V:] @ expected[i] + part[..., :V]
+                    states = states.mT if v_first else states
+                    errors.append((states - expected).abs().max().item())
+        return max(errors)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_summaries(run, size, cuts):
+    assert max(run(size, summary_case, cuts)) < 1e-5
+
+
+def kernel_case(group, name, cuts):
+    """{tensor: (error with All-Scan, error with fla's all-gather)} against the unsplit sequence, for several inputs."""
+    import_fla()
+    from fla.ops.cp import build_cp_context, chunk_delta_h
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    operator = {"KDA": chunk_kda, "Gated DeltaNet": chunk_gated_delta_rule}[name]
+    names = "q k v gk beta" if name == "KDA" else "q k v g beta"
+    comm = allscan.Communicator(group)
+    total, mine = comm.size * T, slice(comm.rank * T, (comm.rank + 1) * T)
+    given = [
+        x.to(comm.device, torch.float32 if n in ("g", "gk") else BF16)
+        for n, x in zip(names.split(), drawn(names.split(), total), strict=True)
+    ]
+    weights = torch.randn(1, total, H, D, generator=torch.Generator().manual_seed(1)).to(comm.device, BF16)
+    whole = lengths(cuts, comm.size, comm.device)
+
+    def results(part, factor, **options):
+        leaves = [x[:, part].clone() for x in given]
+        leaves[2] *= factor
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        o = operator(*leaves, **options)[0]
+        if name == "Gated DeltaNet":  # whose gradients fla refuses with Triton before 3.7.1 on Hopper
+            return [o.detach()]
+        return [o.detach(), *torch.autograd.grad(o, leaves, weights[:, part].to(o.dtype))]
+
+    context = build_cp_context(whole, comm.group)
+    factors = (1.0, -2.0, 0.5, 3.0, 1.5)  # of v: other states each time
+    expected = [[x[:, mine] for x in results(slice(None), factor, cu_seqlens=whole)] for factor in factors]
+    gathered = [results(mine, factor, cp_context=context) for factor in factors]
+    gather = chunk_delta_h.all_gather_into_tensor
+    chunk_delta_h.all_gather_into_tensor = None  # fails if it is called
+    context_parallel(comm)
+    scanned = [results(mine, factor, cp_context=context) for factor in factors]
+    chunk_delta_h.all_gather_into_tensor = gather
+    comm.close()
+    again = results(mine, factors[0], cp_context=context)  # by fla itself, now that the communicator is closed
+    assert all(torch.equal(a, b) for a, b in zip(again, gathered[0], strict=True))
+    return [
+        {n: (relative(a, e), relative(b, e)) for n, a, b, e in zip(("o", *names.split()), *each, strict=False)}
+        for each in zip(scanned, gathered, expected, strict=True)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("name", ["KDA", "Gated DeltaNet"])
+def test_kernels(run, size, name, cuts):
+    """fla's all-gather is the measure; where it rounds alike, the difference is that of its tf32x3 products."""
+    for errors in sum(run(size, kernel_case, name, cuts), []):
+        assert all(ours <= 1.1 * theirs + 1e-4 and theirs < 2e-2 for ours, theirs in errors.values()), errors
