@@ -42,10 +42,13 @@ def context_parallel(comm: Communicator) -> None:
 
 def _carrier(context, use_graph):
     """The communicator that carries the states of this context, or None: fla does it."""
-    if context is None or context.layout != "contiguous" or use_graph:
+    if context is None or context.group is None or context.layout != "contiguous" or use_graph:
         return None
     comm = _communicators.get(context.group)
-    return None if comm is None or comm.closed else comm
+    if comm is not None and comm.closed:
+        del _communicators[context.group]
+        return None
+    return comm
 
 
 def _forward(*, context=None, use_graph=False, initial_state=None, state_v_first=False, cu_seqlens=None, **given):
