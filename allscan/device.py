@@ -18,12 +18,12 @@
 ``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
 ``my_kernel[grid](...)`` does as well.
 
-The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, ``recv`` before ``send``, on
-every rank, also where there is nobody to receive from or to send to; launches on one channel follow one another on a
-stream; a block does nothing between ``recv`` and ``send`` that waits for another block. Values are float32 blocks
-[channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an initial state).
-The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs tiles of at least
-32 * num_warps words.
+The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, ``recv`` before ``send`` or
+one ``shift``, on every rank, also where there is nobody to receive from or to send to; launches on one channel follow
+one another on a stream; a block does nothing between ``recv`` and ``send`` that waits for another block. Values are
+float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an
+initial state). The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs
+tiles of at least 32 * num_warps words.
 """
 
 from .shmem_kernels.channel import INFO_NEXT, INFO_PREV, Channel, allscan, recv, send, set_signal, shift, wait_signal

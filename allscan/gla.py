@@ -105,6 +105,8 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm):
     if not q.shape == k.shape == g.shape or q.shape[:3] != v.shape[:3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in names.items())
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
+    if q.shape[0] * triton.cdiv(q.shape[1], CHUNK) > MOST_CHUNKS:
+        raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK} tokens, got {tuple(q.shape)}")
     if q.shape[-1] > 512:
         raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:
@@ -138,8 +140,8 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
         problem = error
     scan = _carry_scan(comm, shape, agree, problem, positive)
     layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q))
-    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:
-        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of {CHUNK} tokens, got {layout.num_chunks:,}")
+    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
+        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
     return scan, layout
 
 

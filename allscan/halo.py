@@ -25,8 +25,8 @@ def halo(x, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens=Non
         alike in B and T, which travel together.
     cu_seqlens: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than the one at the
         cut count as none.
-    Returns [B, n, ...] like x, a tuple for a tuple. One hop, by the same channel as :func:`allscan.allscan`: a rank
-    waits for its neighbours only. The first call for a shape is collective on the host.
+    Returns [B, n, ...] like x, a tuple for a tuple. One hop, by :func:`allscan.allscan` with the decay 0: up to about
+    2 MiB a rank waits for its neighbours only. The first call for a shape is collective on the host.
 
     Raises ValueError (n, T, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan() raises.
 

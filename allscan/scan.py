@@ -28,13 +28,17 @@ def uncompiled(function):
     """torch.compiler.disable: what ``function`` asks of other ranks, and launches, is not for torch to trace. But it
     does not import the compiler, which takes a second, where nobody has."""
 
+    disabled = None
+
     @functools.wraps(function)
     def call(*args, **options):
+        nonlocal disabled
         if "torch._dynamo" not in sys.modules:
             return function(*args, **options)
-        return disabled()(*args, **options)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **options)
 
-    disabled = functools.cache(lambda: torch.compiler.disable(function))
     return call
 
 
@@ -123,7 +127,10 @@ class AllScan:
 
     def _description(self, kernel, args) -> str:
         direction = ", reverse" if any(x is self._channels[1] for x in args) else ""
-        return f"{getattr(kernel, '__name__', None) or kernel.fn.__name__} over {self.shape}{direction}"
+        name = getattr(kernel, "__name__", None) or kernel.fn.__name__
+        if kernel in (scan_kernel, transition_kernel):
+            name = "scan"  # ranks may mix them
+        return f"{name} over {self.shape}{direction}"
 
     def scan(
         self, state, decay=None, *, transition=None, adjoint=False, initial_state=None, reverse: bool = False, out=None
@@ -302,7 +309,8 @@ def allscan(
 
     state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
     decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
-        number 0 this rank sends its state before it waits, so that the next one does not wait for the previous ones.
+        number 0 this rank sends each tile before it waits for that tile, so that the next rank does not wait for the
+        previous ones (as far as a GPU holds the tiles' programs at once: about 2 MiB of state).
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
         transitions of this rank's tokens. Stays where it is; products are in float32.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.

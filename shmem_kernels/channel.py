@@ -25,7 +25,8 @@ can replay a scan and ranks may run ahead of each other.
 
 **Credits.** A slot may be written again once its tile was consumed. The launch boundary says that for all tiles at
 once: a launch of epoch e begins by telling prev ``freed = e - 1``, one word a channel. So a channel is used by launches
-that follow one another on a stream, and each of them handles each tile exactly once: ``recv``, then ``send``.
+that follow one another on a stream, and each of them handles each tile exactly once: ``recv``, then ``send``; or
+``shift``.
 
 **No deadlock.** A tile of epoch e waits for (a) ``freed >= e - DEPTH``, given by the *beginning* of next's launch
 e - DEPTH + 1, and (b) the same tile of epoch e on prev, never for another tile of its own rank.
@@ -39,8 +40,8 @@ read a clock, may see different values and then take different branches around a
 atomic whose result the block shares; a tile's own words are looked at by all threads and reduced over the block.
 
 **Faults.** Every wait ends after ``timeout`` by the clock. The first one that does records who waited for whom in
-memory that the host can read; ``recv`` then returns NaN, the tile's epoch becomes ``BROKEN``, nothing is sent on, and
-later waits of the communicator give up at once.
+memory that the host can read; ``recv`` then returns NaN, the tile's epoch becomes ``BROKEN``, nothing is sent any more,
+and later waits of the communicator give up at once.
 """
 
 from __future__ import annotations

@@ -253,11 +253,8 @@ def carry_kernel(
 
     b_own = tl.zeros([channel.BK, channel.BV], tl.float32)
     b_gates = tl.zeros([channel.BK], tl.float32)  # since this rank's edge; -inf once a sequence begins or ends here
-    b_end, b_end_gates, ended = (
-        b_own,
-        b_gates,
-        s_first * 0 - 1,
-    )  # -1 as a tensor; the end of the sequence that comes from outside
+    b_end, b_end_gates = b_own, b_gates  # at the end of the sequence that comes from outside
+    ended = s_first * 0 - 1  # that sequence; -1, as a tensor, while there is none
     for n in tl.range(0, count(s_end - s_first), num_stages=4):  # loads 3 segments ahead
         s = s_end - 1 - n if REVERSE else s_first + n
         row = (s * H + h).to(tl.int64)

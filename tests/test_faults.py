@@ -305,8 +305,8 @@ def order_case(group):
 
 def test_debug_names_the_first_launch_that_differs(run):
     for shapes, directions in run(2, order_case):
-        assert "launch 4: rank 0: scan_kernel over (1, 4, 8); rank 1: scan_kernel over (1, 4, 16)" in shapes
-        assert "launch 5: rank 0: scan_kernel over (1, 4, 8), reverse; rank 1: scan_kernel over (1, 4, 8)" in directions
+        assert "launch 4: rank 0: scan over (1, 4, 8); rank 1: scan over (1, 4, 16)" in shapes
+        assert "launch 5: rank 0: scan over (1, 4, 8), reverse; rank 1: scan over (1, 4, 8)" in directions
 
 
 def one_rank_wrong_case(group):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -195,7 +197,8 @@ def compiled_case(group, backend):
         state = (x[:, -2:] + before).sin()
         return allscan.allscan(state, decay.sigmoid(), comm=comm).cos() * x.sum()
 
-    with allscan.Communicator(group) as comm:
+    with allscan.Communicator(group) as comm, warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo detected")
         torch._dynamo.reset()
         compiled, worst = torch.compile(layer, backend=backend), 0.0
         for step in range(4):

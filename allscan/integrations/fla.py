@@ -159,7 +159,7 @@ def _loss(
             following = torch.full_like(following, ignored)
         shift_labels = torch.cat([labels[:, 1:], following], 1)
     if shift_labels is not None and num_items_in_batch is None:
-        num_items_in_batch = _divisor(criterion, shift_labels[shift_labels != ignored])
+        num_items_in_batch = _divisor(criterion, shift_labels, shift_labels != ignored)
         if num_items_in_batch is not None and comm.size > 1:
             dist.all_reduce(num_items_in_batch, group=comm.group)
     return type(model)._compute_logits_and_loss(
@@ -168,7 +168,7 @@ def _loss(
     )  # fmt: skip
 
 
-def _divisor(criterion, labels):
+def _divisor(criterion, labels, counted):
     """What this rank's labels add to the number by which the sum over all ranks is divided, or None for a sum."""
     reduction = getattr(criterion, "reduction", None) if criterion is not None else "mean"
     if reduction == "sum":
@@ -176,4 +176,4 @@ def _divisor(criterion, labels):
     if reduction != "mean":
         raise ValueError(f'a criterion must have a reduction of "mean" or "sum", got {reduction!r}')
     weight = getattr(criterion, "weight", None)
-    return torch.tensor(labels.numel(), device=labels.device) if weight is None else weight[labels].sum()
+    return counted.sum() if weight is None else (weight[labels.where(counted, 0)] * counted).sum()

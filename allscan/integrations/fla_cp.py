@@ -9,7 +9,7 @@ import torch
 from fla.ops.cp import chunk_delta_h
 
 from ..communicator import Communicator
-from ..scan import allscan
+from ..scan import persistent, transition_tile
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
@@ -65,7 +65,7 @@ def _forward(*, context=None, use_graph=False, initial_state=None, state_v_first
     if not context.is_last_rank:  # the last sequence here goes on behind this rank
         chunk_delta_h.chunk_cp_fwd_h(hm=summary, cu_seqlens=cu_seqlens[-2:], **given)
     begins = context.is_first_rank or len(cu_seqlens) > 2  # that sequence, on this rank
-    prev = _scan(comm, summary, begins, reverse=False)
+    prev = _scan(comm, summary, begins or context.is_last_rank, reverse=False)
     return _states(prev, 0, not context.is_first_rank, len(cu_seqlens) - 1, state_v_first)
 
 
@@ -85,7 +85,7 @@ def _backward(
     if not context.is_first_rank:  # the first sequence here began before this rank
         chunk_delta_h.chunk_cp_bwd_dh(dhm=summary, cu_seqlens=cu_seqlens[:2], **given)
     ends = context.is_last_rank or len(cu_seqlens) > 2
-    following = _scan(comm, summary, ends, reverse=True)
+    following = _scan(comm, summary, ends or context.is_first_rank, reverse=True)
     return _states(following, -1, not context.is_last_rank, len(cu_seqlens) - 1, state_v_first), None
 
 
@@ -96,11 +96,12 @@ def _summary(k, v) -> torch.Tensor:
 
 
 def _scan(comm, summary, cut, reverse) -> torch.Tensor:
-    V = summary.shape[2] - summary.shape[1]
-    state, transition = summary[..., :V].contiguous(), summary[..., V:].contiguous()
-    if cut:
-        transition.zero_()
-    return allscan(state, comm=comm, transition=transition, reverse=reverse)
+    """What comes from the ranks before; nothing of it goes on where a sequence is ``cut``, not even NaN."""
+    K = summary.shape[1]
+    V = summary.shape[2] - K
+    state, transition = summary[..., :V], summary[..., V:]
+    scan = persistent(comm, state.shape, tile=transition_tile(K))
+    return scan.scan(state, 0 if cut else None, transition=None if cut else transition, reverse=reverse)
 
 
 def _states(state, i, enters, N, state_v_first) -> torch.Tensor:
