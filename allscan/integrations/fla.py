@@ -48,7 +48,9 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     ``use_l2warp``, whose penalty fla scales by what one rank has.
     """
     layers = [m for m in module.modules() if isinstance(m, GatedLinearAttention)]
-    others = {type(m).__name__ for m in module.modules() if m not in layers and _of_fla(type(m))}
+    others = {
+        type(m).__name__ for m in module.modules() if _of_fla(type(m)) and not isinstance(m, GatedLinearAttention)
+    }
     others |= {type(m).__name__ for m in layers if type(m).forward is not GatedLinearAttention.forward}
     if others or not layers:
         raise ValueError(f"expected layers of GatedLinearAttention only, got {sorted(others) or 'none'}")

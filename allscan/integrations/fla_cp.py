@@ -32,12 +32,25 @@ def context_parallel(comm: Communicator) -> None:
     a shape is collective on the host.
     """
     _communicators[comm.group] = comm
-    ours = {_FORWARD: _forward, _BACKWARD: _backward}
+    ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
     for module in list(sys.modules.values()):  # those that have imported fla's functions by name
         if getattr(module, "__name__", "").startswith("fla.ops"):
             for name, function in ours.items():
                 if vars(module).get(name) is _fla[name]:
-                    setattr(module, name, functools.wraps(_fla[name])(function))
+                    setattr(module, name, function)
+
+
+def _or_fla(name, ours):
+    """What stands for fla's function ``name``: ``ours`` where a communicator carries the states of its context."""
+
+    @functools.wraps(_fla[name])
+    def call(*, context=None, use_graph=False, **given):
+        comm = _carrier(context, use_graph)
+        if comm is None:
+            return _fla[name](context=context, use_graph=use_graph, **given)
+        return ours(comm, context, **given)
+
+    return call
 
 
 def _carrier(context, use_graph):
@@ -51,14 +64,8 @@ def _carrier(context, use_graph):
     return comm
 
 
-def _forward(*, context=None, use_graph=False, initial_state=None, state_v_first=False, cu_seqlens=None, **given):
+def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given):
     """The states that enter this rank's sequences [N, HV, K, V]: what precedes the first, zeros for the others."""
-    comm = _carrier(context, use_graph)
-    if comm is None:
-        return _fla[_FORWARD](
-            context=context, use_graph=use_graph, initial_state=initial_state, state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens, **given,
-        )  # fmt: skip
     if initial_state is not None:
         raise ValueError("initial_state must be None with a cp_context")
     summary = _summary(given["k"], given["u"])
@@ -69,16 +76,8 @@ def _forward(*, context=None, use_graph=False, initial_state=None, state_v_first
     return _states(prev, 0, not context.is_first_rank, len(cu_seqlens) - 1, state_v_first)
 
 
-def _backward(
-    *, context=None, use_graph=False, dht=None, initial_state=None, state_v_first=False, cu_seqlens=None, **given
-):
+def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_v_first=False, **given):
     """(The gradients of the states that leave this rank's sequences: zeros but for the last, None)."""
-    comm = _carrier(context, use_graph)
-    if comm is None:
-        return _fla[_BACKWARD](
-            context=context, use_graph=use_graph, dht=dht, initial_state=initial_state, state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens, **given,
-        )  # fmt: skip
     if dht is not None:
         raise ValueError("dht must be None with a cp_context")
     summary = _summary(given["q"], given["do"])
