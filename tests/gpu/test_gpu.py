@@ -25,39 +25,42 @@ SIZES = [2, 4]
 
 
 def drawn(comm, shape, generator, kind):
-    """(states, "decay" or "transition", those) of all ranks, [size, ...]. The decays of "hops" are 0 on most ranks."""
+    """(states, "decay" or "transition", those) of all ranks, [size, ...]."""
     states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
     if kind == "transitions":
         width = shape[-2]
         transitions = torch.randn(comm.size, *shape[:-1], width, generator=generator, device=comm.device)
         return states, "transition", transitions / (2 * width**0.5)
-    decays = torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
-    if kind == "hops":
-        decays[torch.randperm(comm.size, generator=generator, device=comm.device)[1:]] = 0
-    return states, "decay", decays
+    return states, "decay", torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
 
 
 def long_case(group, epochs, protocol, depth, late_rank, kind="decays"):
-    """Fresh data every epoch, checked every epoch; one rank is late every now and then."""
+    """Fresh data every epoch, checked every epoch; one rank is late every now and then.
+
+    kind: "decays", "transitions", or "hops": the number 0 as decay on all ranks but one, another one each time.
+    """
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
         tile = transition_tile(16) if kind == "transitions" else None
         scan = allscan.AllScan(comm, shape, protocol=protocol, depth=depth, tile=tile)
         generator = torch.Generator(comm.device).manual_seed(0)  # the same numbers on every rank
-        chance = random.Random(comm.rank)
+        chance, turns = random.Random(comm.rank), random.Random(0)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         out = torch.empty(shape, device=comm.device)
         for _ in range(epochs):
             states, name, factors = drawn(comm, shape, generator, kind)
+            factors = list(factors)
             factor = factors[comm.rank]
-            if kind == "hops" and not factor.any():
-                factor = 0  # as a number: sent without waiting
+            if kind == "hops":
+                chained = turns.randrange(comm.size)
+                factors = [x if rank == chained else 0 * x for rank, x in enumerate(factors)]
+                factor = factor if comm.rank == chained else 0
             if comm.rank == late_rank and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
             out.fill_(float("nan"))
             scan.scan(states[comm.rank], **{name: factor}, out=out)
-            expected = allscan_reference(list(states), **{name + "s": list(factors)})[comm.rank]
+            expected = allscan_reference(list(states), **{name + "s": factors})[comm.rank]
             worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()
         return worst.item()
