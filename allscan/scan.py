@@ -171,8 +171,8 @@ class AllScan:
             self.launch(
                 transition_kernel, (self.num_tiles,), state, transition.contiguous(),
                 state if initial_state is None else initial_state, out, self.channel(reverse),
-                *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V, BJ=16,
-                HAS_INITIAL=initial_state is not None, num_warps=4,
+                *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V,
+                HAS_INITIAL=initial_state is not None, **transition_blocks(self.tile[0]),
             )  # fmt: skip
             return out
         self.launch(
@@ -188,6 +188,11 @@ class AllScan:
 def transition_tile(K: int) -> tuple[int, int]:
     """The ``tile`` of an AllScan for transitions: whole columns, 16 of them."""
     return max(16, _next_power_of_2(K)), 16
+
+
+def transition_blocks(BK: int) -> dict:
+    """Launch options of transition_kernel: up to 128 x 128 a transition fits the registers of 8 warps."""
+    return dict(BJ=BK if BK <= 128 else 32 if BK <= 256 else 16, num_warps=4 if BK <= 64 else 8)
 
 
 def decay_target(decay, shape, device):
@@ -312,7 +317,7 @@ def allscan(
         number 0 this rank sends each tile before it waits for that tile, so that the next rank does not wait for the
         previous ones (as far as a GPU holds the tiles' programs at once: about 2 MiB of state).
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
-        transitions of this rank's tokens. Stays where it is; products are in float32.
+        transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
     out: like state, to be written instead of a new array; not with gradients.
     Returns R_p, like state and of the same kind of array.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import allscan
 from allscan.launch import Ranks
 from bench.baselines import METHODS, Baseline, all_to_all, gla
-from bench.table import Table, results, slowest
+from bench.table import Table, quantiles, results, slowest
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
 GATES = {"near 1": 16.0, "mild": 1.0}  # logsigmoid(normal) over this
@@ -178,8 +178,7 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
         comm.barrier()
         rows = {}
         for name, (_, _, extra) in made.items():
-            quantiles = torch.tensor(times[name]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-            rows[name] = dict(zip(("p20_us", "p50_us", "p80_us"), quantiles), extra_mib=extra)
+            rows[name] = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra)
             rows[name]["max_error"] = errors.get(name, "")
         return rows
 

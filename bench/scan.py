@@ -27,7 +27,7 @@ from allscan.launch import Ranks
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.scan import copy_kernel
 from bench.baselines import AllGather, Ring
-from bench.table import Table, results, slowest
+from bench.table import Table, quantiles, results, slowest
 
 REPEATS, REPLAYS = 20, 60
 COLUMNS = (
@@ -48,7 +48,7 @@ class AllScanMethod:
 
 def point(ranks: int, nbytes: int, methods, tiles) -> list:
     """Run on every rank: check and time all methods for one size. Returns rows of this rank."""
-    group = _group(ranks)
+    group = group_of(ranks)
     if dist.get_rank() >= ranks:
         return []
     comm = allscan.Communicator(group)
@@ -85,18 +85,8 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         comm.close()
         return rows
 
-    from allscan.bindings.nvshmem_host import load
-
-    nvshmem = load()
-
-    def barrier():
-        nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
-
-    def measure(*calls):
-        return replay_us(calls * REPEATS, REPLAYS) / REPEATS
-
-    base = measure(barrier).median()
-    copy = min((measure(barrier, c) - base for c in _copies(comm, state)), key=lambda t: t.median())
+    latency, in_a_row = stopwatches(ranks)
+    copy = min((latency(c) for c in _copies(comm, state)), key=lambda t: t.median())
     copy_us = copy.median().item()
     if "all_gather" in made:
         made["all_gather (no fold)"] = made["all_gather"].gather
@@ -107,30 +97,39 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
             times, free = copy, torch.zeros(1)
         else:
             try:
-                times = measure(barrier, made[row["method"]]) - base
-                free = measure(made[row["method"]])
+                times, free = latency(made[row["method"]]), in_a_row(made[row["method"]])
                 comm.check()
             except allscan.AllScanTimeout as timeout:
                 raise RuntimeError(f"{row['method']}, {nbytes} bytes, {ranks} ranks: {timeout}") from timeout
             if "max_error" in row:
                 checked(row["method"])  # and still right after running freely
-        p20, p50, p80 = times.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=times.dtype)).tolist()
-        row |= {
-            "p20_us": p20,
-            "p50_us": p50,
-            "p80_us": p80,
-            "free_running_us": free.median().item(),
-            "copy_us": copy_us,
-        }
+        row |= {**quantiles(times), "free_running_us": free.median().item(), "copy_us": copy_us}
     comm.check()
     comm.close()
     return rows
 
 
+def stopwatches(ranks: int):
+    """(latency, in_a_row): functions of a call, its microseconds, one value a replay. The first is of a barrier and the
+    call less the barrier alone."""
+    from allscan.bindings.nvshmem_host import load
+
+    nvshmem = load()
+
+    def barrier():
+        nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
+
+    def in_a_row(*calls):
+        return replay_us(calls * REPEATS, REPLAYS) / REPEATS
+
+    base = in_a_row(barrier).median()
+    return lambda call: in_a_row(barrier, call) - base, in_a_row
+
+
 _groups, _teams = {}, {}
 
 
-def _group(ranks):
+def group_of(ranks: int):
     """The process group of the first ranks, and NVSHMEM's team of them for barriers. Collective over the job."""
     if ranks not in _groups:
         allscan.init()

@@ -26,6 +26,11 @@ def machine() -> dict:
     )  # fmt: skip
 
 
+def quantiles(us: torch.Tensor) -> dict:
+    """p20, p50 and p80 of the samples."""
+    return {f"p{n}_us": us.quantile(n / 100).item() for n in (20, 50, 80)}
+
+
 def slowest(rows, *most) -> dict:
     """One row from those of all ranks: the times of the slowest rank, how far the fastest is from it (skew_us), and of
     the columns ``most`` the largest."""

@@ -67,8 +67,11 @@ def transition_kernel(
 ):
     """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
 
-    One program a tile. R is read back from p_out, BJ rows at a time, so that no program holds a transition.
+    One program a tile. With BJ >= K it holds its transition before it waits for R; a larger transition it takes BJ
+    columns at a time afterwards, and reads as many rows of R back from p_out. Products are of three TF32 parts each,
+    as accurate as float32. A first rank that begins with 0 sends its state as it is.
     """
+    PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
     tile = tl.program_id(0)
     offsets, inside = _offsets(channel, tile, K, V)
     g, i, v = tile_place(channel, tile, K, V)
@@ -76,17 +79,22 @@ def transition_kernel(
     b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
     if HAS_INITIAL:
         b_first = tl.load(p_initial + offsets, mask=inside, other=0.0)
+    if PRODUCT and BJ >= K:
+        at = g * (K * K) + i[:, None] * stride_i + i[None, :] * stride_j
+        b_transition = tl.load(p_transition + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)  # [BK, BK]
     b_prev = recv(channel, tile, b_first)
     tl.store(p_out + offsets, b_prev, mask=inside)
-    if channel.SEND != NONE:
-        tl.debug_barrier()
-        for n in range((K + BJ - 1) // BJ):
+    if PRODUCT and BJ >= K:
+        b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
+    elif PRODUCT:
+        tl.debug_barrier()  # all of R is in p_out
+        for n in tl.range((K + BJ - 1) // BJ, num_stages=4):
             j = n * BJ + tl.arange(0, BJ)
             at = g * (K * K) + i[:, None] * stride_i + j[None, :] * stride_j
-            b_transition = tl.load(p_transition + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)
+            b_columns = tl.load(p_transition + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]
             at = g * (K * V) + j[:, None] * V + v[None, :]
-            b_rows = tl.load(p_out + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)
-            b_state = tl.dot(b_transition, b_rows, b_state, input_precision="ieee")
+            b_rows = tl.load(p_out + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)  # [BJ, BV]
+            b_state = tl.dot(b_columns, b_rows, b_state, input_precision="tf32x3")
     send(channel, tile, b_state)  # on the last rank too: it ends the epoch
 
 

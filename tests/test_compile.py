@@ -10,6 +10,7 @@ import triton.language as tl
 from allscan import gla
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.layout import Layout, Piece
+from allscan.scan import transition_blocks
 from allscan.shmem_kernels import gla_bwd, gla_fwd
 from allscan.shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.scan import copy_kernel, scan_kernel, transition_kernel
@@ -62,12 +63,17 @@ def test_scan_tiles_do_not_spill(tile):
     assert compile_scan(SENTINEL, SENTINEL, tile).spilled_bytes == 0
 
 
-@pytest.mark.parametrize("K", [64, 128, 256])
-def test_transitions_do_not_spill(K):
+@pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous
+@pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
+def test_transitions(K, one):
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=K, BV=16)
     arguments = types("p_state p_transition p_initial p_out", "*fp32") | types("stride_i stride_j", "i32")
-    values = {"channel": constants, "K": K, "V": 128, "BJ": 16, "HAS_INITIAL": True}
-    assert Compiled(transition_kernel, arguments | {"channel": channel}, values, num_warps=4).spilled_bytes == 0
+    del arguments[one]
+    blocks = transition_blocks(K)
+    values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1, "BJ": blocks.pop("BJ")}
+    compiled = Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
+    assert compiled.spilled_bytes == 0
+    assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
 
 
 def test_a_tile_too_small_for_its_warps_is_refused():
