@@ -38,6 +38,7 @@ test-gpu: $(READY)
 
 bench: $(READY)
 	$(PYTHON) -m bench.scan
+	$(PYTHON) -m bench.transitions
 	$(PYTHON) -m bench.operator
 	$(PYTHON) -m bench.scaling
 	$(PYTHON) -m bench.plots

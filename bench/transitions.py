@@ -94,6 +94,7 @@ def point(ranks: int, heads: int, K: int, V: int) -> list:
 def main() -> int:
     gpus = torch.cuda.device_count()
     if gpus < 2:
+        print("No two GPUs here: a check of All-Scan on 3 CPU ranks.")
         with Ranks(3, "cpu") as ranks:
             for row in ranks.run(point, 3, 2, 40, 16)[2]:
                 print(f"{row['method']:18} max error {row['max_error']:.1e}")

@@ -11,7 +11,7 @@ from test_gla import F32, LIMIT, NAMES, Whole, place, relative_all
 
 import allscan
 from allscan.launch import Ranks
-from bench import baselines, local, model, operator, plots, scaling, timeline
+from bench import baselines, local, model, operator, plots, scaling, timeline, transitions
 from bench.table import results
 
 _alone = {}
@@ -86,6 +86,12 @@ def test_a_check_lets_no_nan_pass():
     for actual in ([good, bad], [bad, good], [good, 2 * good]):
         with pytest.raises(AssertionError, match="other is wrong by"):
             operator.checked("other", actual, [good, good], 1e-3)
+
+
+@pytest.mark.cpu
+def test_transitions_are_checked_on_cpu_ranks(capsys):
+    assert transitions.main() == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 @pytest.mark.cpu
