@@ -16,7 +16,8 @@ import torch.distributed as dist
 from .bindings.heap import heap_bytes as rounded_bytes
 from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
-from .shmem_kernels import channel as kernels
+from .order import REMEDY, SETTLE_S, AllScanOutOfStep, AllScanTimeout, Order, have_refused, out_of_step, refusals
+from .shmem_kernels import wait
 
 EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
 
@@ -25,25 +26,6 @@ _handles = itertools.count(1)
 _communicators = weakref.WeakValueDictionary()  # by handle
 _exchanges = {}  # scope -> how many exchanges it has had: equal on all ranks that share it
 _left_behind = []  # what kernels of communicators that were not closed may still write to
-
-
-class AllScanTimeout(RuntimeError):
-    """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
-
-    Attributes: ``rank`` waited for ``neighbour``; ``tile``, ``expected`` and ``seen`` (epochs) say for what.
-    """
-
-    def __init__(self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float):
-        super().__init__(rank, neighbour, tile, expected, seen, timeout)
-        self.rank, self.neighbour, self.tile = rank, neighbour, tile
-        self.expected, self.seen, self.timeout = expected, seen, timeout
-
-    def __str__(self):
-        return (
-            f"rank {self.rank} waited {self.timeout:g} s for rank {self.neighbour}, tile {self.tile}: expected epoch "
-            f"{self.expected}, saw {self.seen}. Rank {self.neighbour} is late, has ended, or does not make the same "
-            "calls in the same order. This communicator is broken: close it and make a new one."
-        )
 
 
 def _exchange(ranks: tuple[int, ...], value, what: str, scope: str = "") -> list:
@@ -184,23 +166,38 @@ class Communicator:
     timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer than
         a rank may be busy with something else, such as writing a checkpoint.
     debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
-        differs is named on every rank (RuntimeError). Default: whether the environment has ALLSCAN_DEBUG=1.
+        differs, in kind, shape, direction or :meth:`step`, is named on every rank (RuntimeError). Default: whether the
+        environment has ALLSCAN_DEBUG=1.
+    max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default: half
+        the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all, however
+        long a rank is late. More make the scan's latency 1 to 2 us shorter, as long as nothing else is to run beside it.
 
-    Attributes: rank, size, group, device, transport; mapped (whether all neighbours reach each other by loads and
-    stores); broken (whether a wait has timed out); closed.
+    Attributes: rank, size, group, device, transport, max_ctas; mapped (whether all neighbours reach each other by loads
+    and stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed.
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
-    :meth:`barrier`, in :meth:`close`, and with ``debug`` at every launch.
+    :meth:`barrier`, in :meth:`close`, in :meth:`resync`, and with ``debug`` at every launch.
+
+    What happens when a rank leaves that order (:class:`allscan.AllScanOutOfStep`, :class:`allscan.AllScanTimeout`):
+    a rank on which a call raises makes no further ones, and says so, unless the call has raised on every rank. A rank
+    that never entered a call is found on the device in the first launch that pairs different calls if :meth:`step` is
+    called once an iteration; otherwise by the numbers of calls, in the next barrier, first call or close, and the
+    results since then are those of other calls. :meth:`resync` brings all ranks back into step.
 
     Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
     """
 
-    def __init__(self, group=None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None):
+    def __init__(
+        self, group=None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
+        max_ctas: int | None = None,
+    ):  # fmt: skip
         self._closed = True  # until construction has succeeded
         if not 0 < timeout < 1e9:
             raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
+        if max_ctas is not None and not (isinstance(max_ctas, int) and max_ctas >= 1):
+            raise ValueError(f"max_ctas must be an integer of at least 1, got {max_ctas!r}")
         self.timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self._launches = 0
@@ -220,9 +217,14 @@ class Communicator:
                 raise ValueError(f"the arena lies on {_heap.device}, the current device is {self.device}")
         else:
             self.device = torch.device("cpu")
-        pinned = self.device.type == "cuda"
-        self.record = torch.zeros(kernels.RECORD_WORDS, dtype=torch.int64, pin_memory=pinned)
+        cuda = self.device.type == "cuda"
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
+        self.max_ctas = processors // 2 if max_ctas is None else max_ctas
+        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.order = Order()
+        self.made_scans = weakref.WeakSet()  # every AllScan, for resync()
         self._record = self.record.numpy()  # the same memory, quicker to read
         self._offsets = []
         self.scans = {}  # what allscan() and zeco_gla() have made, by shape
@@ -230,7 +232,7 @@ class Communicator:
         self.splits, self.layouts = {}, {}  # of zeco_gla and halo: see layout.first_token and kept
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         _communicators[self.handle] = self
-        self._last_stream = self._side = None
+        self._last_stream = self._side = self._looking = None
         self._closed = False
         self._scope = ""
         maps = {rank: self._maps(rank) for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size}
@@ -245,20 +247,156 @@ class Communicator:
             self._scope = f"{group}/{_exchanges[group]}"
 
     def exchange(self, value, what: str) -> list:
-        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group."""
-        return _exchange(self._ranks, value, what, self._scope)
+        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
+
+        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far."""
+        order = self.order
+        try:
+            answers = _exchange(self._ranks, (value, tuple(order.made), order.refused), what, self._scope)
+        except RuntimeError:
+            order.told = True  # nobody has launched anything
+            raise
+        values, made, refused = zip(*answers, strict=True)
+        if any(refused):
+            if len({r and r[0] for r in refused}) > 1:
+                words = {rank: pickle.dumps([r]) for rank, r in enumerate(refused) if r}
+                raise self.told(order.lose(f"The ranks are out of step: {refusals(words)}{REMEDY}."))
+            order.refused = None  # all ranks have refused that call
+        if len(set(made)) > 1:
+            counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
+            raise self.told(
+                order.lose(
+                    f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, results "
+                    f"may be those of other calls. {REMEDY}."
+                )
+            )
+        return list(values)
+
+    def told(self, error: Exception) -> Exception:
+        """``error``, which all ranks raise alike, so that the present call counts on none."""
+        self.order.told = True
+        return error
+
+    @contextlib.contextmanager
+    def call(self, reverse: bool = False):
+        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
+        order = self.order
+        if order.inside:
+            yield
+            return
+        self.check()
+        if order.refused is not None:
+            self._settle()
+        order.made[reverse] += 1
+        order.inside, order.told = True, False
+        try:
+            yield
+        except BaseException as error:
+            if order.told:
+                order.made[reverse] -= 1
+            elif self.size > 1 and not self.broken:
+                with contextlib.suppress(dist.DistError):
+                    self._store().set(self._key(self.rank), order.refuse(error))
+            raise
+        finally:
+            order.inside = False
+
+    def _settle(self) -> None:
+        """After a call that this rank has refused: go on if every rank has refused it."""
+        number, why = self.order.refused
+        deadline = time.monotonic() + min(SETTLE_S, self.timeout)
+        while True:
+            words = self._refused()
+            if have_refused(words, number) == self.size:
+                self.order.refused = None
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(5e-3)
+        raise self.order.lose(
+            f"rank {self.rank} has refused its call {number} ({why}), and not all ranks have; it would pair its calls with "
+            f"others of theirs. {REMEDY}."
+        )
+
+    def _refused(self) -> dict:
+        """{rank: word} of the ranks that have refused a call. Does not wait."""
+        if self.size == 1:
+            return {}
+        try:
+            store = self._store()
+            return {p: store.get(self._key(p)) for p in range(self.size) if store.check([self._key(p)])}
+        except dist.DistError:
+            return {}
+
+    def _key(self, rank: int) -> str:
+        return f"allscan/{self._scope}/refused/{rank}"
+
+    @staticmethod
+    def _store():
+        return dist.distributed_c10d._get_default_store()
 
     def check(self) -> None:
-        """Raise :class:`AllScanTimeout` if a wait has timed out so far, RuntimeError if the communicator is closed.
+        """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out of
+        step with the others, RuntimeError if the communicator is closed.
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
         if self.broken:
-            words = (kernels.RECORD_RANK, kernels.RECORD_NEIGHBOUR, kernels.RECORD_TILE)
-            words += (kernels.RECORD_EXPECTED, kernels.RECORD_SEEN)
-            raise AllScanTimeout(*(int(self._record[word.value]) for word in words), self.timeout)
+            others = refusals({p: word for p, word in self._refused().items() if p != self.rank})
+            kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
+            if kind == wait.OUT_OF_STEP.value:
+                raise out_of_step(*found, others)
+            raise AllScanTimeout(*found, self.timeout, others)
+        if self.order.lost is not None:
+            raise AllScanOutOfStep(self.order.lost)
+
+    def step(self) -> None:
+        """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
+
+        Counts a word in stream order, so it may be part of a CUDA graph; it travels with every tile, and a rank whose
+        neighbour sent a tile in another step raises :class:`AllScanOutOfStep` instead of taking it. So a rank that
+        skips the calls of an iteration is found in the next launch.
+        """
+        self.check()
+        self.order.steps += 1
+        self._follow()
+        self.step_word.add_(1)
+
+    def resync(self) -> None:
+        """Bring the ranks back into step after a call that one of them missed or refused, or after a time-out.
+
+        Collective: every rank of the group calls it, outside of a CUDA graph's capture. It waits for this rank's
+        kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used, and
+        their backward passes raise. Graphs that were captured before go on being good. No memory is taken or lost.
+
+        Raises RuntimeError if a rank does not come, or if the ranks do not have the same AllScans.
+        """
+        if self._closed:
+            raise RuntimeError("this Communicator is closed")
+        self._drain()
+        scans = sorted(self.made_scans, key=lambda scan: scan.number)
+        specs = _exchange(self._ranks, [scan.spec for scan in scans], "Communicator.resync", self._scope)
+        if any(spec != specs[0] for spec in specs):
+            raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError):
+                self._store().delete_key(self._key(self.rank))
+        for words in (self.record, self.fault, self.step_word):
+            words.zero_()
+        for scan in scans:
+            scan.reset()
+        self._drain()
+        self.order.restart()
+        _exchange(self._ranks, None, "the end of Communicator.resync", self._scope)
+
+    def _drain(self) -> None:
+        """Wait for this rank's kernels, and until what they have put has arrived."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.size > 1:
+            _heap.quiet()
 
     @property
     def closed(self) -> bool:
@@ -267,11 +405,13 @@ class Communicator:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait has timed out."""
-        return bool(self._record[kernels.RECORD_SET.value])
+        """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
+        return bool(self._record[wait.RECORD_SET.value])
 
     def barrier(self) -> None:
-        """Return when every rank of the group has called this and its device work so far is done."""
+        """Return when every rank of the group has called this and its device work so far is done.
+
+        Raises what :meth:`check` raises, and AllScanOutOfStep on every rank if they have not made equally many calls."""
         self.check()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -280,32 +420,46 @@ class Communicator:
 
     def close(self) -> None:
         """Give the workspaces back. Collective, unless the communicator is broken: then close() returns at once. Where
-        it is broken on any rank the memory stays taken on all, because a late rank may still write into it."""
+        it is broken on any rank the memory stays taken on all, because a late rank may still write into it.
+
+        Raises AllScanOutOfStep on every rank, after it has closed, if they have not made equally many calls, and nobody
+        has raised it before."""
         if self._closed:
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self.size > 1 and not self.broken:
-            _heap.quiet()
-        if self._leave(self.broken):
+        if self.broken:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        else:
+            self._drain()
+        made = self._leave(self.broken)
+        if made:
             for offset in self._offsets:
                 _heap.heap.free(offset)
         self.scans.clear()
         self.layouts.clear()
         self._closed = True
+        if self.size > 1 and self.order.refused is not None:
+            with contextlib.suppress(dist.DistError):
+                self._store().delete_key(self._key(self.rank))
+        if len(set(made)) > 1 and self.order.lost is None:
+            raise AllScanOutOfStep("the ranks have made different numbers of calls: " + by_rank(made))
 
-    def _leave(self, broken: bool) -> bool:
-        """Tell the other ranks that this one leaves, and wait for them unless it is broken; whether none is."""
+    def _leave(self, broken: bool) -> tuple:
+        """Tell the other ranks that this one leaves, and wait for them unless it is broken. What calls each of them has
+        made; nothing if any is broken."""
+        order = self.order
         if self.size == 1:
-            return not broken
-        store, prefix = dist.distributed_c10d._get_default_store(), f"allscan/{self._scope}/close/"
+            return () if broken else (order.numbers(),)
+        store, prefix = self._store(), f"allscan/{self._scope}/close/"
         if not broken:
-            return b"broken" not in _gather(store, self._ranks, prefix, b"whole", "Communicator.close")
+            why = f", refused {order.refused[0]}" if order.refused else ""
+            words = _gather(store, self._ranks, prefix, (order.numbers() + why).encode(), "Communicator.close")
+            return () if b"broken" in words else tuple(word.decode() for word in words)
         with contextlib.suppress(dist.DistError):
             store.set(f"{prefix}{dist.get_rank()}", b"broken")
             if self.rank == 0:
                 store.set(prefix + "all", pickle.dumps([b"broken"]))  # without waiting for the others
-        return False
+        return ()
 
     def __enter__(self):
         return self
@@ -315,7 +469,7 @@ class Communicator:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
             self._leave(broken=True)
-            _left_behind.append((self.record, self.fault))
+            _left_behind.append((self.record, self.fault, self.step_word))
             self._closed = True
 
     def __del__(self):
@@ -349,17 +503,31 @@ class Communicator:
         self.check()
         if self.debug:
             self._launches += 1
+            what = f"{what}, in step {self.order.steps}" if self.order.steps else what
             try:
-                answers = self.exchange(what, f"launch {self._launches}")
+                answers = _exchange(self._ranks, what, f"launch {self._launches}", self._scope)
             except RuntimeError as error:
                 raise RuntimeError(f"{error}; this rank launches {what}") from error
             if len(set(answers)) > 1:
-                raise RuntimeError(f"the ranks differ in launch {self._launches}: {by_rank(answers)}")
+                raise self.told(RuntimeError(f"the ranks differ in launch {self._launches}: {by_rank(answers)}"))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Put the current stream behind what was launched on another one."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(self.device)
             if self._last_stream is not None and self._last_stream != stream:
                 stream.wait_stream(self._last_stream)
             self._last_stream = stream
+
+    def peek(self, words: torch.Tensor) -> list:
+        """What is in this rank's ``words`` now, beside whatever its streams are doing."""
+        if self.device.type == "cpu":
+            return words.tolist()
+        if self._looking is None:
+            self._looking = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._looking):
+            return words.tolist()
 
     @contextlib.contextmanager
     def side_stream(self):

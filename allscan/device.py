@@ -13,6 +13,8 @@
 ``recv``      wait for the tile from the previous rank; ``b_first`` on the first rank
 ``send``      send the tile to the next rank; put any combine you like between the two
 ``shift``     both at once for a value that does not depend on what comes: one hop, the neighbours alone are waited for
+``begin``, ``send_ahead``, ``allscan_begun``   for a program with several tiles: begin once, send those that wait for
+              nothing, then take all in ascending order (``shift_ahead``, ``shift_begun`` likewise)
 ``wait_signal``, ``set_signal``   the signals underneath, for words of your own in mapped memory
 
 ``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
@@ -24,8 +26,35 @@ one another on a stream; a block does nothing between ``recv`` and ``send`` that
 float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an
 initial state). The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs
 tiles of at least 32 * num_warps words.
+
+Programs that wait hold their place on the GPU, and whoever they wait for may himself be waiting for NCCL, whose blocks
+need a whole multiprocessor. So launch at most ``comm.max_ctas`` programs (by default half the multiprocessors) and let
+each take several tiles, in ascending order:
+
+    scan.launch(my_kernel, (min(scan.num_tiles, comm.max_ctas),), ...)
+    tile = tl.program_id(0)
+    while tile < channel.num_tiles:
+        ...
+        tile += tl.num_programs(0)
+
+A kernel with more programs is right as long as no collective of another library is under way beside it.
 """
 
-from .shmem_kernels.channel import INFO_NEXT, INFO_PREV, Channel, allscan, recv, send, set_signal, shift, wait_signal
+from .shmem_kernels.channel import (
+    Channel,
+    allscan,
+    allscan_begun,
+    begin,
+    recv,
+    send,
+    send_ahead,
+    shift,
+    shift_ahead,
+    shift_begun,
+)
+from .shmem_kernels.wait import INFO_NEXT, INFO_PREV, set_signal, wait_signal
 
-__all__ = ["INFO_NEXT", "INFO_PREV", "Channel", "allscan", "recv", "send", "set_signal", "shift", "wait_signal"]
+__all__ = [
+    "INFO_NEXT", "INFO_PREV", "Channel", "allscan", "allscan_begun", "begin", "recv", "send", "send_ahead", "set_signal",
+    "shift", "shift_ahead", "shift_begun", "wait_signal",
+]  # fmt: skip

@@ -5,21 +5,30 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .communicator import Communicator, communicator_of
+from .carrier import AllScanCarrier, StateCarrier, carrier_of
+from .checks import check_tensor
+from .collective import default_tile
+from .communicator import Communicator
 from .layout import CHUNK, find_layout, most_segments, segment_length
-from .scan import check_tensor, default_tile, persistent
 from .shmem_kernels.gla_bwd import da_kernel, grad_kernel, wide_grad_kernel
-from .shmem_kernels.gla_fwd import carry_kernel, keys_kernel, output_kernel, queries_kernel, state_kernel, wide_kernel
+from .shmem_kernels.gla_fwd import (
+    carry_kernel,
+    final_kernel,
+    keys_kernel,
+    output_kernel,
+    queries_kernel,
+    state_kernel,
+    wide_kernel,
+)
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
 # pays by the operation.
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
-# Words of a tile of the carry where peers are mapped. With half as many, 2 MiB are 4,096 programs, which keep the
-# kernels beside them waiting: forward with H=32 at P=4 took 1.033 times that at P=1, with this 1.024.
-CARRY_WORDS = 256
+CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 MOST_CHUNKS = 65535  # what the second axis of a grid holds
 
@@ -65,16 +74,31 @@ def zeco_gla(
 
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
+    return zeco_gla_by(AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def zeco_gla_by(
+    carrier: StateCarrier, q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
+):
+    """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
+    arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens
+    if torch.compiler.is_compiling():
+        return _zeco_gla(*arguments)
+    with carrier.comm.call():
+        return _zeco_gla(*arguments)
+
+
+def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
     problem = _not_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), cu_seqlens, scale)
     if problem is not None:
-        persistent(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
+        carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    o, final_state, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, comm.handle)
+    o, final_state, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle)
     return o, final_state if output_final_state else None
 
 
@@ -85,9 +109,15 @@ def _not_for_an_operator(tensors, cu_seqlens, scale) -> Exception | None:
             return TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not (cu_seqlens is None or isinstance(cu_seqlens, Tensor) or hasattr(cu_seqlens, "__len__")):
         return TypeError(f"cu_seqlens must be a tensor or a list, got {type(cu_seqlens).__name__}")
+    if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
+        return NotImplementedError("zeco_gla has no forward-mode derivatives (torch.func.jvp, forward_ad)")
     if scale is not None and not 0.0 < abs(scale) < float("inf"):
         return ValueError(f"scale must be finite and not 0, got {scale}")
     return None
+
+
+def _has_tangent(x) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _check(q, k, v, g, initial_state, cu_seqlens, comm):
@@ -118,19 +148,25 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm):
         check_tensor("initial_state", initial_state, _state_shape(q, v, cu_seqlens), comm.device)
 
 
+def _carried_shape(q, v):
+    """Of what travels over the ranks."""
+    return q.shape[0] * q.shape[2], q.shape[3], v.shape[3]
+
+
 def _state_shape(q, v, cu_seqlens):
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
-    """(AllScan, Layout), after all checks."""
+def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier):
+    """The Layout, after all checks."""
+    comm = carrier.comm
     shape = agree = problem = None
     positive = False
     try:
         if q.ndim == v.ndim == 4:
-            B, _, H, K = q.shape
-            shape = (B * H, K, v.shape[-1])
+            B = q.shape[0]
+            shape = _carried_shape(q, v)
             agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
         _check(q, k, v, g, initial_state, cu_seqlens, comm)
         positive = (shape, agree) not in comm.agreements and bool((g > 0).any())
@@ -138,18 +174,11 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, comm):
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:
         problem = error
-    scan = _carry_scan(comm, shape, agree, problem, positive)
+    carrier.prepare(shape, agree, problem, at_first=positive)
     layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q))
     if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
         raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
-    return scan, layout
-
-
-def _carry_scan(comm, shape, agree=None, problem=None, at_first=False):
-    """The AllScan of both passes, see :func:`persistent`."""
-    in_tiles = shape is not None and comm.device.type == "cuda" and comm.mapped
-    tile = default_tile(*shape[1:], CARRY_WORDS) if in_tiles else None
-    return persistent(comm, shape, agree, problem, tile, at_first)
+    return layout
 
 
 def _segment_length(q) -> int:
@@ -160,8 +189,8 @@ def _segment_length(q) -> int:
 class _Launcher:
     """Block sizes, and the launches that forward and backward share."""
 
-    def __init__(self, q, k, v, g, scale, scan, layout):
-        self.q, self.k, self.v, self.g, self.scale, self.scan, self.layout = q, k, v, g, scale, scan, layout
+    def __init__(self, q, k, v, g, scale, carrier, layout):
+        self.q, self.k, self.v, self.g, self.scale, self.carrier, self.layout = q, k, v, g, scale, carrier, layout
         self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
         self.BT = CHUNK
         self.BK = max(16, triton.next_power_of_2(self.K))
@@ -258,16 +287,28 @@ class _Launcher:
             **blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, num_stages=self.state_stages,
         )  # fmt: skip
 
-    def carry(self, states, gate, gates, outside, prev, final, channel, reverse):
-        """Over the segments and the ranks, on the communicator's own stream: see carry_kernel. Returns ``join``: what
-        is launched on the current stream after join() has the result; what is launched before runs at the same time."""
-        with self.scan.comm.side_stream() as join:
-            self.scan.launch(
-                carry_kernel, (self.scan.num_tiles,), states, gate, gates, self.layout.segments, self.layout.slots,
-                states if outside is None else outside, prev, prev if final is None else final, channel, **self.widths,
-                HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None, REVERSE=reverse, num_warps=1,
-            )  # fmt: skip
-        return join
+    def carry(self, states, sums, gates, outside, prev, final, ticket, reverse):
+        """Through the segments (carry_kernel) and over the ranks: ``states`` and ``gates`` become what enters each
+        segment, ``prev`` [slots, H, K, V] what enters this rank, ``final`` the ends of the sequences. Returns ``join``:
+        what is launched on the current stream after join() has ``prev`` and ``final``."""
+        B, H, K, V = prev.shape
+        BK, BV = default_tile(K, V, CARRY_WORDS[prev.device.type])
+        grid, tables = (triton.cdiv(K, BK), triton.cdiv(V, BV), B * H), (self.layout.segments, self.layout.slots)
+        blocks = self.widths | dict(BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
+        own, decay = torch.empty_like(prev), self.empty(B * H, K)
+        carry_kernel[grid](
+            states, sums, gates, *tables, states if outside is None else outside, own, decay,
+            prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None, **blocks,
+        )  # fmt: skip
+        given = own.flatten(0, 1), decay, prev.flatten(0, 1)
+        join = self.carrier.carry(*given, ticket=ticket, reverse=reverse)
+
+        def join_and_finish(_kept=given):  # until then another stream uses them
+            join()
+            if final is not None and self.carrier.comm.size > 1:
+                final_kernel[grid](final, sums, gates, *tables, prev, **blocks)
+
+        return join_and_finish
 
     def outputs(self, x, y, z, a, gate, entering, o, chunks, reverse):
         """See output_kernel; ``chunks``: states, dstates, through."""
@@ -292,16 +333,25 @@ def _state_tensors(q, v, cu_seqlens, final):
 @torch.library.custom_op("allscan::zeco_gla_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, final: bool, comm: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank)."""
-    scan, layout = _prepare(q, k, v, g, initial_state, cu_seqlens, communicator_of(comm))
-    launcher = _Launcher(q, k, v, g, scale, scan, layout)
+    scale: float, final: bool, handle: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank; the
+    number of this call)."""
+    carrier = carrier_of(handle)
+    with carrier.comm.call():
+        layout = _prepare(q, k, v, g, initial_state, cu_seqlens, carrier)
+        return _forward_kernels(
+            q, k, v, g, initial_state, cu_seqlens, final, _Launcher(q, k, v, g, scale, carrier, layout)
+        )
+
+
+def _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher):
     final_state, states, gates, prev = _state_tensors(q, v, cu_seqlens, final)
     k_out, gate, wide = launcher.keys()
     sums = launcher.segment_states(k_out, v, gate, states, reverse=False)
+    ticket = launcher.empty(1, dtype=torch.int64)
     join = launcher.carry(
-        states, sums, gates, initial_state, prev, final_state if final else None, scan.channel(), reverse=False
+        states, sums, gates, initial_state, prev, final_state if final else None, ticket, reverse=False
     )
     try:
         q_in, a = launcher.queries(gate, wide, launcher.dtype)
@@ -309,38 +359,40 @@ def _forward(
         join()  # in any case: what the side stream uses may not be given back before
     o = torch.empty_like(v)
     launcher.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o), reverse=False)
-    return o, final_state, states, gates, prev
+    return o, final_state, states, gates, prev, ticket
 
 
 @_forward.register_fake
-def _(q, k, v, g, initial_state, cu_seqlens, scale, final, comm):
-    return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final)
+def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle):
+    return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final), q.new_empty(1, dtype=torch.int64)
 
 
 @torch.library.custom_op("allscan::zeco_gla_backward", mutates_args=())
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    states: Tensor, gates: Tensor, prev: Tensor, scale: float, initial: bool, comm: int,
+    states: Tensor, gates: Tensor, prev: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dinitial_state or nothing)."""
-    communicator = communicator_of(comm)
-    B, T, H, K = q.shape
-    scan = _carry_scan(communicator, (B * H, K, v.shape[-1]))
-    layout = find_layout(communicator, B, T, cu_seqlens, _segment_length(q))
-    launcher = _Launcher(q, k, v, g, scale, scan, layout)
+    carrier = carrier_of(handle)
+    with carrier.comm.call(reverse=True):
+        layout = find_layout(carrier.comm, *q.shape[:2], cu_seqlens, _segment_length(q))
+        launcher = _Launcher(q, k, v, g, scale, carrier, layout)
+        return _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher)
+
+
+def _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher):
     dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial)
     k_out, gate, wide = launcher.keys()
     q_in, a = launcher.queries(gate, wide, torch.float32)
     sums = launcher.segment_states(q_in, do, gate, dstates, reverse=True)
-    join = launcher.carry(
-        dstates, sums, dgates, dfinal, dprev, dinitial if initial else None, scan.channel(reverse=True), reverse=True
-    )
+    join = launcher.carry(dstates, sums, dgates, dfinal, dprev, dinitial if initial else None, ticket, reverse=True)
     try:
         states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
         of_scores = launcher.score_gradients(do)
     finally:
         join()
-    dv, through = torch.empty_like(v), launcher.empty(layout.num_chunks, H, launcher.NT, K)
+    through = launcher.empty(launcher.layout.num_chunks, launcher.H, launcher.NT, launcher.K)
+    dv = torch.empty_like(v)
     chunks = (states, chunk_dstates, through)
     launcher.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks, reverse=True)
     del q_in, k_out, a
@@ -349,23 +401,27 @@ def _backward(
 
 
 @_backward.register_fake
-def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, scale, initial, comm):
+def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle):
     return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial)[0]
 
 
 def _save(ctx, inputs, output):
-    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, ctx.comm = inputs
+    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, ctx.handle = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.save_for_backward(q, k, v, g, cu_seqlens, *output[2:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
+    traced = type(output[0]) is not Tensor  # by torch.compile, which keeps no node
+    ctx.pending = None if traced else carrier_of(ctx.handle).pending(_carried_shape(q, v))
 
 
 def _gradient(ctx, do, dfinal, *_):
-    q, k, v, g, cu_seqlens, states, gates, prev = ctx.saved_tensors
+    if ctx.pending is not None:
+        ctx.pending.run()
+    q, k, v, g, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ctx.scale, ctx.initial, ctx.comm)
+    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, ctx.handle)
     return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None
 
 

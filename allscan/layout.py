@@ -123,12 +123,13 @@ def first_token(comm: Communicator, lengths, T: int) -> int:
         raise RuntimeError(NOT_IN_CAPTURE)
     answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
     if any(answer[0] != lengths for answer in answers):
-        raise ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
+        raise comm.told(ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers)))
     tokens = [answer[1] for answer in answers]
     if lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:])) or lengths[-1] != sum(tokens):
-        raise ValueError(
+        problem = (
             f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
         )
+        raise comm.told(ValueError(problem))
     if len(comm.splits) >= KEPT:
         del comm.splits[next(iter(comm.splits))]
     comm.splits[lengths] = tokens

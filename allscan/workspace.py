@@ -6,8 +6,9 @@ import torch
 import triton.language as tl
 
 from .communicator import Communicator, by_rank
-from .shmem_kernels import channel as kernels
-from .shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL, Channel
+from .shmem_kernels import wait
+from .shmem_kernels.channel import Channel
+from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 
 PROTOCOLS = {"sentinel": SENTINEL.value, "signal": SIGNAL.value, "put": PUT.value}
 
@@ -19,10 +20,12 @@ def _layout(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> tup
     for name, numel, dtype in (
         ("inbox", slots, torch.float32),
         ("outbox", slots if put else 0, torch.float32),
-        ("arrived", num_tiles, torch.int64),
+        ("arrived", depth * num_tiles, torch.int64),
         ("epoch", num_tiles, torch.int64),
         ("clock", num_tiles, torch.int64),
-        ("freed", 2, torch.int64),
+        ("backwards", num_tiles, torch.int64),
+        ("freed", depth + 1, torch.int64),
+        ("ticket", 1, torch.int64),
     ):
         parts[name] = (offset, numel, dtype)
         offset += -(-numel * dtype.itemsize // 128) * 128
@@ -43,7 +46,7 @@ def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], dep
         constants = _constants(num_tiles, tile, depth, NONE.value, NONE.value)
         words = torch.zeros(num_tiles, dtype=torch.int64, device=comm.device)
         values = torch.zeros(1, dtype=torch.float32, device=comm.device)
-        lonely = Channel(*[values] * 3, *[words] * 7, **constants)
+        lonely = Channel(*[values] * 3, *[words] * 10, **constants)
         return lonely, lonely
 
     best = [(SENTINEL if mapped else PUT).value for mapped in comm.mapped_links]
@@ -61,13 +64,14 @@ def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], dep
     if protocol in ("sentinel", "signal") and not comm.mapped:
         p = comm.mapped_links.index(False)
         raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
-    if PUT.value in links and comm.transport != "nvshmem":
-        raise RuntimeError("protocol 'put' needs the transport 'nvshmem'")
 
     channels = []
     for direction, step in enumerate((1, -1)):
         workspaces = [(offsets[p][direction], _layout(num_tiles, tile, depth, puts[p])[0]) for p in range(comm.size)]
         channels.append(_make_channel(comm, workspaces, num_tiles, tile, depth, links, step))
+    channels[1] = channels[1]._replace(backwards=channels[0].backwards)
+    for channel in channels:
+        reset(channel)
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
     comm.exchange("workspace filled", "making a workspace")  # nobody sends before every inbox is filled
@@ -95,20 +99,15 @@ def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Chan
             return heap.symmetric(base + offset, dtype)
         return heap.view(pe, base + offset, numel, dtype)
 
-    for name in ("inbox", "arrived", "epoch", "freed"):
-        mine(name).zero_()
-    if recv == SENTINEL.value:
-        mine("inbox").fill_(-0.0)
-    info = torch.zeros(kernels.INFO_WORDS, dtype=torch.int64)
-    info[kernels.INFO_RANK.value] = comm.rank
-    info[kernels.INFO_PREV.value] = prev
-    info[kernels.INFO_NEXT.value] = next_
-    if comm.transport == "nvshmem":
-        info[kernels.INFO_PREV_PE.value] = comm.heap_and_pe(prev)[1] if recv != NONE.value else -1
-        info[kernels.INFO_NEXT_PE.value] = comm.heap_and_pe(next_)[1] if send != NONE.value else -1
-    info[kernels.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
-    info[kernels.INFO_FAULT.value] = comm.fault.data_ptr()
-    info[kernels.INFO_RECORD.value] = comm.record.data_ptr()
+    info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64)
+    info[wait.INFO_RANK.value] = comm.rank
+    info[wait.INFO_PREV.value] = prev
+    info[wait.INFO_NEXT.value] = next_
+    info[wait.INFO_PREV_PE.value] = comm.heap_and_pe(prev)[1] if recv != NONE.value else -1
+    info[wait.INFO_NEXT_PE.value] = comm.heap_and_pe(next_)[1] if send != NONE.value else -1
+    info[wait.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
+    info[wait.INFO_FAULT.value] = comm.fault.data_ptr()
+    info[wait.INFO_RECORD.value] = comm.record.data_ptr()
     return Channel(
         inbox=mine("inbox"),
         next_inbox=theirs(next_, send, "inbox"),
@@ -119,11 +118,21 @@ def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Chan
         prev_freed=theirs(prev, recv, "freed"),
         epoch=mine("epoch"),
         clock=mine("clock"),
+        backwards=mine("backwards"),
+        step=comm.step_word,
+        ticket=mine("ticket"),
         info=info.to(comm.device),
         **_constants(num_tiles, tile, depth, recv, send),
     )
 
 
 def _constants(num_tiles, tile, depth, recv, send) -> dict:
-    values = dict(num_tiles=num_tiles, BK=tile[0], BV=tile[1], DEPTH=depth, RECV=recv, SEND=send)
+    values = dict(num_tiles=num_tiles, BK=tile[0], BV=tile[1], DEPTH=depth, RECV=recv, SEND=send, ADJOINT=False)
     return {name: tl.constexpr(value) for name, value in values.items()}
+
+
+def reset(channel: Channel) -> None:
+    """Make a channel as if nothing had passed yet. While no kernel of any rank uses it."""
+    channel.inbox.fill_(-0.0 if channel.RECV == SENTINEL else 0.0)
+    for words in (channel.arrived, channel.epoch, channel.backwards, channel.freed, channel.ticket):
+        words.zero_()

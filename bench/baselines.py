@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 import allscan
-from allscan.shmem_kernels.gla_blocks import FIRST, FLAGS, LAST, SEQUENCE, SLOT
+from allscan.carrier import register
+from allscan.gla import zeco_gla_by
 
 
 @triton.jit
@@ -29,26 +30,16 @@ def fold_kernel(
     tl.store(p_out + offsets, carry, mask=inside)
 
 
-@triton.jit
-def decay_kernel(p_gates, p_gate, p_edges, p_decay, numel, BLOCK: tl.constexpr):
-    """What a slot's incoming state decays by up to the end of its last segment: 2 ** (gates before it and in it)."""
-    slot = tl.program_id(0)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(p_edges + slot) * numel + offsets
-    inside = offsets < numel
-    b_gates = tl.load(p_gates + row, mask=inside, other=0.0) + tl.load(p_gate + row, mask=inside, other=0.0)
-    tl.store(p_decay + slot * numel + offsets, tl.exp2(b_gates), mask=inside)
-
-
 class AllGather:
     """LASP-2: gather all states and decays (one coalesced NCCL call), then fold what came from lower ranks.
 
     fused: the fold is one kernel of ours; else it is written with torch's operators, as a user would.
     """
 
-    def __init__(self, comm, state, decay, fused=True, reverse=False):
+    def __init__(self, comm, state, decay, fused=True, reverse=False, out=None):
         self.fused, self.reverse = fused, reverse
-        self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
+        self.comm, self.state, self.decay = comm, state, decay
+        self.out = torch.empty_like(state) if out is None else out
         self.states, self.decays = state.new_empty(comm.size, *state.shape), decay.new_empty(comm.size, *decay.shape)
 
     def gather(self):
@@ -82,9 +73,10 @@ class AllGather:
 class Ring:
     """LASP-1: receive, combine, send, by NCCL point to point."""
 
-    def __init__(self, comm, state, decay, reverse=False):
+    def __init__(self, comm, state, decay, reverse=False, out=None):
         self.step = -1 if reverse else 1
-        self.comm, self.state, self.decay, self.out = comm, state, decay, torch.empty_like(state)
+        self.comm, self.state, self.decay = comm, state, decay
+        self.out = torch.empty_like(state) if out is None else out
         self.message = torch.empty_like(state)
 
     def __call__(self):
@@ -101,70 +93,41 @@ class Ring:
         return self.out
 
 
-# What carries the state, and whether the kernels that need nothing remote run beside it
+# What carries the state, whether the kernels that need nothing remote run beside it, and its kernels of NCCL
 METHODS = {
-    "all_gather": (AllGather, False),
-    "all_gather overlapped": (AllGather, True),
-    "ring": (Ring, False),
+    "all_gather": (AllGather, False, "AllGather"),
+    "all_gather overlapped": (AllGather, True, "AllGather"),
+    "ring": (Ring, False, "SendRecv"),
 }
 
 
-class Baseline(allscan.Communicator):
-    """A Communicator whose zeco_gla carries the state from rank to rank by another of METHODS. For :func:`gla`."""
+class Baseline:
+    """A StateCarrier (allscan/carrier.py) that is one of METHODS. ``scans`` counts what it has carried."""
 
-    def __init__(self, group, alone, method: str):
-        """``alone``: a Communicator of this rank only, for what is left of carry_kernel."""
-        super().__init__(group)
-        self.alone = alone
-        self.method, self.overlapped = METHODS[method]
+    def __init__(self, comm, method: str):
+        self.comm, self.handle = comm, register(self)
+        self._method, self._overlapped, self.nccl = METHODS[method]
+        self.scans = 0
 
-    def side_stream(self):
-        return super().side_stream() if self.overlapped else contextlib.nullcontext(lambda: None)
+    def prepare(self, shape, agree=None, problem=None, *, at_first=False):
+        if problem is not None:
+            raise problem
 
+    def carry(self, state, decay, out, *, ticket, reverse):
+        self.scans += 1
+        beside = self.comm.side_stream() if self._overlapped else contextlib.nullcontext(lambda: None)
+        with beside as join:
+            method = self._method(self.comm, state, decay, reverse=reverse, out=out)
+            method()
+        return lambda _kept=method: join()
 
-def gla(q, k, v, g, *, comm: Baseline):
-    """zeco_gla with another communication. Equal lengths on all ranks, no initial state."""
-    shape = (q.shape[0] * q.shape[2], q.shape[3], v.shape[3])
-    if shape not in comm.scans:
-        comm.scans[shape] = _Carried(comm, shape)
-    return allscan.zeco_gla(q, k, v, g, comm=comm)[0]
-
-
-class _Carried:
-    """What zeco_gla takes for its AllScan: carry_kernel of this rank alone, then the method."""
-
-    def __init__(self, comm, shape):
-        self.comm, self.scan = comm, allscan.AllScan(comm.alone, shape)
-        self.num_tiles, self.channel = self.scan.num_tiles, self.scan.channel
-        self.tables = {}  # by address of a layout's segments
-
-    def launch(self, kernel, grid, states, gate, gates, segments, slots, outside, prev, final, channel, **options):
-        reverse = options["REVERSE"]
-        key = segments.data_ptr(), reverse
-        if key not in self.tables:
-            self.tables[key] = _ending(segments, slots, reverse)
-        segments, edges = self.tables[key]
-        total, decay = torch.empty_like(prev), prev.new_empty(prev.shape[:-1])
-        options |= dict(HAS_OUTSIDE=False, HAS_FINAL=True)
-        self.scan.launch(
-            kernel, grid, states, gate, gates, segments, slots, outside, prev, total, channel, **options
-        )  # fmt: skip
-        numel = decay[0].numel()
-        decay_kernel[(len(edges), triton.cdiv(numel, 1024))](gates, gate, edges, decay, numel, BLOCK=1024)
-        method = self.comm.method(self.comm, total, decay, reverse=reverse)
-        method.out = prev
-        method()
+    def pending(self, shape):
+        return None
 
 
-def _ending(segments, slots, reverse):
-    """(The table with each slot's segments as one sequence that began before them and ends with them, so that what they
-    leave comes out; the segment with which each slot ends.)"""
-    edges = (slots[:-1] if reverse else slots[1:] - 1).long()
-    segments = segments.clone()
-    segments[:, FLAGS.value] = 0
-    segments[edges, FLAGS.value] = (FIRST if reverse else LAST).value
-    segments[:, SEQUENCE.value] = segments[:, SLOT.value]
-    return segments, edges
+def gla(q, k, v, g, *, carrier: Baseline):
+    """zeco_gla with another communication."""
+    return zeco_gla_by(carrier, q, k, v, g)[0]
 
 
 class _Turn(torch.autograd.Function):

@@ -7,12 +7,14 @@ autocast, called from Python as in training. Beside each other: one sequence cut
 zeco_gla, by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all, and plain data parallelism, a sequence of T
 tokens a rank, which is the ideal. The methods take turns, step by step, in another order each time, because a GPU's
 clock depends on what it did before; a time is the median step of the slowest rank. They are checked first, on a small
-model: loss and gradients against one rank with the whole sequence. Without GPUs only that check runs, on 2 CPU ranks.
+model: loss and gradients against one rank with the whole sequence; and proven afterwards to be what ran (bench/proof.py;
+column ``proof``, of rank 0). Without GPUs only the check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import statistics
 import sys
@@ -32,7 +34,7 @@ TOKENS = (16384, 32768)
 STEPS = 11
 COLUMNS = (
     "method", "ranks", "T", "parameters", "step_ms", "tokens_per_s_per_gpu", "percent_of_data_parallel", "peak_gib",
-    "gpu", "torch", "triton", "sources",
+    "proof", "gpu", "torch", "triton", "sources",
 )  # fmt: skip
 
 
@@ -126,21 +128,31 @@ def measure(ranks, T, shape) -> dict | None:
         data = text(T, model.embedding.num_embeddings, comm.device, comm.rank)
         calls = chosen(methods, comm.size)
         times, peaks = {name: [] for name in calls}, {}
+
+        def step(name):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = wrapped(data[:, :-1], data[:, 1:], calls[name])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+
+        before = {name: method.epochs() for name, method in calls.items()}
         for turn in range(STEPS + 2):
             for name in random.Random(turn).sample(list(calls), len(calls)):
                 torch.cuda.reset_peak_memory_stats()
                 comm.barrier()
                 start = time.perf_counter()
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = wrapped(data[:, :-1], data[:, 1:], calls[name])
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                torch.cuda.synchronize()
+                step(name)
                 times[name].append(time.perf_counter() - start)
                 peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
+        layers, proofs = len(model.layers), {}
+        for name, method in calls.items():
+            comm.barrier()
+            steps = STEPS + 2
+            proofs[name] = method.prove(name, before[name], steps, layers, True, functools.partial(step, name))
         parameters = sum(p.numel() for p in model.parameters())
-        return {name: (statistics.median(times[name][2:]), peaks[name], parameters) for name in calls}
+        return {name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name]) for name in calls}
 
 
 def main() -> int:
@@ -171,6 +183,7 @@ def main() -> int:
                     row = dict(method=name, ranks=count, T=T, step_ms=1e3 * step, tokens_per_s_per_gpu=T / step)
                     row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / step
                     row["peak_gib"], row["parameters"] = max(a[name][1] for a in answers), answers[0][name][2]
+                    row["proof"] = answers[0][name][3]
                     table.write(row)
                     print(
                         f"P={count} T={T} {name:22} {row['tokens_per_s_per_gpu']:8.0f} tokens/s/GPU  "

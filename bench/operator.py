@@ -5,10 +5,11 @@
 Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold; blocking,
 and beside what needs nothing remote), the ring of LASP-1 and the all-to-all of Ulysses, all around the same local
 kernels; zeco_gla on one rank, which is the ideal, since it does the same without communication; and, where fla is
-installed, its chunk_gla on one rank. All are CUDA graphs, replayed in turns on the same GPUs in the same processes. A
-time is the median over samples of REPLAYS replays one after another, of the slowest rank. Every method is checked first
-against one rank's zeco_gla on the whole sequence (at a tenth of the tokens, since that must fit one GPU). Without GPUs
-only that check runs, on 3 CPU ranks.
+installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns whose
+order is drawn anew each time. A time is the median over samples of REPLAYS replays one after another, of the slowest
+rank. Every method is checked first against one rank's zeco_gla on the whole sequence (at a tenth of the tokens, since
+that must fit one GPU), and proven afterwards to be what ran (bench/proof.py; column ``proof``, of rank 0). Without GPUs
+only the check runs, on 3 CPU ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import random
 import sys
 
 import torch
@@ -24,14 +26,17 @@ import torch.distributed as dist
 import allscan
 from allscan.launch import Ranks
 from bench.baselines import METHODS, Baseline, all_to_all, gla
+from bench.proof import Method
 from bench.table import Table, quantiles, results, slowest
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
-GATES = {"near 1": 16.0, "mild": 1.0}  # logsigmoid(normal) over this
+# logsigmoid(normal) over this, 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32 with
+# the other two, so that nothing passes through a rank (column rank_decay: the largest decay of a channel over a rank).
+GATES = {"0": 0.0, "near 1": 16.0, "mild": 1.0}
 SAMPLES, REPLAYS = 20, 10
 COLUMNS = (
     "method", "T", "H", "D", "gates", "pass", "ranks", "p20_us", "p50_us", "p80_us", "skew_us", "one_rank_us",
-    "percent_of_ideal", "extra_mib", "max_error", "gpu", "torch", "triton", "sources",
+    "percent_of_ideal", "extra_mib", "max_error", "rank_decay", "proof", "gpu", "torch", "triton", "sources",
 )  # fmt: skip
 
 
@@ -43,7 +48,8 @@ def inputs(T, H, K, device, seed=0, dtype=torch.bfloat16, mildness=16.0, B=1, V=
         return torch.randn(B, T, H, width, generator=generator, device=device)
 
     q, k, v, do = (normal(width).to(dtype) for width in (K, K, V or K, V or K))
-    g = torch.nn.functional.logsigmoid(normal(K)) / mildness
+    g = torch.nn.functional.logsigmoid(normal(K))
+    g = g / mildness if mildness else torch.zeros_like(g)
     return [x.requires_grad_() for x in (q, k, v, g)], do
 
 
@@ -79,17 +85,17 @@ def extra_mib(function) -> float:
 
 
 def calls(comm, one, others) -> dict:
-    """{method: function of q, k, v, g}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}."""
-    found = {"zeco": lambda *x: allscan.zeco_gla(*x, comm=comm)[0]}
+    """{method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}."""
+    found = {"zeco": Method(lambda *x: allscan.zeco_gla(*x, comm=comm)[0], comm, scans=True)}
     for name, other in others.items():
-        found[name] = functools.partial(gla, comm=other)
-    found["all_to_all"] = lambda *x: all_to_all(*x, comm=comm, alone=one)
-    found["one rank"] = lambda *x: allscan.zeco_gla(*x, comm=one)[0]
+        found[name] = Method(functools.partial(gla, carrier=other), other.comm, nccl=other.nccl)
+    found["all_to_all"] = Method(lambda *x: all_to_all(*x, comm=comm, alone=one), one, nccl="SendRecv")
+    found["one rank"] = Method(lambda *x: allscan.zeco_gla(*x, comm=one)[0], one)
     if comm.device.type == "cuda":
         with contextlib.suppress(ImportError):
             from fla.ops.gla import chunk_gla
 
-            found["fla, one rank"] = lambda *x: chunk_gla(*x)[0]
+            found["fla, one rank"] = Method(lambda *x: chunk_gla(*x)[0], one)
     return found
 
 
@@ -151,7 +157,7 @@ def over(ranks):
     group, alone = _groups[ranks]
     with contextlib.ExitStack() as stack:
         comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
-        others = {name: stack.enter_context(Baseline(group, one, name)) for name in METHODS}
+        others = {name: Baseline(stack.enter_context(allscan.Communicator(group)), name) for name in METHODS}
         yield comm, calls(comm, one, others)
 
 
@@ -168,17 +174,22 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
         errors = check(comm, methods, T // 10, H, D, torch.bfloat16, mildness)
         leaves, do = inputs(T, H, D, comm.device, comm.rank, mildness=mildness)
         made = {name: capture(leaves, do, call, backward) for name, call in methods.items()}
+        before = {name: method.epochs() for name, method in methods.items()}
         times = {name: [] for name in made}
         comm.barrier()
-        for _ in range(SAMPLES):
-            for name, (graph, _, _) in made.items():
+        for turn in range(SAMPLES):
+            for name in random.Random(turn).sample(list(made), len(made)):
+                graph = made[name][0]
                 dist.barrier(comm.group)
                 graph.replay()
                 times[name].append(sample(graph.replay))
         comm.barrier()
+        decay = leaves[3].detach().double().sum(1).exp().max().item()
         rows = {}
-        for name, (_, _, extra) in made.items():
-            rows[name] = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra)
+        for name, (graph, _, extra) in made.items():
+            dist.barrier(comm.group)
+            proof = methods[name].prove(name, before[name], SAMPLES * (1 + REPLAYS), 1, backward, graph.replay)
+            rows[name] = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra, rank_decay=decay, proof=proof)
             rows[name]["max_error"] = errors.get(name, "")
         return rows
 
@@ -187,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
+    parser.add_argument("--tokens", type=int, nargs="+", help="of each rank: those of SHAPES only that have as many")
     parser.add_argument("--methods", nargs="+", help='of them, such as zeco or "all_gather overlapped"; default all')
     parser.add_argument("--csv", default=results("operator.csv"))
     arguments = parser.parse_args()
@@ -198,7 +210,8 @@ def main() -> int:
                 print(f"{name:22} error {error:.1e}")
         return 0
     counts = arguments.ranks or sorted({2, gpus})
-    cases = [(*shape, kind, count, backward) for shape in SHAPES for kind in arguments.gates for count in counts
+    shapes = [shape for shape in SHAPES if not arguments.tokens or shape[0] in arguments.tokens]
+    cases = [(*shape, kind, count, backward) for shape in shapes for kind in arguments.gates for count in counts
              for backward in (False, True)]  # fmt: skip
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for T, H, D, kind, count, backward in cases:
@@ -208,6 +221,7 @@ def main() -> int:
             for name, row in rows.items():
                 if name == "one rank":
                     continue
+                row["proof"] = answers[0][name]["proof"]
                 row |= dict(method=name, T=T, H=H, D=D, gates=kind, ranks=count, one_rank_us=one_rank)
                 row["pass"] = "forward+backward" if backward else "forward"
                 row["percent_of_ideal"] = 100 * one_rank / row["p50_us"]

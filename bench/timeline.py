@@ -21,7 +21,7 @@ import allscan
 from allscan.launch import Ranks
 from bench.operator import capture, inputs
 
-SCAN = "carry_kernel"
+SCAN = "scan_kernel"
 
 
 def record(T, H, D):

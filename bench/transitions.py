@@ -18,7 +18,7 @@ import torch.distributed as dist
 import allscan
 from allscan.launch import Ranks
 from allscan.reference import allscan_reference
-from allscan.scan import transition_tile
+from allscan.collective import transition_tile
 from bench.scan import group_of, stopwatches
 from bench.table import Table, quantiles, results, slowest
 

@@ -13,7 +13,8 @@
 may be given as Triton pointers or as int64. Functions that end in ``_block`` are called by the whole block, which they
 synchronise themselves. The others are executed by **every thread** that reaches them: harmless for queries, ``fence``
 and waiting; wrong for :func:`signal_op` with ``SIGNAL_ADD`` unless the kernel runs with one thread in mind, because
-each thread adds. These functions do not run in Triton's interpreter.
+each thread adds. Triton's interpreter runs :func:`putmem_signal_nbi_block` and :func:`signal_wait_until` alone, where a
+test transport stands for the network (``interpreted_network``).
 
 Reference: NVSHMEM API documentation, "Device API"; OpenSHMEM 1.5 specification.
 """
@@ -39,6 +40,22 @@ CMP_GE = tl.constexpr(5)
 
 _LIBRARY = "libnvshmem_device"
 _P, _SIZE, _U64, _INT = core.int64, core.int64, core.uint64, core.int32
+
+
+interpreted_network = None  # what delivers puts in the interpreter: shared_memory.Network
+
+
+def _number(x) -> int:
+    """A value of the interpreter's as Python's."""
+    if isinstance(x, core.tensor):
+        return int(x.handle.data.item())
+    return int(core._unwrap_if_constexpr(x))
+
+
+def _builtin(function):
+    """As core.extern, but the interpreter may call the function too, without ``_semantic``."""
+    setattr(function, core.TRITON_BUILTIN, True)
+    return function
 
 
 def _extern(symbol, args, types, result, semantic):
@@ -103,9 +120,14 @@ def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semanti
     return _extern("nvshmemx_putmem_signal_block", args, _PUT_SIGNAL, _INT, _semantic)
 
 
-@core.extern
+@_builtin
 def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None):
     """As :func:`putmem_signal_block`, but ``src`` may be reused only after :func:`quiet` or the receiver's answer."""
+    if _semantic is None:
+        if _number(sig_op) != SIGNAL_SET.value:
+            raise NotImplementedError("the interpreter's network has SIGNAL_SET only")
+        interpreted_network.put_signal(*map(_number, (dst, src, nbytes, sig_addr, signal, pe)))
+        return
     args = [dst, src, nbytes, sig_addr, signal, sig_op, pe]
     return _extern("nvshmemx_putmem_signal_nbi_block", args, _PUT_SIGNAL, _INT, _semantic)
 
@@ -116,12 +138,15 @@ def signal_op(sig_addr, signal, sig_op, pe, _semantic=None):
     return _extern("nvshmemx_signal_op", [sig_addr, signal, sig_op, pe], [_P, _U64, _INT, _INT], _INT, _semantic)
 
 
-@core.extern
+@_builtin
 def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None):
     """uint64: the value of local ``sig_addr`` once ``value cmp cmp_value`` holds. Waits without bound.
 
-    Before NVSHMEM 3.8 this is no acquire: read what the signal announced by volatile or ``.cg`` loads.
+    Before NVSHMEM 3.8 this is no acquire: read what the signal announced by volatile or ``.cg`` loads. In the
+    interpreter it does not wait: call it where the signal has been seen.
     """
+    if _semantic is None:
+        return
     return _extern("nvshmem_signal_wait_until", [sig_addr, cmp, cmp_value], [_P, _INT, _U64], _U64, _semantic)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import heapq
 import mmap
 import os
+import random
+import threading
+import time
 import uuid
 
 import torch
 
+from . import nvshmem_device
 from .heap import Heap, heap_bytes
 
 _DIRECTORY = "/dev/shm"
@@ -39,10 +45,13 @@ class SharedMemoryHeap:
                     + "; across hosts use GPUs and the transport 'nvshmem' (pip install allscan[cuda13])"
                 )
             self._arenas = [self._map(peer_path, size) for _, peer_path, size in peers]
+            self._me = [peer_path for _, peer_path, _ in peers].index(path)
             self.pes = list(range(len(peers)))
             exchange("mapped")
         finally:
             os.unlink(path)
+        self.network = Network([arena.data_ptr() for arena in self._arenas], self._me)
+        nvshmem_device.interpreted_network = self.network
 
     @staticmethod
     def _map(path: str, size: int) -> torch.Tensor:
@@ -59,8 +68,53 @@ class SharedMemoryHeap:
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.view(pe, offset, numel, dtype)
 
+    def symmetric(self, offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """The local symmetric address by which puts name ``offset`` on whatever PE they are given."""
+        return self.view(self._me, offset, 1, dtype)
+
     def is_mapped(self, pe: int) -> bool:
         return True
 
     def quiet(self) -> None:
-        """Stores arrive without it."""
+        """Return when this process's puts have arrived."""
+        self.network.quiet()
+
+
+class Network:
+    """NVSHMEM's put with signal for the interpreter, over shared memory, as unkind as a network may be: every put
+    arrives late, by a random time of up to ``most_s``, and so in any order; its source is read only then."""
+
+    def __init__(self, bases: list[int], me: int, most_s: float = 2e-3):
+        self.most_s = most_s
+        self._bases, self._me, self._random = bases, me, random.Random(me)
+        self._under_way, self._changed, self._thread, self._count = [], threading.Condition(), None, 0
+
+    def put_signal(self, dst: int, src: int, nbytes: int, signal: int, value: int, pe: int) -> None:
+        """dst and signal are local symmetric addresses."""
+        there = self._bases[pe] - self._bases[self._me]
+        due = time.monotonic() + self._random.uniform(0, self.most_s)
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._deliver, daemon=True)
+                self._thread.start()
+            self._count += 1
+            heapq.heappush(self._under_way, (due, self._count, dst + there, src, nbytes, signal + there, value))
+            self._changed.notify_all()
+
+    def quiet(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way)
+
+    def _deliver(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._under_way)
+                wait_s = self._under_way[0][0] - time.monotonic()
+                if wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+                _, _, dst, src, nbytes, signal, value = self._under_way[0]
+                ctypes.memmove(dst, src, nbytes)
+                ctypes.c_int64.from_address(signal).value = value
+                heapq.heappop(self._under_way)
+                self._changed.notify_all()

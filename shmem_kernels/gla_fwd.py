@@ -4,7 +4,8 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
 
     keys_kernel     k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
     state_kernel    each segment alone, from a zero state: what it leaves, and the sum of its gates
-    carry_kernel    what enters each segment from this rank's own tokens; All-Scan of the rank's state over the ranks
+    carry_kernel    what enters each segment from this rank's own tokens; what the rank leaves of them
+    scan_kernel     (scan.py) All-Scan of that over the ranks: what enters this rank
     queries_kernel  q_in: every query decayed from the beginning of its chunk;
                     A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
     output_kernel   a segment at a time, its state in registers, beginning with what enters it from this rank and,
@@ -15,7 +16,8 @@ In block sizes: rank > piece (of one sequence) > segment (up to 1,024 tokens) > 
 wide chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
 
 The gates are read by keys_kernel and queries_kernel (wide_kernel, below) alone; what follows are products of matrices.
-Queries and A need nothing remote: they are prepared while carry_kernel's tiles travel.
+Queries and A need nothing remote: they are prepared while the scan's tiles travel. The scan is a kernel of its own
+because it waits: few programs with few registers, so that a late neighbour costs the others as little as possible.
 
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
 sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one
@@ -41,7 +43,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel import allscan
 from .gla_blocks import (
     FIRST,
     FLAGS,
@@ -67,7 +68,6 @@ from .gla_blocks import (
     sums_of,
     upper,
 )
-from .scan import tile_place
 
 
 @triton.jit
@@ -231,30 +231,29 @@ def state_kernel(
 
 @triton.jit
 def carry_kernel(
-    p_state, p_gate, p_gates, p_segments, p_slots, p_outside, p_prev, p_final, channel,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    p_state, p_gate, p_gates, p_segments, p_slots, p_outside, p_own, p_decay, p_final,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_OUTSIDE: tl.constexpr, HAS_FINAL: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The states through this rank's segments and over the ranks; one program, one tile of one slot and head.
+    """The states through this rank's segments; one program for BK rows and BV columns of one slot and head.
 
     p_state [NS, H, K, V]: in, what each segment leaves; out, what enters it from this rank's tokens. p_gates
     [NS, H, K]: out, the gates by which what enters this rank decays up to there, -inf where it does not get there.
-    p_prev [slots, H, K, V]: out, what enters this rank. p_outside: the states at the beginning of each sequence.
-    p_final: out, those at the end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
+    For the scan over the ranks: p_own [slots, H, K, V], out, what this rank leaves; p_decay [slots, H, K], out, by what
+    it multiplies what enters it. p_outside: the states at the beginning of each sequence. p_final: out, those at the end
+    of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
     """
-    tile = tl.program_id(0)
-    i, k, v = tile_place(channel, tile, K, V)
+    i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, h = i // H, i % H
+    k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     inside = (k < K)[:, None] & (v < V)[None, :]
     offsets = k[:, None] * V + v[None, :]
     s_first, s_end = tl.load(p_slots + slot), tl.load(p_slots + slot + 1)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
 
-    b_own = tl.zeros([channel.BK, channel.BV], tl.float32)
-    b_gates = tl.zeros([channel.BK], tl.float32)  # since this rank's edge; -inf once a sequence begins or ends here
-    b_end, b_end_gates = b_own, b_gates  # at the end of the sequence that comes from outside
-    ended = s_first * 0 - 1  # that sequence; -1, as a tensor, while there is none
+    b_own = tl.zeros([BK, BV], tl.float32)
+    b_gates = tl.zeros([BK], tl.float32)  # since this rank's edge; -inf once a sequence begins or ends here
     for n in tl.range(0, count(s_end - s_first), num_stages=4):  # loads 3 segments ahead
         s = s_end - 1 - n if REVERSE else s_first + n
         row = (s * H + h).to(tl.int64)
@@ -274,17 +273,40 @@ def carry_kernel(
         if (flags & FINISH) != 0:
             if HAS_FINAL:
                 tl.store(p_final + (sequence * H + h) * (K * V) + offsets, b_own, mask=inside)
-                if ended < 0:
-                    b_end, b_end_gates, ended = b_own, b_gates, sequence
-            b_own = tl.zeros([channel.BK, channel.BV], tl.float32)
-            b_gates = tl.full([channel.BK], float("-inf"), tl.float32)
+            b_own = tl.zeros([BK, BV], tl.float32)
+            b_gates = tl.full([BK], float("-inf"), tl.float32)
+    tl.store(p_own + i.to(tl.int64) * (K * V) + offsets, b_own, mask=inside)
+    tl.store(p_decay + i * K + k, exp2(b_gates), mask=k < K)
 
-    b_prev, _ = allscan(channel, tile, b_own, exp2(b_gates)[:, None], tl.zeros_like(b_own))
-    tl.store(p_prev + i * (K * V) + offsets, b_prev, mask=inside)
-    if HAS_FINAL:
-        if ended >= 0:
-            p_end = p_final + (ended * H + h) * (K * V) + offsets
-            tl.store(p_end, decayed(b_end, b_end_gates, b_prev), mask=inside)
+
+@triton.jit
+def final_kernel(
+    p_final, p_gate, p_gates, p_segments, p_slots, p_prev,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Add what enters this rank (p_prev [slots, H, K, V]) to the end of the sequence that comes with it, if that is here:
+    the first segment with which one ends. Arguments and programs as in carry_kernel."""
+    i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, h = i // H, i % H
+    k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    inside = (k < K)[:, None] & (v < V)[None, :]
+    offsets = k[:, None] * V + v[None, :]
+    s_first, s_end = tl.load(p_slots + slot), tl.load(p_slots + slot + 1)
+    FINISH: tl.constexpr = FIRST if REVERSE else LAST
+    n = s_first * 0
+    while n < s_end - s_first:
+        s = s_end - 1 - n if REVERSE else s_first + n
+        if (tl.load(p_segments + s * SEGMENT_WORDS + FLAGS) & FINISH) != 0:
+            row = (s * H + h).to(tl.int64) * K
+            b_gates = tl.load(p_gates + row + k, mask=k < K, other=0.0)
+            b_gates += tl.load(p_gate + row + k, mask=k < K, other=0.0)
+            sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE)
+            p_end = p_final + (sequence * H + h) * (K * V) + offsets
+            b_prev = tl.load(p_prev + i.to(tl.int64) * (K * V) + offsets, mask=inside, other=0.0)
+            b_end = tl.load(p_end, mask=inside, other=0.0)
+            tl.store(p_end, decayed(b_end, b_gates, b_prev), mask=inside)
+            n = s_end - s_first
+        n += 1
 
 
 @triton.jit

@@ -6,7 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel import NONE, allscan, recv, send, shift
+from .channel import allscan_begun, begin, finish, receive, send_ahead, shift_ahead, shift_begun
+from .links import NONE, post
+from .wait import hidden
 
 
 @triton.jit
@@ -26,25 +28,35 @@ def scan_kernel(
 ):
     """A program takes tiles program_id, program_id + num_programs, ...; a tile is BK rows and BV columns of a matrix.
 
-    The next tile's state is loaded while this one is waited for. Taking tiles in ascending order keeps channel.py's
-    argument against deadlock: a tile then also waits for an earlier one of its rank, which waits for lower ranks only.
+    First it sends those that depend on nothing. Then it takes its tiles in ascending order; the next one's state is
+    loaded while this one is waited for.
     """
     tile = tl.program_id(0)
-    b_state = _load(p_state, channel, tile, K, V)  # [BK, BV]
+    b_state = _load(p_state, channel, tile, K, V)  # [BK, BV]; under way while the epoch begins
+    begun = begin(channel, tile)
+    if ONE_HOP or (HAS_DECAY and channel.RECV != NONE and channel.SEND != NONE):
+        while tile < channel.num_tiles:
+            b_ahead = _load(p_state, channel, tile, K, V)
+            if ONE_HOP:
+                shift_ahead(channel, tile, begun, b_ahead)
+            else:
+                send_ahead(channel, tile, begun, b_ahead, _decays(p_decay, channel, tile, stride_g, stride_k, K, V))
+            tile += tl.num_programs(0)
+        tile = tl.program_id(0)
+
     while tile < channel.num_tiles:
-        b_decay = tl.full([channel.BK], 1.0, tl.float32)
+        b_decay = tl.full([channel.BK, 1], 1.0, tl.float32)
         if HAS_DECAY:
-            g, k, _ = tile_place(channel, tile, K, V)
-            b_decay = tl.load(p_decay + g * stride_g + k * stride_k, mask=k < K, other=0.0)  # [BK]
+            b_decay = _decays(p_decay, channel, tile, stride_g, stride_k, K, V)
         b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
         if HAS_INITIAL:
             b_first = _load(p_initial, channel, tile, K, V)
         next_tile = tile + tl.num_programs(0)
         b_next = _load(p_state, channel, next_tile, K, V)
         if ONE_HOP:
-            b_prev = shift(channel, tile, b_state, b_first)
+            b_prev = shift_begun(channel, tile, begun, b_first)
         else:
-            b_prev, _ = allscan(channel, tile, b_state, b_decay[:, None], b_first)
+            b_prev, _ = allscan_begun(channel, tile, begun, b_state, b_decay, b_first)
         offsets, inside = _offsets(channel, tile, K, V)
         tl.store(p_out + offsets, b_prev, mask=inside)
         tile = next_tile
@@ -67,35 +79,45 @@ def transition_kernel(
 ):
     """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
 
-    One program a tile. With BJ >= K it holds its transition before it waits for R; a larger transition it takes BJ
-    columns at a time afterwards, and reads as many rows of R back from p_out. Products are of three TF32 parts each,
-    as accurate as float32. A first rank that begins with 0 sends its state as it is.
+    A program takes tiles that follow one another. With BJ >= BK it holds a tile's transition before it waits for R; a
+    larger transition it takes BJ columns at a time afterwards, and reads as many rows of R back from p_out. Products are
+    of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its state as it is.
     """
     PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
-    tile = tl.program_id(0)
-    offsets, inside = _offsets(channel, tile, K, V)
-    g, i, v = tile_place(channel, tile, K, V)
-    b_state = tl.load(p_state + offsets, mask=inside, other=0.0)
-    b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
-    if HAS_INITIAL:
-        b_first = tl.load(p_initial + offsets, mask=inside, other=0.0)
-    if PRODUCT and BJ >= K:
-        at = g * (K * K) + i[:, None] * stride_i + i[None, :] * stride_j
-        b_transition = tl.load(p_transition + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)  # [BK, BK]
-    b_prev = recv(channel, tile, b_first)
-    tl.store(p_out + offsets, b_prev, mask=inside)
-    if PRODUCT and BJ >= K:
-        b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
-    elif PRODUCT:
-        tl.debug_barrier()  # all of R is in p_out
-        for n in tl.range((K + BJ - 1) // BJ, num_stages=4):
-            j = n * BJ + tl.arange(0, BJ)
-            at = g * (K * K) + i[:, None] * stride_i + j[None, :] * stride_j
-            b_columns = tl.load(p_transition + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]
-            at = g * (K * V) + j[:, None] * V + v[None, :]
-            b_rows = tl.load(p_out + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)  # [BJ, BV]
-            b_state = tl.dot(b_columns, b_rows, b_state, input_precision="tf32x3")
-    send(channel, tile, b_state)  # on the last rank too: it ends the epoch
+    HELD: tl.constexpr = PRODUCT and BJ >= channel.BK
+    count = (channel.num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    tile = tl.program_id(0) * count
+    end = tl.minimum(tile + count, channel.num_tiles)
+    epoch, word, begun_well = begin(channel, tile)
+    while tile < end:
+        g, i, v = tile_place(channel, tile, K, V)
+        i += hidden(tile - tile)  # or offsets would stay in registers over the whole loop
+        offsets = g * (K * V) + i[:, None] * V + v[None, :]
+        inside = (i < K)[:, None] & (v < V)[None, :]
+        b_state = tl.load(p_state + offsets, mask=inside, other=0.0)
+        b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+        if HAS_INITIAL:
+            b_first = tl.load(p_initial + offsets, mask=inside, other=0.0)
+        if HELD:
+            at = g * (K * K) + i[:, None] * stride_i + i[None, :] * stride_j
+            b_transition = tl.load(p_transition + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)  # [BK, BK]
+        b_prev, ok = receive(channel, tile, epoch, word, begun_well, b_first)
+        tl.store(p_out + offsets, b_prev, mask=inside)
+        if HELD:
+            b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
+        elif PRODUCT:
+            tl.debug_barrier()  # all of R is in p_out
+            for n in tl.range((K + BJ - 1) // BJ, num_stages=4):
+                j = n * BJ + tl.arange(0, BJ)
+                at = g * (K * K) + i[:, None] * stride_i + j[None, :] * stride_j
+                b_columns = tl.load(p_transition + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]
+                at = g * (K * V) + j[:, None] * V + v[None, :]
+                b_rows = tl.load(p_out + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)  # [BJ, BV]
+                b_state = tl.dot(b_columns, b_rows, b_state, input_precision="tf32x3")
+        if ok:
+            post(channel, tile, epoch, word, b_state)
+            finish(channel, tile, epoch)  # on the last rank too
+        tile += 1
 
 
 @triton.jit
@@ -106,6 +128,13 @@ def tile_place(channel, tile, K: tl.constexpr, V: tl.constexpr):
     k = (tile // NV) % NK * channel.BK + tl.arange(0, channel.BK)
     v = tile % NV * channel.BV + tl.arange(0, channel.BV)
     return (tile // (NK * NV)).to(tl.int64), k, v
+
+
+@triton.jit
+def _decays(p_decay, channel, tile, stride_g, stride_k, K: tl.constexpr, V: tl.constexpr):
+    """[BK, 1], 0 beyond the last row."""
+    g, k, _ = tile_place(channel, tile, K, V)
+    return tl.load(p_decay + g * stride_g + k * stride_k, mask=k < K, other=0.0)[:, None]
 
 
 @triton.jit

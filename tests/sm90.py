@@ -11,12 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from allscan.shmem_kernels.channel import NONE, Channel
+from allscan.shmem_kernels.channel import Channel
+from allscan.shmem_kernels.links import NONE
 
 
-def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, DEPTH=3):
+def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, DEPTH=3, ADJOINT=False):
     """(type of a Channel argument, its constants by field)."""
-    constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send)
+    constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send, ADJOINT=ADJOINT)
     types = {name: "constexpr" for name in constants}
     types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
     types |= {name: "*i64" for name in Channel._fields if name not in types}

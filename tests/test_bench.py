@@ -35,9 +35,10 @@ def baseline_case(group, method, dtype):
             o = baselines.all_to_all(*own, comm=comm, alone=alone)
             o.backward(whole.do[:, mine])
         else:
-            with baselines.Baseline(group, alone, method) as other:
-                o = baselines.gla(*own, comm=other)
-                o.backward(whole.do[:, mine])
+            carrier = baselines.Baseline(comm, method)
+            o = baselines.gla(*own, carrier=carrier)
+            o.backward(whole.do[:, mine])
+            assert carrier.scans == 2 and not comm.made_scans  # the method's, and no All-Scan
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 
@@ -63,7 +64,7 @@ def test_the_model_is_near_what_was_measured(tmp_path):
 
 @pytest.mark.cpu
 def test_time_of_a_scan_that_nothing_covers():
-    kernels = [("carry_kernel", 1, 10.0, 20.0), ("a", 0, 0.0, 12.0), ("b", 0, 15.0, 5.0), ("c", 0, 18.0, 4.0)]
+    kernels = [("scan_kernel", 1, 10.0, 20.0), ("a", 0, 0.0, 12.0), ("b", 0, 15.0, 5.0), ("c", 0, 18.0, 4.0)]
     assert timeline.exposed(kernels) == pytest.approx(20 - 2 - 5 - 2)
     assert torch.isfinite(torch.tensor(timeline.exposed([("a", 0, 0.0, 1.0)])))
 

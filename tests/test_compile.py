@@ -10,9 +10,9 @@ import triton.language as tl
 from allscan import gla
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.layout import Layout, Piece
-from allscan.scan import transition_blocks
+from allscan.collective import transition_blocks
 from allscan.shmem_kernels import gla_bwd, gla_fwd
-from allscan.shmem_kernels.channel import NONE, PUT, SENTINEL, SIGNAL
+from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.scan import copy_kernel, scan_kernel, transition_kernel
 from sm90 import Compiled, channel_type
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.reference import allscan_reference
-from allscan.scan import transition_tile
+from allscan.collective import transition_tile
 from ranks import error, inputs, late
 
 SIZES = [1, 2, 3, 4, 8]
@@ -270,7 +270,8 @@ def test_dense_transitions(run, size, shape):
 
 
 def received_case(group, dense):
-    """Bytes of the last rank's memory that the others have changed, when they have made a scan and it has not."""
+    """Bytes of the last rank's memory that the others have changed, when they have made a scan and it has not; and how
+    many tiles the state has."""
     with allscan.Communicator(group) as comm:
         shape, last = (3, 32, 48), comm.rank == comm.size - 1
         scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
@@ -282,16 +283,20 @@ def received_case(group, dense):
         for calls in (not last, last):
             if calls:
                 scan.scan(state, transition=transition if dense else None)
-            comm.barrier()
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier(group)
             if last and not calls:
                 received = 4 * (words != before).sum().item()
-        return received if last else None
+        return (received, scan.num_tiles) if last else None
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_rank_receives_one_state(run, size, dense):
-    assert run(size, received_case, dense)[-1] == 4 * 3 * 32 * 48
+    """And with each tile its arrival word, of which the low half changes from 0 to 1 here, and the tag stays 0."""
+    received, tiles = run(size, received_case, dense)[-1]
+    assert received == 4 * 3 * 32 * 48 + 4 * tiles
 
 
 def wrong_transition_case(group):

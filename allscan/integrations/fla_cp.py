@@ -8,8 +8,9 @@ import sys
 import torch
 from fla.ops.cp import chunk_delta_h
 
+from ..collective import transition_tile
 from ..communicator import Communicator
-from ..scan import persistent, transition_tile
+from ..scan import persistent
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}

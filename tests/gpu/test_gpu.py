@@ -17,7 +17,7 @@ import allscan
 import allscan.launch
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.reference import allscan_reference, gla_reference
-from allscan.scan import transition_tile
+from allscan.collective import transition_tile
 from ranks import error, inputs, late
 
 pytestmark = pytest.mark.gpu

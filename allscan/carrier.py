@@ -1,0 +1,80 @@
+"""What brings the state of zeco_gla from rank to rank: All-Scan, or another method that bench/ sets beside it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from .collective import AllScan
+from .communicator import Communicator, communicator_of
+from .order import Pending
+from .scan import persistent
+
+
+class StateCarrier(Protocol):
+    """An exclusive scan over the ranks, as zeco_gla_by uses it."""
+
+    comm: Communicator
+    handle: int  # stands for this object where torch wants a number
+
+    def prepare(self, shape, agree=None, problem: Exception | None = None, *, at_first: bool = False) -> None:
+        """Before every forward call, for a state of this shape: see :func:`allscan.scan.persistent`. Raises ``problem``."""
+
+    def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool) -> Callable[[], None]:
+        """Begin the scan of ``state`` [..., K, V], with ``decay`` [..., K] by which each rank multiplies what enters it:
+        ``out``, like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward pass,
+        from the last rank. ``ticket``, int64 [1]: see AllScan.channel; written forward, read in reverse.
+
+        Returns ``join``: what is launched on the current stream after join() has ``out``; what is launched before may run
+        at the same time, and the three tensors are to be kept until then."""
+
+    def pending(self, shape) -> Pending | None:
+        """For the backward that a forward call is to have."""
+
+
+class AllScanCarrier:
+    """All-Scan, on the communicator's own stream."""
+
+    def __init__(self, comm: Communicator):
+        self.comm, self.handle = comm, comm.handle
+
+    def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
+        return persistent(self.comm, shape, agree, problem, at_first=at_first)
+
+    def carry(self, state, decay, out, *, ticket, reverse):
+        if self.comm.size == 1:
+            out.zero_()
+            return lambda: None
+        scan = self.prepare(state.shape)
+        channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
+        with self.comm.side_stream() as join:
+            scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
+        return join
+
+    def pending(self, shape):
+        return Pending(self.prepare(shape), False)
+
+
+_carriers = weakref.WeakValueDictionary()  # by handle: those that are no communicator's own
+_handles = itertools.count(-1, -1)  # a communicator's are positive
+
+
+def register(carrier: StateCarrier) -> int:
+    """A handle for a carrier of one's own, for as long as the object lives."""
+    handle = next(_handles)
+    _carriers[handle] = carrier
+    return handle
+
+
+def carrier_of(handle: int) -> StateCarrier:
+    """The carrier with this handle. Raises RuntimeError if it, or its communicator, is gone."""
+    if handle > 0:
+        return AllScanCarrier(communicator_of(handle))
+    try:
+        return _carriers[handle]
+    except KeyError:
+        raise RuntimeError("this StateCarrier is gone") from None

@@ -1,0 +1,64 @@
+"""What the scans ask of their arguments."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+
+
+def check_tensor(name: str, tensor, shape, device) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def check_transition(transition, decay, shape, device) -> None:
+    """Raise TypeError or ValueError unless ``transition`` goes with a state of ``shape``, in place of a decay."""
+    check_tensor("transition", transition, (*shape[:-1], shape[-2]), device)
+    if decay is not None:
+        raise ValueError("a scan has a decay or a transition, not both")
+
+
+def share_memory(a, b) -> bool:
+    """Whether two contiguous tensors overlap."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def decay_target(decay, shape, device):
+    """The part of ``shape`` that a decay is to be expanded to: [..., K], [...], or () for a number; None without one.
+
+    Raises TypeError or ValueError unless it is a number, None, or a tensor broadcastable to one of these.
+    """
+    if decay is None:
+        return None
+    if not isinstance(decay, torch.Tensor):
+        if not isinstance(decay, numbers.Real):
+            raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
+        return ()
+    check_tensor("decay", decay, None, device)
+    rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
+    if decay.ndim == 0:
+        return ()
+    target = rows if decay.ndim == len(rows) else heads
+    if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
+        raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
+    return target
+
+
+def decay_rows(decay, shape, device):
+    """What a kernel gets of a decay: (float32 tensor or None, (stride of a matrix, stride of a row))."""
+    target = decay_target(decay, shape, device)
+    if target is None:
+        return None, (0, 0)
+    if not isinstance(decay, torch.Tensor):
+        decay = torch.full((), float(decay), dtype=torch.float32, device=device)
+    if not target:
+        return decay, (0, 0)
+    return decay.expand(target).contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)

@@ -1,0 +1,61 @@
+"""Which method ran: counted in the process that was timed, so that a row cannot be another method's measurement.
+
+All-Scan: the scans that have ended are counted on the device (AllScan.epochs), and their kernels by torch's profiler. A
+baseline: no scan of All-Scan, its own calls, and its kernels of NCCL by the profiler.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+
+
+class Method:
+    """One way to compute the operator: a function of q, k, v, g, and what must be seen to run when it is called.
+
+    comm: whose All-Scans are counted. scans: whether All-Scan carries the state. nccl: what the names of the kernels of
+    NCCL contain by which the method communicates, None for none.
+    """
+
+    def __init__(self, call, comm, *, scans: bool = False, nccl: str | None = None):
+        self.call, self.comm, self.scans, self.nccl = call, comm, scans, nccl
+
+    def __call__(self, q, k, v, g):
+        return self.call(q, k, v, g)
+
+    def epochs(self) -> tuple[int, int]:
+        """Scans that All-Scan has made for it on this rank so far, forward and reverse."""
+        counted = [scan.epochs for scan in self.comm.made_scans] if self.comm.size > 1 else []
+        return tuple(map(sum, zip((0, 0), *counted)))
+
+    def prove(self, name: str, before: tuple, steps: int, layers: int, backward: bool, once) -> str:
+        """Since ``before`` (epochs) ``steps`` steps were made, each with ``layers`` calls of the operator; ``once()`` makes
+        another one. AssertionError unless it was this method; a sentence of what was counted. Not on CPUs."""
+        made = tuple(now - then for now, then in zip(self.epochs(), before))
+        wanted = (steps * layers, steps * layers * backward) if self.scans else (0, 0)
+        found = kernels(once)
+        scans = sum(n for kernel, n in found.items() if kernel.startswith("scan_kernel"))
+        nccl = {kernel: n for kernel, n in found.items() if self.nccl and "nccl" in kernel and self.nccl in kernel}
+        if made != wanted or scans != self.scans * layers * (1 + backward):
+            raise AssertionError(
+                f"{name}: All-Scan made {made} scans, {wanted} were asked for; a step has {scans} kernels"
+            )
+        if self.nccl and not nccl:
+            raise AssertionError(f"{name}: no {self.nccl} kernel of NCCL in a step, only {sorted(found)}")
+        if self.nccl is None and layers == 1 and any("nccl" in kernel for kernel in found):
+            raise AssertionError(f"{name}: kernels of NCCL in a step: {sorted(found)}")
+        parts = [f"{sum(made)} scans of All-Scan in {steps} steps", f"{scans} scan_kernel a step"]
+        parts += [f"{n} {kernel.partition('(')[0]} a step" for kernel, n in sorted(nccl.items())]
+        return "; ".join(parts)
+
+
+def kernels(once) -> collections.Counter:
+    """How often each kernel of the GPU runs in ``once()``."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        once()
+        torch.cuda.synchronize()
+    return collections.Counter(
+        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    )

@@ -1,0 +1,209 @@
+"""How a tile crosses one link of the chain. Which link it is is fixed when the kernel is compiled, the same at both ends.
+
+``SENTINEL``  Stores into the mapped inbox. Every word says for itself that it has arrived: a free slot is filled with
+              -0.0, which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words themselves.
+              A 4-byte store arrives whole, so no word needs an order to another, and no fence is paid. (PTX promises
+              that of relaxed stores; these are plain ones, 16 bytes a thread. That they arrive whole and soon is what
+              GPUs do, and what the tests' thousands of epochs of fresh values would show.)
+``SIGNAL``    Stores into the mapped inbox, then the arrival word as a release.
+``PUT``       NVSHMEM's put with signal, for a neighbour that is not mapped (another node). Puts may overtake each
+              other.
+``NONE``      There is no neighbour on this side.
+
+**Arrival words.** With every tile travels one int64: its epoch in the low half, and in the high half the *tag*, 31 bits
+that say which call the sender is in (channel.py). There is one for each slot of each tile, and the receiver waits until
+its low half *equals* the epoch: a put that overtakes another one cannot be taken for it, and a word needs no reset.
+Then the receiver compares the tag with its own, before it uses or forwards anything of the tile.
+
+**Credits.** ``freed`` says up to which epoch all tiles were consumed. Over mapped memory it is one word, whose stores
+arrive in their order. Over PUT there is a word for each slot, so that a late credit cannot take back a newer one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..bindings import nvshmem_device as nvshmem
+from .wait import (
+    HOT_POLLS,
+    INFO_NEXT,
+    INFO_NEXT_PE,
+    INFO_PREV,
+    INFO_PREV_PE,
+    OUT_OF_STEP,
+    POLLS_PER_CLOCK,
+    fault,
+    gave_up,
+    look,
+    now,
+    num_warps,
+    pause,
+    set_signal,
+    wait_signal,
+)
+
+NONE = tl.constexpr(-1)
+SENTINEL = tl.constexpr(0)
+SIGNAL = tl.constexpr(1)
+PUT = tl.constexpr(2)
+
+SENTINEL_BITS = tl.constexpr(-(2**31))  # -0.0 as int32
+EPOCH_BITS = tl.constexpr(0xFFFFFFFF)  # of an arrival word
+
+# What a block sees of a tile that it waits for
+HERE = tl.constexpr(0)
+OTHER = tl.constexpr(1)
+MISSING = tl.constexpr(2)
+
+
+@triton.jit
+def slot_offsets(channel, tile, epoch):
+    """Offsets [BK, BV] of a tile's slot in an inbox."""
+    SIZE: tl.constexpr = channel.BK * channel.BV
+    start = ((epoch % channel.DEPTH) * channel.num_tiles + tile) * SIZE
+    rows = tl.arange(0, channel.BK)[:, None] * channel.BV
+    return tl.multiple_of(start, SIZE) + rows + tl.arange(0, channel.BV)[None, :]
+
+
+@triton.jit
+def _arrival(channel, tile, epoch):
+    """Offset of a tile's arrival word."""
+    return (epoch % channel.DEPTH) * channel.num_tiles + tile
+
+
+@triton.jit
+def give_credit(channel, tile, consumed):
+    """Tell prev that every tile up to epoch ``consumed`` has been consumed here."""
+    if channel.RECV != NONE:
+        if ((channel.DEPTH == 1) | (tile == 0)) & (consumed > 0):
+            if channel.RECV == PUT:
+                # a put of a spare word, because it signals once a block; signal_op would once a thread
+                pe = tl.load(channel.info + INFO_PREV_PE).to(tl.int32)
+                spare: tl.constexpr = channel.DEPTH
+                nvshmem.putmem_signal_nbi_block(
+                    channel.prev_freed + spare, channel.freed + spare, 8,
+                    channel.prev_freed + consumed % channel.DEPTH, consumed.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
+                )  # fmt: skip
+            else:
+                # no release: what prev must see, the slots read and refilled, was done by launches that have ended
+                tl.store(channel.prev_freed, consumed)
+
+
+@triton.jit
+def wait_credit(channel, tile, epoch, ok):
+    """Wait until next has consumed what this epoch's slot held; whether all is well."""
+    if channel.SEND != NONE:
+        p_freed = channel.freed
+        if channel.SEND == PUT:
+            p_freed += epoch % channel.DEPTH
+        # without acquire, since the stores that it allows depend on it
+        if ok & (look(p_freed) < epoch - channel.DEPTH):
+            ok = wait_signal(channel, p_freed, epoch - channel.DEPTH, INFO_NEXT, tile)
+    return ok
+
+
+@triton.jit
+def post(channel, tile, epoch, word, b_value):
+    """Let the tile [BK, BV] float32 travel to next, with its arrival word."""
+    at = _arrival(channel, tile, epoch)
+    if channel.SEND == SENTINEL:
+        tl.store(channel.next_arrived + at, word)
+        b_words = b_value.to(tl.int32, bitcast=True)
+        b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
+        p_next = channel.next_inbox + slot_offsets(channel, tile, epoch)
+        tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
+    elif channel.SEND == SIGNAL:
+        tl.store(channel.next_inbox + slot_offsets(channel, tile, epoch), b_value)
+        set_signal(channel.next_arrived + at, word)
+    elif channel.SEND == PUT:
+        SIZE: tl.constexpr = channel.BK * channel.BV
+        tl.store(channel.outbox + slot_offsets(channel, tile, epoch), b_value)
+        tl.debug_barrier()  # the whole tile is in the outbox before any thread puts its part
+        pe = tl.load(channel.info + INFO_NEXT_PE).to(tl.int32)
+        # the outbox slot is free again when the receiver gives the credit for it: no quiet
+        nvshmem.putmem_signal_nbi_block(
+            channel.next_inbox + at * SIZE, channel.outbox + at * SIZE, SIZE * 4,
+            channel.next_arrived + at, word.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
+        )  # fmt: skip
+
+
+@triton.jit
+def take(channel, tile, epoch, word, ok):
+    """Wait for the tile whose arrival word is ``word``: (the tile [BK, BV], whether all is well)."""
+    if channel.RECV == SENTINEL:
+        b_prev, seen, ok = _take_sentinel(channel, tile, epoch, word, ok)
+    else:
+        b_prev, seen, ok = _take_signal(channel, tile, epoch, word, ok)
+    if ok & (seen != word):
+        fault(channel, OUT_OF_STEP, INFO_PREV, tile, word, seen)
+        ok = False
+    return b_prev, ok
+
+
+@triton.jit
+def _take_sentinel(channel, tile, epoch, word, ok):
+    # so that no two warps hold the same words, and the reduction below is over the whole block
+    tl.static_assert(
+        (num_warps() == 1) | (channel.BK * channel.BV >= 32 * num_warps()),
+        "a tile needs at least one word for each thread: launch with fewer warps or choose larger tiles",
+    )
+    p_words = (channel.inbox + slot_offsets(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
+    p_arrived = channel.arrived + _arrival(channel, tile, epoch)
+    b_words, state = _look_at_tile(p_words, p_arrived, word)
+    if ok & (state == MISSING):
+        started = now(channel, tile)
+        polls = 0
+        while ok & (state == MISSING):
+            b_words, state = _look_at_tile(p_words, p_arrived, word)
+            polls += 1
+            if (polls > HOT_POLLS) & (state == MISSING):
+                pause()
+            if (state == MISSING) & (polls % POLLS_PER_CLOCK == 0):
+                ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    seen = word
+    if state == OTHER:
+        seen = look(p_arrived)
+    return b_words.to(tl.float32, bitcast=True), seen, ok
+
+
+@triton.jit
+def _look_at_tile(p_words, p_arrived, word):
+    """(The words of a tile, HERE if all of them and the arrival word have come, MISSING if not, OTHER if the arrival word
+    has another tag)."""
+    b_words = tl.load(p_words, volatile=True)  # [BK, BV]
+    b_seen = tl.load(p_arrived + tl.zeros([1, 1], tl.int32), volatile=True)  # every thread looks for itself
+    b_state = tl.where(b_seen == word, HERE, tl.where((b_seen ^ word) & EPOCH_BITS == 0, OTHER, MISSING))
+    return b_words, tl.max(tl.where(b_words == SENTINEL_BITS, MISSING, b_state))  # one opinion a block
+
+
+@triton.jit
+def _take_signal(channel, tile, epoch, word, ok):
+    p_arrived = channel.arrived + _arrival(channel, tile, epoch)
+    # acquire: the tile, which the sender stored before the word, for the loads below
+    seen = tl.atomic_add(p_arrived, 0, sem="acquire", scope="sys")
+    missing = (seen ^ word) & EPOCH_BITS != 0
+    if ok & missing:
+        started = now(channel, tile)
+        polls = 0
+        while ok & missing:
+            seen = tl.atomic_add(p_arrived, 0, sem="acquire", scope="sys")  # acquire: as above
+            missing = (seen ^ word) & EPOCH_BITS != 0
+            polls += 1
+            if (polls > HOT_POLLS) & missing:
+                pause()
+            if missing & (polls % POLLS_PER_CLOCK == 0):
+                ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    if channel.RECV == PUT:
+        if ok:  # returns at once; makes data that a network card wrote visible where the hardware needs that
+            nvshmem.signal_wait_until(p_arrived, nvshmem.CMP_EQ, seen.to(tl.uint64))
+    return tl.load(channel.inbox + slot_offsets(channel, tile, epoch), volatile=True), seen, ok
+
+
+@triton.jit
+def free_slot(channel, tile, epoch):
+    """After the tile was taken: make its slot ready for another one."""
+    if channel.RECV == SENTINEL:
+        p_slot = channel.inbox + slot_offsets(channel, tile, epoch)
+        b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
+        tl.store(p_slot.to(tl.pointer_type(tl.int32), bitcast=True), b_free)

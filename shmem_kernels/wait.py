@@ -1,0 +1,159 @@
+"""Waiting for another rank: bounded by the clock, and what is left for the host to read where a wait was in vain.
+
+**One opinion a block.** Triton takes a scalar to be the same in all threads, but warps that load a changing word, or
+read a clock, may see different values and then take different branches around a barrier. So one thread looks, by an
+atomic whose result the block shares; a tile's own words are looked at by all threads and reduced over the block.
+
+**Faults.** Every wait ends after ``timeout`` by the clock; a tile that arrives from a rank that is out of step
+(channel.py) is not taken. The first fault of a communicator writes the record below, in memory that the host can read;
+later waits of the communicator give up at once.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+# Words of Channel.info (int64)
+INFO_RANK = tl.constexpr(0)
+INFO_PREV = tl.constexpr(1)
+INFO_NEXT = tl.constexpr(2)
+INFO_PREV_PE = tl.constexpr(3)
+INFO_NEXT_PE = tl.constexpr(4)
+INFO_TIMEOUT_NS = tl.constexpr(5)
+INFO_FAULT = tl.constexpr(6)  # address of an int64: 1 once there was a fault in this communicator
+INFO_RECORD = tl.constexpr(7)  # address of the record below, in memory that the host can read
+INFO_WORDS = 8
+
+# Words of the record (int64), written once, by the first fault; RECORD_SET is written last
+RECORD_SET = tl.constexpr(0)
+RECORD_KIND = tl.constexpr(1)
+RECORD_RANK = tl.constexpr(2)
+RECORD_NEIGHBOUR = tl.constexpr(3)
+RECORD_TILE = tl.constexpr(4)
+RECORD_EXPECTED = tl.constexpr(5)  # TIMED_OUT: an epoch. OUT_OF_STEP: the arrival word (links.py) that was expected
+RECORD_SEEN = tl.constexpr(6)  # likewise
+RECORD_WORDS = 8
+
+TIMED_OUT = tl.constexpr(0)
+OUT_OF_STEP = tl.constexpr(1)
+
+POLLS_PER_CLOCK = tl.constexpr(64)
+HOT_POLLS = tl.constexpr(32)  # looks at full speed; a longer wait pauses in between, for the sake of other kernels
+
+
+def builtin(function):
+    """A function that the compiler calls with a builder, and the interpreter without one."""
+    setattr(function, core.TRITON_BUILTIN, True)
+    return function
+
+
+@builtin
+def clock_ns(_semantic=None):
+    """A clock in nanoseconds. In the interpreter, where a rank is a process, it lets other processes run too."""
+    if _semantic is None:
+        time.sleep(2e-5)
+        return time.monotonic_ns()
+    return core.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def pause(_semantic=None):
+    """Let other warps run for half a microsecond or so."""
+    if _semantic is not None:
+        core.inline_asm_elementwise(
+            "nanosleep.u32 500; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+
+@builtin
+def hidden(x, _semantic=None):
+    """``x`` (int32), of which the compiler knows nothing: so it cannot move out of a loop what depends on it."""
+    if _semantic is None:
+        return x
+    return core.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def num_warps(_semantic=None):
+    """Warps of a program, at compile time; 1 in the interpreter."""
+    return core.constexpr(1 if _semantic is None else _semantic.builder.options.num_warps)
+
+
+@triton.jit
+def look(p_word):
+    """What one thread sees at ``p_word``, for all threads of the block."""
+    return tl.atomic_add(p_word, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def now(channel, tile):
+    """The clock of one thread, for all threads of the block."""
+    tl.store(channel.clock + tile, clock_ns())
+    tl.debug_barrier()
+    return look(channel.clock + tile)
+
+
+@triton.jit
+def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, seen):
+    """From here on every wait of this communicator gives up. The first fault writes the record."""
+    p_fault = tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))
+    if tl.atomic_xchg(p_fault, 1, sem="relaxed", scope="sys") == 0:
+        p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
+        tl.store(p_record + RECORD_KIND, KIND)
+        tl.store(p_record + RECORD_RANK, tl.load(channel.info + INFO_RANK))
+        tl.store(p_record + RECORD_NEIGHBOUR, tl.load(channel.info + NEIGHBOUR))
+        tl.store(p_record + RECORD_TILE, tile)
+        tl.store(p_record + RECORD_EXPECTED, expected)
+        tl.store(p_record + RECORD_SEEN, seen)
+        tl.debug_barrier()
+        # release: the record's words before the flag, for the host
+        tl.atomic_xchg(p_record + RECORD_SET, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
+    """Whether a wait that began at ``started`` is to end: its time is over, or there was a fault elsewhere."""
+    over = look(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
+    if now(channel, tile) - started > tl.load(channel.info + INFO_TIMEOUT_NS):
+        fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
+        over = True
+    return over
+
+
+@triton.jit
+def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
+    """Wait until the int64 at ``p_word`` is at least ``value``; True if it is, False if the wait timed out.
+
+    NEIGHBOUR (INFO_PREV or INFO_NEXT) and ``tile`` say in the record of a time-out who was waited for, and for what.
+    """
+    # acquire: what the writer stored before it set the word, for the loads and stores below
+    seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")
+    if seen < value:
+        started = now(channel, tile)
+        waiting = seen < value
+        polls = 0
+        while waiting:
+            seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")  # acquire: as above
+            waiting = seen < value
+            polls += 1
+            if waiting & (polls > HOT_POLLS):
+                pause()
+            if waiting & (polls % POLLS_PER_CLOCK == 0):
+                waiting = not gave_up(channel, started, NEIGHBOUR, tile, value, seen)
+    return seen >= value
+
+
+@triton.jit
+def set_signal(p_word, value):
+    """Set the int64 at ``p_word``, a mapped address, to ``value`` after everything that this block has stored."""
+    tl.debug_barrier()  # all threads' stores before the release of the one thread that signals
+    # release: this block's stores, for whoever acquires the word
+    tl.atomic_xchg(p_word, value, sem="release", scope="sys")
