@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -22,15 +23,16 @@ class StateCarrier(Protocol):
     handle: int  # stands for this object where torch wants a number
 
     def prepare(self, shape, agree=None, problem: Exception | None = None, *, at_first: bool = False) -> None:
-        """Before every forward call, for a state of this shape: see :func:`allscan.scan.persistent`. Raises ``problem``."""
+        """Before every forward call, for a state of this shape: see ``allscan.scan.persistent``. Raises ``problem``."""
 
-    def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool) -> Callable[[], None]:
-        """Begin the scan of ``state`` [..., K, V], with ``decay`` [..., K] by which each rank multiplies what enters it:
-        ``out``, like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward pass,
-        from the last rank. ``ticket``, int64 [1]: see AllScan.channel; written forward, read in reverse.
+    def stream(self) -> AbstractContextManager[Callable[[], None]]:
+        """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
+        the result; what is launched before may run at the same time."""
 
-        Returns ``join``: what is launched on the current stream after join() has ``out``; what is launched before may run
-        at the same time, and the three tensors are to be kept until then."""
+    def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool) -> None:
+        """Begin the scan of ``state`` [..., K, V]: each rank multiplies what enters it by ``decay`` [..., K]; ``out``,
+        like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward pass, from
+        the last rank. ``ticket``, int64 [1]: see AllScan.channel; written forward, read in reverse."""
 
     def pending(self, shape) -> Pending | None:
         """For the backward that a forward call is to have."""
@@ -43,17 +45,20 @@ class AllScanCarrier:
         self.comm, self.handle = comm, comm.handle
 
     def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
-        return persistent(self.comm, shape, agree, problem, at_first=at_first)
+        # A program keeps large ones of other kernels off its multiprocessor, so here half of those that may wait do.
+        ctas = max(1, self.comm.max_ctas // 2)
+        return persistent(self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas)
+
+    def stream(self):
+        return self.comm.side_stream()
 
     def carry(self, state, decay, out, *, ticket, reverse):
         if self.comm.size == 1:
             out.zero_()
-            return lambda: None
+            return
         scan = self.prepare(state.shape)
         channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
-        with self.comm.side_stream() as join:
-            scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
-        return join
+        scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
 
     def pending(self, shape):
         return Pending(self.prepare(shape), False)

@@ -81,12 +81,17 @@ class AllScan:
     tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
         programs. Kernels that need whole rows or columns at a time choose it themselves.
 
+    max_ctas: most programs of a launch; default ``comm.max_ctas``.
+
     Collective over the group: all ranks construct it alike, at the same place in their order of calls.
     Raises ValueError (arguments; ranks that differ), RuntimeError (protocol not possible), MemoryError (arena full);
     on every rank before anything is launched.
     """
 
-    def __init__(self, comm: Communicator, shape, *, depth: int = 3, protocol: str = "auto", tile=None):
+    def __init__(
+        self, comm: Communicator, shape, *, depth: int = 3, protocol: str = "auto", tile=None,
+        max_ctas: int | None = None,
+    ):  # fmt: skip
         comm.check()
         self.comm, self.shape, self.depth, self.protocol = comm, tuple(shape), depth, protocol
         if len(self.shape) < 2 or min(self.shape) < 1:
@@ -98,7 +103,8 @@ class AllScan:
         *lead, self.K, self.V = self.shape
         direct = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
         limits = CPU_WORDS if comm.device.type == "cpu" else SENTINEL_WORDS if direct else SIGNAL_WORDS
-        words = tile_words(math.prod(self.shape), comm.max_ctas, *limits)
+        self.max_ctas = comm.max_ctas if max_ctas is None else max_ctas
+        words = tile_words(math.prod(self.shape), self.max_ctas, *limits)
         self.tile = tuple(tile) if tile is not None else default_tile(self.K, self.V, words)
         if any(n != _next_power_of_2(n) for n in self.tile):
             raise ValueError(f"tile must be two powers of two, got {self.tile}")
@@ -121,7 +127,7 @@ class AllScan:
 
     @property
     def epochs(self) -> tuple[int, int]:
-        """Scans that have run on this rank, forward and reverse, counted on the device. Waits for them. 0 on one rank."""
+        """Scans that this rank has made, forward and reverse, counted on the device. Waits for them. 0 on one rank."""
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         return tuple(int(channel.epoch[0]) for channel in self._channels)
@@ -157,8 +163,8 @@ class AllScan:
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
-        num_warps is by default what the tile fills with 16 bytes a thread, at most 4. A kernel that waits should have at
-        most ``comm.max_ctas`` programs: see ``allscan.device``.
+        num_warps is by default what the tile fills with 16 bytes a thread, at most 4. A kernel that waits should have
+        at most ``comm.max_ctas`` programs: see ``allscan.device``.
         """
         directions = [x.info is self._channels[1].info for x in args if isinstance(x, Channel)]
         reverse = self.comm.size > 1 and bool(directions) and all(directions)
@@ -200,9 +206,9 @@ class AllScan:
             arrived = self.comm.peek(back.arrived[:: self.num_tiles])
             if any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived):
                 raise RuntimeError(
-                    "a call with gradients had no backward on this rank, but on the next one: this rank has not used what "
-                    "the call returned, and its gradients since then lack what it gave to the other ranks. Use the result "
-                    f"on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
+                    "a call with gradients had no backward on this rank, but on the next one: this rank has not used "
+                    "what the call returned, and its gradients since then lack what it gave to the others. Use the "
+                    f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
                 )
             if begun:
                 return
@@ -250,7 +256,7 @@ class AllScan:
             initial = dict(HAS_INITIAL=initial_state is not None)
             given = state if initial_state is None else initial_state
             if transition is not None:
-                tiles = -(-self.num_tiles // self.comm.max_ctas)  # of a program
+                tiles = -(-self.num_tiles // self.max_ctas)  # of a program
                 self.launch(
                     transition_kernel, (-(-self.num_tiles // tiles),), state, transition, given, out, channel,
                     *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V, **initial,
@@ -258,7 +264,8 @@ class AllScan:
                 )  # fmt: skip
                 return out
             self.launch(
-                scan_kernel, (min(self.num_tiles, self.comm.max_ctas),), state, state if decay is None else decay, given, out, channel, *strides,
+                scan_kernel, (min(self.num_tiles, self.max_ctas),),
+                state, state if decay is None else decay, given, out, channel, *strides,
                 K=self.K, V=self.V, HAS_DECAY=decay is not None, ONE_HOP=one_hop, **initial,
                 num_warps=max(1, min(8, math.prod(self.tile) // 512)),
             )  # fmt: skip
@@ -281,8 +288,9 @@ class AllScan:
 
 
 def transition_tile(K: int) -> tuple[int, int]:
-    """The ``tile`` of an AllScan for transitions: whole columns, 16 of them."""
-    return max(16, _next_power_of_2(K)), 16
+    """The ``tile`` of an AllScan for transitions: whole columns, 32 of them, or 16 where registers do not hold a
+    transition."""
+    return max(16, _next_power_of_2(K)), 32 if K <= 128 else 16
 
 
 def transition_blocks(BK: int) -> dict:

@@ -50,7 +50,7 @@ def _exchange(ranks: tuple[int, ...], value, what: str, scope: str = "") -> list
             store.delete_key(f"allscan/{scope}/{number - 1}/{key}")
     kinds, values = zip(*map(pickle.loads, words), strict=True)
     if len(set(kinds)) > 1:
-        raise RuntimeError("the ranks are at different calls: " + by_rank(kinds))
+        raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
     return list(values)
 
 
@@ -170,7 +170,7 @@ class Communicator:
         environment has ALLSCAN_DEBUG=1.
     max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default: half
         the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all, however
-        long a rank is late. More make the scan's latency 1 to 2 us shorter, as long as nothing else is to run beside it.
+        long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run beside it.
 
     Attributes: rank, size, group, device, transport, max_ctas; mapped (whether all neighbours reach each other by loads
     and stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed.
@@ -266,8 +266,8 @@ class Communicator:
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
             raise self.told(
                 order.lose(
-                    f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, results "
-                    f"may be those of other calls. {REMEDY}."
+                    f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "
+                    f"results may be those of other calls. {REMEDY}."
                 )
             )
         return list(values)
@@ -314,8 +314,8 @@ class Communicator:
                 break
             time.sleep(5e-3)
         raise self.order.lose(
-            f"rank {self.rank} has refused its call {number} ({why}), and not all ranks have; it would pair its calls with "
-            f"others of theirs. {REMEDY}."
+            f"rank {self.rank} has refused its call {number} ({why}), and not all ranks have; it would pair its calls "
+            f"with others of theirs. {REMEDY}."
         )
 
     def _refused(self) -> dict:
@@ -336,8 +336,8 @@ class Communicator:
         return dist.distributed_c10d._get_default_store()
 
     def check(self) -> None:
-        """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out of
-        step with the others, RuntimeError if the communicator is closed.
+        """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out
+        of step with the others, RuntimeError if the communicator is closed.
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
         """
@@ -368,8 +368,8 @@ class Communicator:
         """Bring the ranks back into step after a call that one of them missed or refused, or after a time-out.
 
         Collective: every rank of the group calls it, outside of a CUDA graph's capture. It waits for this rank's
-        kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used, and
-        their backward passes raise. Graphs that were captured before go on being good. No memory is taken or lost.
+        kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used,
+        and their backward passes raise. Graphs that were captured before stay good. No memory is taken or lost.
 
         Raises RuntimeError if a rank does not come, or if the ranks do not have the same AllScans.
         """
@@ -377,7 +377,12 @@ class Communicator:
             raise RuntimeError("this Communicator is closed")
         self._drain()
         scans = sorted(self.made_scans, key=lambda scan: scan.number)
-        specs = _exchange(self._ranks, [scan.spec for scan in scans], "Communicator.resync", self._scope)
+        while True:
+            with contextlib.suppress(
+                AllScanOutOfStep
+            ):  # another rank has just learnt of it in another call: it comes next
+                specs = _exchange(self._ranks, [scan.spec for scan in scans], "Communicator.resync", self._scope)
+                break
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         if self.size > 1:
@@ -411,7 +416,7 @@ class Communicator:
     def barrier(self) -> None:
         """Return when every rank of the group has called this and its device work so far is done.
 
-        Raises what :meth:`check` raises, and AllScanOutOfStep on every rank if they have not made equally many calls."""
+        Raises what :meth:`check` raises; AllScanOutOfStep on every rank if they have not made equally many calls."""
         self.check()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

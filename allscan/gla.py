@@ -296,14 +296,15 @@ class _Launcher:
         grid, tables = (triton.cdiv(K, BK), triton.cdiv(V, BV), B * H), (self.layout.segments, self.layout.slots)
         blocks = self.widths | dict(BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         own, decay = torch.empty_like(prev), self.empty(B * H, K)
-        carry_kernel[grid](
-            states, sums, gates, *tables, states if outside is None else outside, own, decay,
-            prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None, **blocks,
-        )  # fmt: skip
-        given = own.flatten(0, 1), decay, prev.flatten(0, 1)
-        join = self.carrier.carry(*given, ticket=ticket, reverse=reverse)
+        with self.carrier.stream() as join:
+            carry_kernel[grid](
+                states, sums, gates, *tables, states if outside is None else outside, own, decay,
+                prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None,
+                **blocks,
+            )  # fmt: skip
+            self.carrier.carry(own.flatten(0, 1), decay, prev.flatten(0, 1), ticket=ticket, reverse=reverse)
 
-        def join_and_finish(_kept=given):  # until then another stream uses them
+        def join_and_finish(_kept=(own, decay)):  # until then another stream uses them
             join()
             if final is not None and self.carrier.comm.size > 1:
                 final_kernel[grid](final, sums, gates, *tables, prev, **blocks)

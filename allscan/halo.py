@@ -21,7 +21,7 @@ def halo(x, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens=Non
 
     With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
 
-    x: [B, T, ...], this rank's T tokens, at least n; T may differ between ranks, the other dimensions may not. Floats of
+    x: [B, T, ...], this rank's T tokens, at least n; T may differ between ranks, other dimensions may not. Floats of
         at most 32 bits, which travel as float32 (-0.0 may arrive as +0.0), or integers, which travel 16 bits a word and
         arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
     cu_seqlens: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than the one at the

@@ -26,8 +26,8 @@ REMEDY = "All ranks: close() this communicator and make a new one, or call resyn
 class AllScanTimeout(RuntimeError):
     """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
 
-    Attributes: ``rank`` waited for ``neighbour``; ``tile``, ``expected`` and ``seen`` (epochs) say for what; ``others``:
-    what other ranks have said of themselves, or "".
+    Attributes: ``rank`` waited for ``neighbour``; ``tile``, ``expected`` and ``seen`` (epochs) say for what;
+    ``others``: what other ranks have said of themselves, or "".
     """
 
     def __init__(
@@ -54,22 +54,23 @@ def out_of_step(rank: int, neighbour: int, tile: int, expected: int, seen: int, 
     wanted, came = _fields(expected), _fields(seen)
     if wanted[0] != came[0]:
         why = (
-            f"here it is step {wanted[0]}, there it was step {came[0]} (Communicator.step(), modulo {STEPS.value}): one "
-            "of the two has skipped a call"
+            f"here it is step {wanted[0]}, there it was step {came[0]} (Communicator.step(), modulo {STEPS.value}): "
+            "one of the two has skipped a call"
         )
     elif wanted[1] != came[1]:
         why = (
-            f"before that call rank {rank} had made {wanted[1]} backward calls of this shape, rank {neighbour} {came[1]} "
-            f"(modulo {BACKWARDS.value}): one of them ignored what a call had returned, or left out its backward pass"
+            f"before that call rank {rank} had made {wanted[1]} backward calls of this shape, rank {neighbour} "
+            f"{came[1]} (modulo {BACKWARDS.value}): one of them ignored what a call had returned, or left out its "
+            "backward pass"
         )
     else:
         why = (
-            f"here it belongs to the backward of forward call {wanted[2] or 'none'}, there to that of {came[2] or 'none'} "
-            f"(modulo {CALLS.value}, the first is 2)"
+            f"here it belongs to the backward of forward call {wanted[2] or 'none'}, there to that of "
+            f"{came[2] or 'none'} (modulo {CALLS.value}, the first is 2)"
         )
     return AllScanOutOfStep(
-        f"rank {rank} and rank {neighbour} are in different calls, found by rank {rank} in its call {expected & 0xFFFFFFFF} "
-        f"of a shape and direction, tile {tile}: {why}. {others}{REMEDY}."
+        f"rank {rank} and rank {neighbour} are in different calls, found by rank {rank} in its call "
+        f"{expected & 0xFFFFFFFF} of a shape and direction, tile {tile}: {why}. {others}{REMEDY}."
     )
 
 
@@ -126,9 +127,9 @@ def refusals(words: dict) -> str:
 class Pending:
     """Stands for the backward pass that a call with gradients is to have; lives as long as its autograd node.
 
-    If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank runs
-    one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its gradients
-    lack a part. ``AllScan`` finds out which before its next launch in that direction.
+    If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
+    runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
+    gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
     """
 
     def __init__(self, scan, reverse: bool):

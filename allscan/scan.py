@@ -11,9 +11,10 @@ from .order import Pending
 
 
 def persistent(
-    comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None, at_first: bool = False
-) -> AllScan:
-    """The AllScan that ``comm`` keeps for ``shape`` (and ``tile``), made at the first call, which is collective.
+    comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None, at_first: bool = False,
+    max_ctas: int | None = None,
+) -> AllScan:  # fmt: skip
+    """The AllScan that ``comm`` keeps for ``shape`` (``tile``, ``max_ctas``), made at the first call, which is collective.
 
     ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
@@ -23,7 +24,7 @@ def persistent(
     """
     comm.check()
     shape = shape and tuple(shape)
-    key = shape if tile is None else (shape, tile)
+    key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
     if problem is not None and not at_first and (key in comm.scans or (shape is None and comm.scans)):
         raise problem
     if key not in comm.scans or (agree is not None and (shape, agree) not in comm.agreements):
@@ -42,7 +43,7 @@ def persistent(
     if problem is not None:
         raise problem
     if key not in comm.scans:
-        comm.scans[key] = AllScan(comm, shape, tile=tile)
+        comm.scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas)
     comm.agreements.add((shape, agree))
     return comm.scans[key]
 

@@ -113,13 +113,13 @@ class Baseline:
         if problem is not None:
             raise problem
 
+    def stream(self):
+        return self.comm.side_stream() if self._overlapped else contextlib.nullcontext(lambda: None)
+
     def carry(self, state, decay, out, *, ticket, reverse):
         self.scans += 1
-        beside = self.comm.side_stream() if self._overlapped else contextlib.nullcontext(lambda: None)
-        with beside as join:
-            method = self._method(self.comm, state, decay, reverse=reverse, out=out)
-            method()
-        return lambda _kept=method: join()
+        self._kept = self._method(self.comm, state, decay, reverse=reverse, out=out)  # until the next one
+        self._kept()
 
     def pending(self, shape):
         return None

@@ -7,8 +7,8 @@ autocast, called from Python as in training. Beside each other: one sequence cut
 zeco_gla, by LASP-2's all-gather, LASP-1's ring or Ulysses' all-to-all, and plain data parallelism, a sequence of T
 tokens a rank, which is the ideal. The methods take turns, step by step, in another order each time, because a GPU's
 clock depends on what it did before; a time is the median step of the slowest rank. They are checked first, on a small
-model: loss and gradients against one rank with the whole sequence; and proven afterwards to be what ran (bench/proof.py;
-column ``proof``, of rank 0). Without GPUs only the check runs, on 2 CPU ranks.
+model: loss and gradients against one rank with the whole sequence; and proven afterwards to be what ran
+(bench/proof.py; column ``proof``, of rank 0). Without GPUs only the check runs, on 2 CPU ranks.
 """
 
 from __future__ import annotations

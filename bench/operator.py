@@ -5,8 +5,8 @@
 Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold; blocking,
 and beside what needs nothing remote), the ring of LASP-1 and the all-to-all of Ulysses, all around the same local
 kernels; zeco_gla on one rank, which is the ideal, since it does the same without communication; and, where fla is
-installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns whose
-order is drawn anew each time. A time is the median over samples of REPLAYS replays one after another, of the slowest
+installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns
+whose order is drawn anew each time. A time is the median over samples of REPLAYS replays in a row, of the slowest
 rank. Every method is checked first against one rank's zeco_gla on the whole sequence (at a tenth of the tokens, since
 that must fit one GPU), and proven afterwards to be what ran (bench/proof.py; column ``proof``, of rank 0). Without GPUs
 only the check runs, on 3 CPU ranks.
@@ -30,8 +30,8 @@ from bench.proof import Method
 from bench.table import Table, quantiles, results, slowest
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
-# logsigmoid(normal) over this, 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32 with
-# the other two, so that nothing passes through a rank (column rank_decay: the largest decay of a channel over a rank).
+# logsigmoid(normal) over this; 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32
+# with the other two, so that nothing passes through a rank (rank_decay: the largest decay of a channel over a rank).
 GATES = {"0": 0.0, "near 1": 16.0, "mild": 1.0}
 SAMPLES, REPLAYS = 20, 10
 COLUMNS = (

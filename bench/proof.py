@@ -30,8 +30,8 @@ class Method:
         return tuple(map(sum, zip((0, 0), *counted)))
 
     def prove(self, name: str, before: tuple, steps: int, layers: int, backward: bool, once) -> str:
-        """Since ``before`` (epochs) ``steps`` steps were made, each with ``layers`` calls of the operator; ``once()`` makes
-        another one. AssertionError unless it was this method; a sentence of what was counted. Not on CPUs."""
+        """Since ``before`` (epochs) ``steps`` steps were made, each with ``layers`` calls of the operator; ``once()``
+        makes another one. AssertionError unless it was this method; a sentence of what was counted. Not on CPUs."""
         made = tuple(now - then for now, then in zip(self.epochs(), before))
         wanted = (steps * layers, steps * layers * backward) if self.scans else (0, 0)
         found = kernels(once)
@@ -57,5 +57,5 @@ def kernels(once) -> collections.Counter:
         once()
         torch.cuda.synchronize()
     return collections.Counter(
-        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+        event.name for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU
     )

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.collective import transition_tile
 from allscan.launch import Ranks
 from allscan.reference import allscan_reference
-from allscan.collective import transition_tile
 from bench.scan import group_of, stopwatches
 from bench.table import Table, quantiles, results, slowest
 

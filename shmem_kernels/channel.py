@@ -31,12 +31,12 @@ A forward launch leaves its epoch in ``ticket``, and the adjoint launch finds it
 
 **Where nothing passes.** If all decays of a tile are exactly 0, what is sent does not depend on what arrives. Such a
 tile is sent before anything is waited for: it takes one hop, whatever the number of ranks. A program that has several
-tiles calls ``send_ahead`` for all of them before it waits for the first, so that none waits for another one's neighbour.
+tiles calls ``send_ahead`` for all of them before it waits for the first, so that none waits for another's neighbour.
 
 **No deadlock.** A tile of epoch e waits for (a) ``freed >= e - DEPTH``, given by the *beginning* of next's launch
 e - DEPTH + 1, and (b) the same tile of epoch e on prev; and within a program for the tiles before it.
-Order waits by (epoch, place of the rank, place in the program): (b) leads to the same epoch and a smaller rank, and ends
-at the first rank; an earlier tile of the program waits for smaller ranks and earlier epochs likewise. (a) with
+Order waits by (epoch, place of the rank, place in the program): (b) leads to the same epoch and a smaller rank, ends at
+the first rank; an earlier tile of the program waits for smaller ranks and earlier epochs likewise. (a) with
 DEPTH >= 2 leads to an earlier launch of next, which completes by induction; with DEPTH = 1 it leads to next's launch of
 the same epoch, where every program gives the credit before it waits for anything. Blocks need not be co-resident,
 except that a rank's waiting blocks must not keep *another rank's* blocks off a GPU: one rank a GPU.
@@ -100,8 +100,8 @@ class Channel(NamedTuple):
 def begin(channel, tile):
     """Begin the tile's epoch: give prev its credit, wait for next's.
 
-    Returns (epoch, its arrival word, whether all is well). All tiles of a launch have these in common, so a program that
-    has several begins once.
+    Returns (epoch, its arrival word, whether all is well). All tiles of a launch have these in common, so a program
+    that has several begins once.
     """
     epoch = tl.load(channel.epoch + tile) + 1
     word = _arrival_word(channel, tile, epoch)

@@ -240,8 +240,8 @@ def carry_kernel(
     p_state [NS, H, K, V]: in, what each segment leaves; out, what enters it from this rank's tokens. p_gates
     [NS, H, K]: out, the gates by which what enters this rank decays up to there, -inf where it does not get there.
     For the scan over the ranks: p_own [slots, H, K, V], out, what this rank leaves; p_decay [slots, H, K], out, by what
-    it multiplies what enters it. p_outside: the states at the beginning of each sequence. p_final: out, those at the end
-    of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
+    it multiplies what enters it. p_outside: the states at the beginning of each sequence. p_final: out, those at the
+    end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
     """
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, h = i // H, i % H
@@ -284,7 +284,7 @@ def final_kernel(
     p_final, p_gate, p_gates, p_segments, p_slots, p_prev,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Add what enters this rank (p_prev [slots, H, K, V]) to the end of the sequence that comes with it, if that is here:
+    """Add what enters this rank (p_prev [slots, H, K, V]) to the end of the sequence that comes with it, if it is here:
     the first segment with which one ends. Arguments and programs as in carry_kernel."""
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, h = i // H, i % H

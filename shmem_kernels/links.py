@@ -1,4 +1,4 @@
-"""How a tile crosses one link of the chain. Which link it is is fixed when the kernel is compiled, the same at both ends.
+"""How a tile crosses one link of the chain. The kind of link is fixed when a kernel is compiled, alike at both ends.
 
 ``SENTINEL``  Stores into the mapped inbox. Every word says for itself that it has arrived: a free slot is filled with
               -0.0, which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words themselves.
@@ -169,8 +169,8 @@ def _take_sentinel(channel, tile, epoch, word, ok):
 
 @triton.jit
 def _look_at_tile(p_words, p_arrived, word):
-    """(The words of a tile, HERE if all of them and the arrival word have come, MISSING if not, OTHER if the arrival word
-    has another tag)."""
+    """(The words of a tile, HERE if all of them and the arrival word have come, MISSING if not, OTHER if the arrival
+    word has another tag)."""
     b_words = tl.load(p_words, volatile=True)  # [BK, BV]
     b_seen = tl.load(p_arrived + tl.zeros([1, 1], tl.int32), volatile=True)  # every thread looks for itself
     b_state = tl.where(b_seen == word, HERE, tl.where((b_seen ^ word) & EPOCH_BITS == 0, OTHER, MISSING))

@@ -331,6 +331,7 @@ def one_rank_wrong_case(group):
             start = time.monotonic()
             late = raised(call, comm, wrong)
             answers.append((first, late, time.monotonic() - start))
+            comm.resync()  # rank 1 has refused a call that rank 0 has made
     return answers
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.reference import allscan_reference
 from allscan.collective import transition_tile
+from allscan.reference import allscan_reference
 from ranks import error, inputs, late
 
 SIZES = [1, 2, 3, 4, 8]
@@ -310,7 +310,7 @@ def wrong_transition_case(group):
         with pytest.raises(TypeError, match="transition must be float32"):
             allscan.allscan(state, comm=comm, transition=dense.double())
         scan = allscan.AllScan(comm, state.shape, tile=(2, 8))
-        with pytest.raises(ValueError, match=r"tiles such as \(16, 16\)"):
+        with pytest.raises(ValueError, match=r"tiles such as \(16, 32\)"):
             scan.scan(state, transition=dense)
 
 

@@ -16,8 +16,8 @@ from test_scan import scan_case
 import allscan
 import allscan.launch
 from allscan.bindings import nvshmem_device as nvshmem
-from allscan.reference import allscan_reference, gla_reference
 from allscan.collective import transition_tile
+from allscan.reference import allscan_reference, gla_reference
 from ranks import error, inputs, late
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,250 @@
+"""What waits must not stop others: NCCL beside waiting kernels; and ranks in the middle of a chain, on one GPU."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from virtual import VirtualScan
+
+import allscan
+from allscan.reference import allscan_reference
+from allscan.shmem_kernels.links import SIGNAL
+from bench import operator
+from bench.proof import Method
+from ranks import late
+
+pytestmark = pytest.mark.gpu
+
+
+def beside_nccl_case(group, how, mib, nccl_mib):
+    """Rank 0 waits in a kernel for rank 1, which first makes an all-reduce that rank 0 launches behind the kernel."""
+    with allscan.Communicator(group, timeout=8) as comm:
+        H = int(mib * 16)
+        device, generator = comm.device, torch.Generator("cuda").manual_seed(comm.rank)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, device=device)
+
+        x = torch.ones(nccl_mib << 18, device=device)
+        if how == "scan":
+            state, decay = normal(H, 128, 128), torch.rand(H, 128, device=device) / 2 + 0.5
+            scan = allscan.AllScan(comm, state.shape)
+
+            def call():
+                return scan.scan(state, decay, reverse=True)
+
+        elif how == "transitions":
+            state, dense, start = normal(H, 128, 128), normal(H, 128, 128) / 24, normal(H, 128, 128)
+
+            def call():
+                return allscan.allscan(state, comm=comm, transition=dense, initial_state=start, reverse=True)
+
+        elif how == "halo":
+            tokens = normal(1, 8, H << 12)
+
+            def call():
+                return allscan.halo(tokens, 4, comm=comm, reverse=True)
+
+        else:  # the scan of the backward pass, in its place among the others
+            leaves = [normal(1, 128, H, 128).requires_grad_() for _ in range(3)]
+            g = torch.zeros(1, 128, H, 128, device=device)
+            o, _ = allscan.zeco_gla(*leaves, g, comm=comm)
+
+            def call():
+                return torch.autograd.grad(o, leaves, torch.ones_like(o), retain_graph=True)[0]
+
+        call()
+        dist.all_reduce(x, group=group)
+        comm.barrier()
+        waits, reduces = torch.cuda.Stream(), torch.cuda.Stream()
+        if comm.rank == 0:
+            with torch.cuda.stream(waits):
+                call()
+            time.sleep(0.05)
+            with torch.cuda.stream(reduces):
+                dist.all_reduce(x, group=group)
+        else:
+            time.sleep(0.1)
+            with torch.cuda.stream(reduces):
+                dist.all_reduce(x, group=group)
+            waits.wait_stream(reduces)
+            with torch.cuda.stream(waits):
+                call()
+        torch.cuda.synchronize()
+        comm.barrier()  # raises AllScanTimeout if NCCL found no room
+        return True
+
+
+@pytest.mark.parametrize("mib", [0.25, 1, 2, 8])
+@pytest.mark.parametrize("how", ["scan", "transitions", "halo", "zeco_gla"])
+def test_nccl_beside_a_kernel_that_waits(run, how, mib):
+    for nccl_mib in (1, 64):
+        assert all(run(2, beside_nccl_case, how, mib, nccl_mib))
+
+
+def ddp_case(group):
+    """DistributedDataParallel's own overlap beside scans of ranks that are late."""
+    with allscan.Communicator(group, timeout=8) as comm:
+        torch.manual_seed(0)
+        width, heads = 1024, 8
+        layers = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(6)).to(comm.device)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, x):
+                for layer in self.layers:
+                    q, k, v, g = (y.unflatten(-1, (heads, -1)) for y in layer(x).chunk(4, -1))
+                    q, k = (nn.functional.normalize(y, dim=-1) for y in (q, k))
+                    g = nn.functional.logsigmoid(g) / 1e4
+                    x = x + 1e-2 * allscan.zeco_gla(q, k, v, g, comm=comm)[0].flatten(-2)
+                return x
+
+        model = DistributedDataParallel(Model(), process_group=group, bucket_cap_mb=8)
+        x = torch.randn(1, 512, width, device=comm.device)
+        losses = []
+        for i in range(12):
+            comm.step()
+            late(i, comm.rank, 30)
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            for p in model.parameters():
+                p.grad = None
+        comm.barrier()
+        return bool(torch.stack(losses).isfinite().all())
+
+
+def test_ddp_overlap_beside_late_ranks(run, pool):
+    assert all(run(len(pool.processes), ddp_case))
+
+
+def stepped_graph_case(group, replays, skips):
+    """step() and a scan in a CUDA graph; the last rank replays one time less the scan of one step."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        scan = allscan.AllScan(comm, (4, 16, 32))
+        state, out = torch.zeros(4, 16, 32, device=comm.device), torch.zeros(4, 16, 32, device=comm.device)
+        scan.scan(state, out=out)
+        comm.step()
+        comm.barrier()
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        with torch.cuda.graph(graphs[0]):
+            comm.step()
+            scan.scan(state, out=out)
+        with torch.cuda.graph(graphs[1]):
+            comm.step()
+        wrong = 0
+        for i in range(1, replays + 1):
+            state.fill_(float(i))
+            skipped = skips and i == replays // 2 and comm.rank == comm.size - 1
+            graphs[skipped].replay()
+            if not skipped:
+                wrong += ((out != i * comm.rank) & ~out.isnan()).any().int()
+        torch.cuda.synchronize()
+        try:
+            comm.check()
+            found = None
+        except RuntimeError as problem:
+            found = type(problem).__name__
+        comm.resync()
+        state.fill_(3.0)
+        graphs[0].replay()
+        comm.barrier()
+        return int(wrong), found, bool((out == 3 * comm.rank).all())
+
+
+def test_steps_in_a_graph(run):
+    assert run(2, stepped_graph_case, 1000, False) == [(0, None, True)] * 2
+    first, last = run(2, stepped_graph_case, 40, True)
+    assert last == (0, "AllScanOutOfStep", True) and first == (0, "AllScanTimeout", True)
+
+
+@pytest.mark.parametrize("link", [0, SIGNAL.value])
+@pytest.mark.parametrize("decays", ["random", "0", "1", "mixed"])
+def test_ranks_in_the_middle(decays, link):
+    """4 ranks on one GPU, two of them in the middle: more tiles than programs, in any order, again and again."""
+    size, shape, ctas = 4, (8, 64, 128), 8
+    scan = VirtualScan(size, shape, ctas, link=link)
+    assert scan.tiles >= 4 * ctas or link
+    generator, chance = torch.Generator("cuda").manual_seed(0), random.Random(0)
+    for epoch in range(60):
+        states = torch.randn(size, *shape, generator=generator, device="cuda")
+        factors = torch.rand(size, *shape[:2], generator=generator, device="cuda")
+        if decays in ("0", "1"):
+            factors.fill_(float(decays))
+        elif decays == "mixed":
+            factors[:, ::2] = 0  # whole tiles
+        outs = torch.full_like(states, float("nan"))
+        torch.cuda.synchronize()
+        for rank in chance.sample(range(size), size):
+            scan.launch(rank, states[rank], factors[rank], outs[rank], reverse=epoch % 2 == 1)
+        torch.cuda.synchronize()
+        assert not any(scan.broken()), epoch
+        expected = allscan_reference(list(states), list(factors), reverse=epoch % 2 == 1)
+        for rank in range(size):
+            assert (outs[rank] - expected[rank]).abs().max() < 1e-5, (epoch, rank)
+
+
+def test_nothing_waits_for_the_first_rank_through_decays_of_0():
+    """The last rank is done while the first has not begun; with decays of 1 it waits, until the time is over."""
+    size, shape = 4, (8, 64, 128)
+    for decay, done in ((0.0, True), (1.0, False)):
+        scan = VirtualScan(size, shape, 8, timeout=1.0)
+        states, factors = torch.ones(size, *shape, device="cuda"), torch.full((size, *shape[:2]), decay, device="cuda")
+        outs = torch.full_like(states, float("nan"))
+        torch.cuda.synchronize()
+        for rank in range(1, size):
+            scan.launch(rank, states[rank], factors[rank], outs[rank])
+        last = torch.cuda.Event()
+        last.record(scan.ranks[size - 1].stream)
+        time.sleep(0.3)
+        assert last.query() == done
+        if done:
+            scan.launch(0, states[0], factors[0], outs[0])
+        torch.cuda.synchronize()
+        assert any(scan.broken()) != done and (outs[1:] == 1).all() == done
+
+
+def proof_case(group):
+    """What a benchmark's row would say of All-Scan, and of a baseline that is All-Scan in truth."""
+    from bench.baselines import Baseline
+
+    class Fraud(Baseline):
+        """Finds nothing of its own and lets All-Scan do it, as bench/baselines.py did from b79203f to f275caf."""
+
+        def carry(self, state, decay, out, *, ticket, reverse):
+            from allscan.carrier import AllScanCarrier
+
+            AllScanCarrier(self.comm).carry(state, decay, out, ticket=ticket, reverse=reverse)
+
+    from bench.baselines import gla
+
+    with allscan.Communicator(group) as comm:
+        leaves, do = operator.inputs(256, 2, 64, comm.device)
+        answers = []
+        for carrier in (Baseline(comm, "all_gather"), Fraud(comm, "all_gather")):
+            method = Method(lambda *x, c=carrier: gla(*x, carrier=c), comm, nccl=carrier.nccl)
+            graph, *_ = operator.capture(leaves, do, method, True)
+            before = method.epochs()
+            for _ in range(3):
+                graph.replay()
+            try:
+                answers.append(method.prove("all_gather", before, 3, 1, True, graph.replay))
+            except AssertionError as problem:
+                answers.append(f"refused: {problem}")
+        comm.barrier()
+        return answers
+
+
+def test_a_row_is_of_the_method_that_it_names(run):
+    for honest, fraud in run(2, proof_case):
+        assert "AllGather" in honest and "0 scans of All-Scan" in honest, honest
+        assert fraud.startswith("refused") and "All-Scan made (3, 3) scans" in fraud, fraud

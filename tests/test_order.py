@@ -1,0 +1,370 @@
+"""A rank that refuses, misses or ignores a call: never a number of another call, and every rank hears of it."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allscan
+from ranks import raised
+
+TIMEOUT = 3.0
+
+
+def value(comm, how, i, bad):
+    """One call of iteration i, in which every rank gives 10 * i; what comes of it, or the exception's name."""
+    try:
+        if how == "allscan":
+            state = torch.full((1, 2), 10.0 * i, device=comm.device)
+            return allscan.allscan(state.double() if bad else state, comm=comm).mean().item()
+        if how == "halo":  # too few tokens
+            x = torch.full((1, 1 if bad else 4, 3), 10.0 * i, device=comm.device)
+            return allscan.halo(x, 2, comm=comm).mean().item()
+        if how == "zeco_gla":  # no tokens
+            x = torch.ones(1, 0 if bad else 3, 1, 2, device=comm.device)
+            return allscan.zeco_gla(0 * x + 1, x, 10.0 * i * x, 0 * x, comm=comm, scale=1.0)[0][0, 0, 0, 0].item()
+        if bad:  # how: "skipped", with "step" called once an iteration
+            raise torch.OutOfMemoryError
+        return allscan.allscan(torch.full((1, 2), 10.0 * i, device=comm.device), comm=comm).mean().item()
+    except (RuntimeError, ValueError, TypeError) as problem:
+        return type(problem).__name__
+
+
+def expected(how, comm, i):
+    if how == "halo":
+        return 10.0 * i if comm.rank else 0.0
+    if how == "zeco_gla":  # 3 tokens a rank before this one's first, and that one; K = 2
+        return 2 * 10.0 * i * (3 * comm.rank + 1)
+    return 10.0 * i * comm.rank
+
+
+def shifted_case(group, how, step):
+    comm = allscan.Communicator(group, timeout=TIMEOUT)
+    last, found, right = comm.size - 1, [], []
+    for i in range(1, 10):
+        if step and not comm.broken:
+            try:
+                comm.step()
+            except RuntimeError:
+                pass
+        found.append(value(comm, how, i, i == 4 and comm.rank == last))
+        right.append(expected(how, comm, i))
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    end = raised(comm.barrier) or ("nothing", "")
+    comm.resync()
+    again = value(comm, how, 7, False) == expected(how, comm, 7)
+    comm.close()
+    return found, right, end, again
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("how", ["allscan", "halo", "zeco_gla"])
+def test_a_call_that_one_rank_refuses(run, size, how):
+    """No rank gets a number of another call, all ranks get an error, and resync() brings them back."""
+    answers = run(size, shifted_case, how, False)
+    for rank, (found, right, end, again) in enumerate(answers):
+        for got, wanted in zip(found, right):
+            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+    refusing = answers[-1]
+    assert refusing[0][3] in ("TypeError", "ValueError") and set(refusing[0][4:]) == {"AllScanOutOfStep"}, refusing
+    assert "has refused its call 4" in refusing[2][1]
+    said = [end[1] for _, _, end, _ in answers[:-1]]
+    assert any(f"Rank {size - 1} has refused its call 4" in text for text in said), said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_that_one_rank_never_enters(run, size):
+    """Without step() the barrier tells all ranks; with it the first wrong launch does."""
+    for rank, (_, _, end, again) in enumerate(run(size, shifted_case, "skipped", False)):
+        assert end[0] == "AllScanOutOfStep" and f"rank {size - 1}: 8 forward, 0 reverse" in end[1] and again, (
+            rank,
+            end,
+        )
+    answers = run(size, shifted_case, "skipped", True)
+    for rank, (found, right, end, again) in enumerate(answers):
+        for got, wanted in zip(found, right):
+            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again
+    found, _, end, _ = answers[-1]
+    assert found[:4] == [10.0 * i * (size - 1) for i in range(1, 4)] + ["OutOfMemoryError"], found
+    assert not any(isinstance(x, float) and x == x for x in found[4:])
+    assert "here it is step 5, there it was step 4" in end[1], end
+
+
+def all_refuse_case(group):
+    """A call that all ranks refuse alike changes nothing."""
+    with allscan.Communicator(group) as comm:
+        state = torch.ones(1, 2, device=comm.device)
+        scan = allscan.AllScan(comm, (1, 2))
+        for i in range(1, 6):
+            assert raised(scan.scan, state.double())[0] == "TypeError"
+            assert scan.scan(i * state).mean().item() == i * comm.rank
+        comm.barrier()
+    return True
+
+
+def test_a_call_that_all_ranks_refuse(run, pool):
+    assert all(run(min(3, len(pool.processes)), all_refuse_case))
+
+
+def training(comm, i, ignores, validate=False):
+    """One step of prev = allscan(state); loss = prev * i; what state.grad is."""
+    state = torch.full((1, 1), float(i), device=comm.device, requires_grad=True)
+    prev = allscan.allscan(state, comm=comm)
+    loss = state.sum() * 0 if ignores else (prev * i).sum()
+    if validate:
+        return None
+    loss.backward()
+    return state.grad.item()
+
+
+def ignoring_case(group, step):
+    """The first rank does not use what it gets."""
+    comm = allscan.Communicator(group, timeout=TIMEOUT)
+    found = []
+    for i in range(1, 8):
+        try:
+            if step:
+                comm.step()
+            found.append(training(comm, i, ignores=comm.rank == 0))
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+                comm.check()
+        except RuntimeError as problem:
+            found.append(type(problem).__name__)
+            break
+    comm.resync()
+    right = [training(comm, i, ignores=False) for i in range(1, 4)]
+    comm.close()
+    return found, right, comm.size - 1 - comm.rank
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_ignores_what_it_gets(run, size):
+    """Its gradient is wrong in the step in which it happens, and in none after it."""
+    for found, right, later in run(size, ignoring_case, False):
+        assert isinstance(found[-1], str) and len(found) <= 3, found
+        assert right == [float(later * i) for i in range(1, 4)]
+    assert run(size, ignoring_case, False)[0][0] == [0.0, "RuntimeError"]
+
+
+def validation_case(group):
+    """Calls with gradients and without backward, on all ranks: between training steps, and many of them."""
+    with allscan.Communicator(group, timeout=20) as comm:
+        found = []
+        for i in range(1, 5):
+            for _ in range(3):
+                training(comm, i, False, validate=True)
+            found.append(training(comm, i, False))
+        return found == [float((comm.size - 1 - comm.rank) * i) for i in range(1, 5)]
+
+
+def test_validation_without_backward(run, pool):
+    assert all(run(min(3, len(pool.processes)), validation_case))
+
+
+def other_backward_case(group):
+    """Rank 0 runs the backward of its second call first, the others that of the first."""
+    comm = allscan.Communicator(group, timeout=TIMEOUT)
+    states = [torch.full((1, 1), float(i), device=comm.device, requires_grad=True) for i in (1, 2)]
+    prevs = [allscan.allscan(state, comm=comm) for state in states]
+    try:
+        prevs[comm.rank == 0].sum().backward()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        comm.check()
+        found = "nothing"
+    except RuntimeError as problem:
+        found = f"{type(problem).__name__}: {problem}"
+    nan = states[comm.rank == 0].grad
+    comm.resync()
+    old = raised(prevs[comm.rank != 0].sum().backward)
+    comm.close()
+    return found, nan is None or bool(nan.isnan().all()), old
+
+
+def test_backwards_in_another_order(run):
+    first, last = run(2, other_backward_case)
+    assert "AllScanOutOfStep" in first[0] and "backward of forward call" in first[0] and first[1]
+    for _, _, old in (first, last):
+        assert "before Communicator.resync()" in old[1]
+
+
+def resync_case(group):
+    """After a time-out, with the same objects and no memory lost, again and again."""
+    from allscan import communicator
+
+    comm = allscan.Communicator(group, timeout=0.5)
+    scan = allscan.AllScan(comm, (2, 4, 8))
+    free = communicator._heap.heap.free_bytes
+    state = torch.ones(2, 4, 8, device=comm.device)
+    for round in range(3):
+        if comm.rank != 1:
+            try:
+                scan.scan(state)
+                if comm.device.type == "cuda":
+                    torch.cuda.synchronize()
+                comm.check()
+            except allscan.AllScanTimeout:
+                pass
+        dist.barrier(group)
+        comm.resync()
+        for i in range(1, 6):
+            assert (scan.scan(i * state) == i * comm.rank).all(), (round, i)
+            assert (scan.scan(i * state, reverse=True) == i * (comm.size - 1 - comm.rank)).all()
+        comm.barrier()
+    assert communicator._heap.heap.free_bytes == free
+    comm.close()
+    return True
+
+
+def test_resync_after_time_outs(run, pool):
+    assert all(run(min(3, len(pool.processes)), resync_case))
+
+
+def one_hop_case(group, key, how):
+    """The first rank sends when the last one has its result: through a tile whose decays are all 0 nothing passes."""
+    store = dist.distributed_c10d._get_default_store()
+    with allscan.Communicator(group, timeout=30, max_ctas=2) as comm:
+        if how == "zeco_gla":  # more tiles than programs; the gates of 70 tokens are 0 in float32 together
+            x = torch.full((1, 70, 6, 16), 1.0, device=comm.device)
+
+            def call(i):
+                o, _ = allscan.zeco_gla(x, x, i * x, -2 * x, comm=comm)
+                return o[0, :2].sum().item()
+
+        else:
+            shape = (6, 128, 128)
+            decay = 0.0 if how == "number" else torch.zeros(6, 128, device=comm.device)
+            if how == "signs":
+                decay = -decay
+            state = torch.ones(shape, device=comm.device) + comm.rank
+
+            def call(i):
+                return allscan.allscan(i * state, decay, comm=comm).mean().item()
+
+        right = call(1.0)
+        comm.barrier()
+        if comm.rank == 0:
+            store.wait([key], timedelta(seconds=60))
+        found = call(2.0)
+        if comm.rank == comm.size - 1:
+            store.set(key, b"there")
+        comm.barrier()
+        return abs(found - 2 * right) <= 1e-6 * abs(right)
+
+
+@pytest.mark.parametrize("how", ["number", "tensor", "signs", "zeco_gla"])
+def test_a_tile_through_which_nothing_passes_takes_one_hop(run, pool, how):
+    assert run(min(4, len(pool.processes)), one_hop_case, uuid.uuid4().hex, how) == [True] * min(4, len(pool.processes))
+
+
+def nan_decay_case(group):
+    """A NaN is no 0: it waits, and passes on."""
+    with allscan.Communicator(group) as comm:
+        state, decay = torch.ones(1, 2, 2, device=comm.device), torch.full((1, 2), float("nan"), device=comm.device)
+        prev = allscan.allscan(state, decay, comm=comm)
+        return prev.isnan().all().item() if comm.rank > 1 else (prev == comm.rank).all().item() or comm.rank == 1
+
+
+def test_a_decay_that_is_nan(run, pool):
+    assert all(run(min(3, len(pool.processes)), nan_decay_case))
+
+
+def few_programs_case(group, depth, protocol):
+    """More tiles than programs: a late first rank, two places away, and late credits, in both directions."""
+    import random
+    import time
+
+    with allscan.Communicator(group, max_ctas=2) as comm:
+        scan = allscan.AllScan(comm, (5, 8, 16), depth=depth, protocol=protocol, tile=(4, 16))
+        assert scan.num_tiles == 10
+        chance = random.Random(comm.rank)
+        for epoch in range(1, 16):
+            if comm.rank == epoch % comm.size:
+                time.sleep(chance.uniform(0, 0.02))
+            state = torch.full((5, 8, 16), float(epoch), device=comm.device)
+            decay = torch.ones(5, 8, device=comm.device)
+            decay[::2] = 0  # these tiles go ahead
+            place = comm.rank if epoch % 2 else comm.size - 1 - comm.rank
+            prev = scan.scan(state, decay, reverse=epoch % 2 == 0)
+            assert (prev[::2] == epoch * (place > 0)).all() and (prev[1::2] == epoch * place).all(), epoch
+    return True
+
+
+@pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_more_tiles_than_programs(run, pool, depth, protocol):
+    assert all(run(min(3, len(pool.processes)), few_programs_case, depth, protocol))
+
+
+def overtaking_case(group, depth):
+    """Puts that are under way together arrive in any order, late by up to half a second."""
+    from allscan import communicator
+
+    allscan.init()
+    network = communicator._heap.network
+    network.most_s = 0.3
+    try:
+        with allscan.Communicator(group) as comm:
+            scan = allscan.AllScan(comm, (1, 2, 4), depth=depth, protocol="put")
+            outs = [scan.scan(torch.full((1, 2, 4), 10.0 * i + comm.rank)) for i in range(1, 9)]
+            wrong = [i for i, o in enumerate(outs, 1) if (o != sum(10.0 * i + r for r in range(comm.rank))).any()]
+            comm.barrier()
+    finally:
+        network.most_s = 2e-3
+    return wrong
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("depth", [2, 3])
+def test_puts_that_overtake_each_other(run, depth):
+    assert run(3, overtaking_case, depth) == [[], [], []]
+
+
+def wrong_out_case(group):
+    with allscan.Communicator(group) as comm:
+        memory = torch.zeros(3 * 64, device=comm.device)
+        state, out = memory[:64].view(1, 8, 8), memory[8:72].view(1, 8, 8)
+        decay = memory[64:72].view(1, 8)
+        scan = allscan.AllScan(comm, (1, 8, 8))
+        answers = [
+            raised(scan.scan, state, out=out),
+            raised(scan.scan, state, decay, out=memory[64:128].view(1, 8, 8)),
+            raised(scan.scan, state, initial_state=out, out=memory[64:128].view(1, 8, 8)),
+            raised(scan.scan, state, "0.5"),
+            raised(allscan.allscan, state, "0.5", comm=comm),
+        ]
+        scan.scan(state, out=state)
+        return answers
+
+
+def test_out_that_shares_memory_and_decays_that_are_no_numbers(run):
+    for answers in run(2, wrong_out_case):
+        assert [kind for kind, _ in answers] == ["ValueError"] * 3 + ["TypeError"] * 2
+        assert all("shares memory" in text for _, text in answers[:3])
+
+
+def forward_mode_case(group):
+    from torch.autograd import forward_ad
+
+    with allscan.Communicator(group) as comm:
+        x = torch.ones(1, 2, 1, 2, device=comm.device)
+
+        def call(q):
+            return allscan.zeco_gla(q, x, x, -x, comm=comm)[0]
+
+        first = raised(torch.func.jvp, call, (x,), (x,))
+        with forward_ad.dual_level():
+            second = raised(call, forward_ad.make_dual(x, x))
+        return first[0], second[0]
+
+
+def test_forward_mode_derivatives_are_refused(run):
+    assert run(1, forward_mode_case) == [("NotImplementedError", "NotImplementedError")]
