@@ -14,7 +14,7 @@ def persistent(
     comm: Communicator, shape, agree=None, problem: Exception | None = None, tile=None, at_first: bool = False,
     max_ctas: int | None = None,
 ) -> AllScan:  # fmt: skip
-    """The AllScan that ``comm`` keeps for ``shape`` (``tile``, ``max_ctas``), made at the first call, which is collective.
+    """The AllScan that ``comm`` keeps for a shape (tile, max_ctas), made at the first call, which is collective.
 
     ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
