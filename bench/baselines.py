@@ -112,6 +112,7 @@ class Baseline:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):
         if problem is not None:
             raise problem
+        self.comm.agreements.add((shape, agree))  # so that gates are looked at once, which waits for the GPU
 
     def stream(self):
         return self.comm.side_stream() if self._overlapped else contextlib.nullcontext(lambda: None)

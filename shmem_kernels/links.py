@@ -26,7 +26,6 @@ import triton.language as tl
 
 from ..bindings import nvshmem_device as nvshmem
 from .wait import (
-    HOT_POLLS,
     INFO_NEXT,
     INFO_NEXT_PE,
     INFO_PREV,
@@ -35,6 +34,7 @@ from .wait import (
     POLLS_PER_CLOCK,
     fault,
     gave_up,
+    hot_polls,
     look,
     now,
     num_warps,
@@ -157,7 +157,7 @@ def _take_sentinel(channel, tile, epoch, word, ok):
         while ok & (state == MISSING):
             b_words, state = _look_at_tile(p_words, p_arrived, word)
             polls += 1
-            if (polls > HOT_POLLS) & (state == MISSING):
+            if (polls > hot_polls()) & (state == MISSING):
                 pause()
             if (state == MISSING) & (polls % POLLS_PER_CLOCK == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
@@ -190,7 +190,7 @@ def _take_signal(channel, tile, epoch, word, ok):
             seen = tl.atomic_add(p_arrived, 0, sem="acquire", scope="sys")  # acquire: as above
             missing = (seen ^ word) & EPOCH_BITS != 0
             polls += 1
-            if (polls > HOT_POLLS) & missing:
+            if (polls > hot_polls()) & missing:
                 pause()
             if missing & (polls % POLLS_PER_CLOCK == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)

@@ -42,7 +42,6 @@ TIMED_OUT = tl.constexpr(0)
 OUT_OF_STEP = tl.constexpr(1)
 
 POLLS_PER_CLOCK = tl.constexpr(64)
-HOT_POLLS = tl.constexpr(32)  # looks at full speed; a longer wait pauses in between, for the sake of other kernels
 
 
 def builtin(function):
@@ -63,9 +62,17 @@ def clock_ns(_semantic=None):
 
 
 @builtin
+def hot_polls(_semantic=None):
+    """How often a wait looks at full speed; a longer one pauses in between, for the sake of other kernels."""
+    return core.constexpr(0 if _semantic is None else 32)
+
+
+@builtin
 def pause(_semantic=None):
-    """Let other warps run for half a microsecond or so."""
-    if _semantic is not None:
+    """Let other warps run for half a microsecond or so; in the interpreter other processes, a little longer."""
+    if _semantic is None:
+        time.sleep(3e-4)
+    else:
         core.inline_asm_elementwise(
             "nanosleep.u32 500; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
         )
@@ -144,7 +151,7 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
             seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")  # acquire: as above
             waiting = seen < value
             polls += 1
-            if waiting & (polls > HOT_POLLS):
+            if waiting & (polls > hot_polls()):
                 pause()
             if waiting & (polls % POLLS_PER_CLOCK == 0):
                 waiting = not gave_up(channel, started, NEIGHBOUR, tile, value, seen)

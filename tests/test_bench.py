@@ -39,6 +39,7 @@ def baseline_case(group, method, dtype):
             o = baselines.gla(*own, carrier=carrier)
             o.backward(whole.do[:, mine])
             assert carrier.scans == 2 and not comm.made_scans  # the method's, and no All-Scan
+            assert comm.agreements  # a later call does not look at the gates again, so that it can be captured
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 

@@ -82,7 +82,7 @@ def test_transitions(K, one):
     values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1, "BJ": blocks.pop("BJ")}
     compiled = Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
     # a transition fills the registers: of K=128 and more some addresses are kept outside, none in the inner loop
-    assert compiled.spilled_bytes <= (96 if K >= 128 else 0)
+    assert compiled.spilled_bytes <= (0 if K < 128 else 96 if K < 512 else 208)
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
 
 

@@ -260,9 +260,10 @@ def one_hop_case(group, key, how):
         return abs(found - 2 * right) <= 1e-6 * abs(right)
 
 
+@pytest.mark.parametrize("size", [4])  # of 2 ranks the last one waits for the first in any case
 @pytest.mark.parametrize("how", ["number", "tensor", "signs", "zeco_gla"])
-def test_a_tile_through_which_nothing_passes_takes_one_hop(run, pool, how):
-    assert run(min(4, len(pool.processes)), one_hop_case, uuid.uuid4().hex, how) == [True] * min(4, len(pool.processes))
+def test_a_tile_through_which_nothing_passes_takes_one_hop(run, size, how):
+    assert run(size, one_hop_case, uuid.uuid4().hex, how) == [True] * size
 
 
 def nan_decay_case(group):
@@ -286,7 +287,7 @@ def few_programs_case(group, depth, protocol):
         scan = allscan.AllScan(comm, (5, 8, 16), depth=depth, protocol=protocol, tile=(4, 16))
         assert scan.num_tiles == 10
         chance = random.Random(comm.rank)
-        for epoch in range(1, 16):
+        for epoch in range(1, 9):
             if comm.rank == epoch % comm.size:
                 time.sleep(chance.uniform(0, 0.02))
             state = torch.full((5, 8, 16), float(epoch), device=comm.device)

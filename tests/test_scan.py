@@ -14,7 +14,7 @@ from allscan.collective import transition_tile
 from allscan.reference import allscan_reference
 from ranks import error, inputs, late
 
-SIZES = [1, 2, 3, 4, 8]
+SIZES = [1, 2, 4, 8]
 CASES = [
     # shape, shape of decay
     ((2, 16, 32), (2, 16)),
@@ -60,8 +60,8 @@ def test_values(run, size, shape, decay_shape):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_depths_and_protocols(run, pool, depth, protocol):
     size = min(3, len(pool.processes))
-    assert max(run(size, scan_case, (2, 9, 20), (2, 9), False, depth, protocol, True, 12, False, 5)) < 1e-6
-    assert max(run(size, scan_case, (2, 9, 20), (2, 9), True, depth, protocol, True, 12, False, 0)) < 1e-6
+    assert max(run(size, scan_case, (2, 9, 20), (2, 9), False, depth, protocol, True, 8, False, 5)) < 1e-6
+    assert max(run(size, scan_case, (2, 9, 20), (2, 9), True, depth, protocol, True, 8, False, 0)) < 1e-6
 
 
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
@@ -72,7 +72,7 @@ def test_special_values(run, pool, protocol):
 
 def test_many_epochs_with_late_ranks(run, pool):
     size = min(4, len(pool.processes))
-    assert max(run(size, scan_case, (1, 4, 8), (1, 4), False, 2, "auto", False, 200, False, 4)) < 1e-6
+    assert max(run(size, scan_case, (1, 4, 8), (1, 4), False, 2, "auto", False, 60, False, 4)) < 1e-6
 
 
 def gradient_case(group, shape, decay_shape, reverse):
@@ -238,7 +238,7 @@ def transition_case(group, shape, reverse, from_zero):
         own = [x[comm.rank].to(comm.device).requires_grad_() for x in (states, transitions)]
         start = initial.to(comm.device).requires_grad_()
         errors = []
-        for factor in range(1, 6):  # another result each time, more often than an inbox has slots
+        for factor in range(1, 5):  # another result each time, more often than an inbox has slots
             for leaf in (*own, start):
                 leaf.grad = None
             late(len(errors), comm.rank, 3)
@@ -261,7 +261,7 @@ def transition_case(group, shape, reverse, from_zero):
         return errors
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(2, 5, 6), (3, 40, 24), (2, 2, 16, 33), (2, 128, 64), (1, 200, 20), (1, 300, 17)])
 def test_dense_transitions(run, size, shape):
     for reverse in (False, True):
