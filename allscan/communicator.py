@@ -294,6 +294,8 @@ class Communicator:
         except BaseException as error:
             if order.told:
                 order.made[reverse] -= 1
+            elif type(error).__name__ == "_StopRecomputationError":
+                pass  # torch's activation checkpointing has what it wants, and the call was made
             elif self.size > 1 and not self.broken:
                 with contextlib.suppress(dist.DistError):
                     self._store().set(self._key(self.rank), order.refuse(error))
@@ -394,6 +396,8 @@ class Communicator:
             scan.reset()
         self._drain()
         self.order.restart()
+        self._launches = 0
+        self.splits.clear()  # ranks that missed a call have used them in another order
         _exchange(self._ranks, None, "the end of Communicator.resync", self._scope)
 
     def _drain(self) -> None:
@@ -417,6 +421,9 @@ class Communicator:
         """Return when every rank of the group has called this and its device work so far is done.
 
         Raises what :meth:`check` raises; AllScanOutOfStep on every rank if they have not made equally many calls."""
+        if self.order.lost is not None and not (self._closed or self.broken):
+            with contextlib.suppress(RuntimeError):
+                self.exchange("barrier", "Communicator.barrier")  # so that the others hear of it too
         self.check()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -512,7 +519,7 @@ class Communicator:
             try:
                 answers = _exchange(self._ranks, what, f"launch {self._launches}", self._scope)
             except RuntimeError as error:
-                raise RuntimeError(f"{error}; this rank launches {what}") from error
+                raise self.told(RuntimeError(f"{error}; this rank launches {what}")) from error
             if len(set(answers)) > 1:
                 raise self.told(RuntimeError(f"the ranks differ in launch {self._launches}: {by_rank(answers)}"))
         self._follow()

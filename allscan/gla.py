@@ -12,6 +12,7 @@ from .checks import check_tensor
 from .collective import default_tile
 from .communicator import Communicator
 from .layout import CHUNK, find_layout, most_segments, segment_length
+from .order import recomputing
 from .shmem_kernels.gla_bwd import da_kernel, grad_kernel, wide_grad_kernel
 from .shmem_kernels.gla_fwd import (
     carry_kernel,
@@ -297,12 +298,16 @@ class _Launcher:
         blocks = self.widths | dict(BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         own, decay = torch.empty_like(prev), self.empty(B * H, K)
         with self.carrier.stream() as join:
-            carry_kernel[grid](
-                states, sums, gates, *tables, states if outside is None else outside, own, decay,
-                prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None,
-                **blocks,
-            )  # fmt: skip
-            self.carrier.carry(own.flatten(0, 1), decay, prev.flatten(0, 1), ticket=ticket, reverse=reverse)
+            try:
+                carry_kernel[grid](
+                    states, sums, gates, *tables, states if outside is None else outside, own, decay,
+                    prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None,
+                    **blocks,
+                )  # fmt: skip
+                self.carrier.carry(own.flatten(0, 1), decay, prev.flatten(0, 1), ticket=ticket, reverse=reverse)
+            except BaseException:
+                join()  # what was launched uses memory that is given back now
+                raise
 
         def join_and_finish(_kept=(own, decay)):  # until then another stream uses them
             join()
@@ -412,8 +417,8 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, g, cu_seqlens, *output[2:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    traced = type(output[0]) is not Tensor  # by torch.compile, which keeps no node
-    ctx.pending = None if traced else carrier_of(ctx.handle).pending(_carried_shape(q, v))
+    no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
+    ctx.pending = None if no_node else carrier_of(ctx.handle).pending(_carried_shape(q, v))
 
 
 def _gradient(ctx, do, dfinal, *_):

@@ -16,6 +16,8 @@ from __future__ import annotations
 import pickle
 import weakref
 
+import torch
+
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
 SETTLE_S = 5.0  # how long a rank that has refused a call waits to hear whether all have
@@ -122,6 +124,11 @@ def refusals(words: dict) -> str:
     """{rank: what ``Order.refuse`` gave} as sentences, "" for none: the last refused call of each."""
     found = {rank: pickle.loads(word)[-1] for rank, word in words.items()}
     return "".join(f"Rank {p} has refused its call {number}: {why}. " for p, (number, why) in sorted(found.items()))
+
+
+def recomputing() -> bool:
+    """Whether this thread runs a backward pass: calls in it are activation checkpointing's, whose nodes are not run."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Pending:

@@ -7,7 +7,7 @@ import torch
 from .checks import check_tensor, check_transition, decay_target
 from .collective import AllScan, transition_tile, uncompiled
 from .communicator import Communicator, by_rank
-from .order import Pending
+from .order import Pending, recomputing
 
 
 def persistent(
@@ -122,12 +122,14 @@ class _AllScan(torch.autograd.Function):
         tensor_decay = isinstance(decay, torch.Tensor)
         ctx.save_for_backward(decay if tensor_decay else None, transition, prev)
         ctx.number = None if tensor_decay else decay
-        ctx.scan, ctx.reverse, ctx.pending = scan, reverse, Pending(scan, reverse)
+        ctx.scan, ctx.reverse = scan, reverse
+        ctx.pending = None if recomputing() else Pending(scan, reverse)
         return prev
 
     @staticmethod
     def backward(ctx, dprev):
-        ctx.pending.run()
+        if ctx.pending is not None:
+            ctx.pending.run()
         with ctx.scan.comm.call(not ctx.reverse):
             if torch.is_grad_enabled():
                 raise RuntimeError("allscan() has no second derivative (create_graph=True)")

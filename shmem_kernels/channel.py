@@ -124,6 +124,8 @@ def _arrival_word(channel, tile, epoch):
 def receive(channel, tile, epoch, word, ok, b_first):
     """Wait for what prev sends in this epoch, ``b_first`` on the first rank: (that or NaN, whether all is well)."""
     b_prev = b_first
+    if (channel.RECV != NONE) | (channel.SEND != NONE):
+        ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)  # else BROKEN, of a program that began well
     if channel.RECV != NONE:
         b_prev, ok = take(channel, tile, epoch, word, ok)
     if not ok:
@@ -199,6 +201,7 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
     """
     if (channel.RECV != NONE) & (channel.SEND != NONE):
         epoch, word, ok = begun
+        ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
         if ok & nothing_passes(b_decay):
             post(channel, tile, epoch, word, b_state)
 
@@ -250,6 +253,8 @@ def shift(channel, tile, b_value, b_first):
 def shift_ahead(channel, tile, begun, b_value):
     """The sending half of :func:`shift`."""
     epoch, word, ok = begun
+    if channel.SEND != NONE:
+        ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
     if ok:
         post(channel, tile, epoch, word, b_value)
 

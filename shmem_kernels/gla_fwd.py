@@ -258,7 +258,7 @@ def carry_kernel(
         s = s_end - 1 - n if REVERSE else s_first + n
         row = (s * H + h).to(tl.int64)
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
-        sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE)
+        sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
         b_leaves = tl.load(p_state + row * (K * V) + offsets, mask=inside, other=0.0)
         b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)  # [BK]
         begins = (flags & BEGIN) != 0
@@ -300,7 +300,7 @@ def final_kernel(
             row = (s * H + h).to(tl.int64) * K
             b_gates = tl.load(p_gates + row + k, mask=k < K, other=0.0)
             b_gates += tl.load(p_gate + row + k, mask=k < K, other=0.0)
-            sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE)
+            sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
             p_end = p_final + (sequence * H + h) * (K * V) + offsets
             b_prev = tl.load(p_prev + i.to(tl.int64) * (K * V) + offsets, mask=inside, other=0.0)
             b_end = tl.load(p_end, mask=inside, other=0.0)

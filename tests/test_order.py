@@ -169,6 +169,30 @@ def test_validation_without_backward(run, pool):
     assert all(run(min(3, len(pool.processes)), validation_case))
 
 
+def checkpoint_case(group):
+    """Activation checkpointing recomputes a call in the backward pass, and stops there: nothing is refused or dropped."""
+    from torch.utils.checkpoint import checkpoint
+
+    with allscan.Communicator(group, timeout=TIMEOUT) as comm:
+
+        def call(x):
+            return allscan.allscan(x.sin(), comm=comm)
+
+        found = []
+        for i in range(1, 5):
+            state = torch.full((1, 1), float(i), device=comm.device, requires_grad=True)
+            prev = checkpoint(call, state, use_reentrant=False)
+            (prev * i).sum().backward()
+            found.append((state.grad / state.cos()).item())
+            assert comm.order.refused is None
+            assert not any(any(scan.dropped) for scan in comm.made_scans)
+        return max(abs(x - i * (comm.size - 1 - comm.rank)) for i, x in enumerate(found, 1))
+
+
+def test_a_call_that_is_recomputed(run):
+    assert max(run(2, checkpoint_case)) < 1e-5
+
+
 def other_backward_case(group):
     """Rank 0 runs the backward of its second call first, the others that of the first."""
     comm = allscan.Communicator(group, timeout=TIMEOUT)
