@@ -170,7 +170,7 @@ def test_validation_without_backward(run, pool):
 
 
 def checkpoint_case(group):
-    """Activation checkpointing recomputes a call in the backward pass, and stops there: nothing is refused or dropped."""
+    """Activation checkpointing recomputes a call in backward, and stops there: nothing is refused or dropped."""
     from torch.utils.checkpoint import checkpoint
 
     with allscan.Communicator(group, timeout=TIMEOUT) as comm:
