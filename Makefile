@@ -31,7 +31,7 @@ demo: $(READY)
 test: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest --gpu

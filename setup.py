@@ -22,7 +22,14 @@ setup(
         "bench": ["matplotlib"],
         # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that
         # PyTorch 2.11 brings along, because the tests count registers and stack (3.6: 128 bytes of stack)
-        "test": ["pytest", "matplotlib", "ruff", "nvidia-nvshmem-cu13==3.4.5", "flash-linear-attention==0.6.0"],
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "matplotlib",
+            "ruff",
+            "nvidia-nvshmem-cu13==3.4.5",
+            "flash-linear-attention==0.6.0",
+        ],  # fmt: skip
     },
     entry_points={"console_scripts": ["allscan=allscan.doctor:main"]},
     classifiers=["License :: OSI Approved :: Apache Software License", "Operating System :: POSIX :: Linux"],

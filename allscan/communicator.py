@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .bindings.heap import heap_bytes as rounded_bytes
+from .bindings.interpreter import remember_repeated_work
 from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
 from .order import REMEDY, SETTLE_S, AllScanOutOfStep, AllScanTimeout, Order, have_refused, out_of_step, refusals
@@ -130,6 +131,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     if transport == "nvshmem":
         _heap = NvshmemHeap(dist.get_rank(), len(ranks), exchange, heap_bytes)
     else:
+        remember_repeated_work()
         _heap = SharedMemoryHeap(exchange, heap_bytes)
 
 

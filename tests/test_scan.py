@@ -273,9 +273,9 @@ def received_case(group, dense):
     """Bytes of the last rank's memory that the others have changed, when they have made a scan and it has not; and how
     many tiles the state has."""
     with allscan.Communicator(group) as comm:
-        shape, last = (3, 32, 48), comm.rank == comm.size - 1
+        shape, last = (3, 32, 64), comm.rank == comm.size - 1
         scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
-        state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (48, 32))
+        state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (64, 32))
         arena, pe = comm.heap_and_pe(comm.rank)
         words = arena.local(pe, 0, arena.heap.size // 4, torch.int32)
         before = words.clone()
@@ -296,7 +296,7 @@ def received_case(group, dense):
 def test_a_rank_receives_one_state(run, size, dense):
     """And with each tile its arrival word, of which the low half changes from 0 to 1 here, and the tag stays 0."""
     received, tiles = run(size, received_case, dense)[-1]
-    assert received == 4 * 3 * 32 * 48 + 4 * tiles
+    assert received == 4 * 3 * 32 * 64 + 4 * tiles
 
 
 def wrong_transition_case(group):
