@@ -14,6 +14,9 @@ else
   READY := $(VENV)/ready
 endif
 
+# a bare checkout needs no installation, nor do the processes that are started from here
+export PYTHONPATH := $(CURDIR)
+
 .PHONY: venv demo test test-gpu bench clean
 
 venv: $(VENV)/ready

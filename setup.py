@@ -12,7 +12,14 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=["allscan", "allscan.integrations", "allscan.shmem_kernels", "allscan.bindings"],
+    packages=[
+        "allscan",
+        "allscan.gla",
+        "allscan.integrations",
+        "allscan.tools",
+        "allscan.shmem_kernels",
+        "allscan.bindings",
+    ],  # fmt: skip
     package_dir={"allscan.shmem_kernels": "shmem_kernels", "allscan.bindings": "bindings"},
     install_requires=["torch>=2.6", "triton>=3.6,<3.8", "numpy"],
     extras_require={
@@ -31,6 +38,6 @@ setup(
             "flash-linear-attention==0.6.0",
         ],  # fmt: skip
     },
-    entry_points={"console_scripts": ["allscan=allscan.doctor:main"]},
+    entry_points={"console_scripts": ["allscan=allscan.tools.doctor:main"]},
     classifiers=["License :: OSI Approved :: Apache Software License", "Operating System :: POSIX :: Linux"],
 )

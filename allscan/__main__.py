@@ -2,7 +2,7 @@
 
 import sys
 
-from .doctor import main
+from .tools.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main())

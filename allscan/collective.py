@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import math
 import numbers
-import sys
 import time
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
 
-from .bindings import nvshmem_device
 from .checks import check_tensor, check_transition, decay_rows, share_memory
 from .communicator import Communicator
-from .order import REMEDY
+from .errors import REMEDY
+from .launching import dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
-from .shmem_kernels.scan import scan_kernel, transition_kernel
-from .workspace import PROTOCOLS, make_channels, reset, workspace_bytes
-
-# Words of a tile by kind of link: (fewest, most where a program has one tile or two, most where it has four or more). A
-# launch has at most Communicator.max_ctas programs. The interpreter pays by the tile.
-SENTINEL_WORDS = (128, 2048, 4096)
-SIGNAL_WORDS = (1024, 8192, 8192)
-CPU_WORDS = (8192, 8192, 8192)
+from .shmem_kernels.scan import scan_kernel
+from .shmem_kernels.transition import transition_kernel
+from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
+from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
 
 
-def uncompiled(function):
-    """torch.compiler.disable: what ``function`` asks of other ranks, and launches, is not for torch to trace. But it
-    does not import the compiler, which takes a second, where nobody has."""
-
-    disabled = None
-
-    @functools.wraps(function)
-    def call(*args, **options):
-        nonlocal disabled
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **options)
-        if disabled is None:
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **options)
-
-    return call
-
-
-def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
-    """(BK, BV), powers of two of at most ``words``: whole rows of V where they fit, since those are contiguous."""
-    BV = min(_next_power_of_2(V), words)
-    return min(_next_power_of_2(K), max(1, words // BV)), BV
-
-
-def tile_words(numel: int, ctas: int, least: int, most: int, most_of_four: int) -> int:
-    """Words of a tile, a power of two, for ``numel`` words in at most ``ctas`` programs: see SENTINEL_WORDS."""
-    one, four = (_next_power_of_2(-(-numel // (ctas * tiles))) for tiles in (1, 4))
-    return max(least, min(one, most), min(four, most_of_four))
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas) -> Spec:
+    """Raises TypeError or ValueError for wrong arguments."""
+    integers = {"depth": (depth,), "max_ctas": (max_ctas,), "shape": tuple(shape), "tile": tuple(tile or ())}
+    for name, values in integers.items():
+        if not all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in values):
+            raise TypeError(f"{name} must be made of integers, got {values}")
+    shape = tuple(map(int, shape))
+    if len(shape) < 2 or min(shape) < 1:
+        raise ValueError(f"shape must be [..., K, V] with sizes of at least 1, got {shape}")
+    if depth < 1 or max_ctas < 1:
+        raise ValueError(f"depth and max_ctas must be at least 1, got {depth} and {max_ctas}")
+    if protocol != "auto" and protocol not in PROTOCOLS:
+        raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
+    if tile is None:
+        sentinel = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
+        tile = scan_tile(shape, max_ctas, sentinel, comm.device)
+    tile = tuple(map(int, tile))
+    if len(tile) != 2 or any(n < 1 or n != next_power_of_2(n) for n in tile):
+        raise ValueError(f"tile must be two powers of two, got {tile}")
+    return Spec(shape, tile, int(depth), protocol)
 
 
 class AllScan:
@@ -83,54 +65,93 @@ class AllScan:
 
     max_ctas: most programs of a launch; default ``comm.max_ctas``.
 
-    Collective over the group: all ranks construct it alike, at the same place in their order of calls.
-    Raises ValueError (arguments; ranks that differ), RuntimeError (protocol not possible), MemoryError (arena full);
-    on every rank before anything is launched.
+    Collective over the group: all ranks construct it alike, at the same place in their order of calls, and close it
+    alike: :meth:`close`, or ``with``.
+    Raises ValueError, TypeError (arguments; ranks that differ), RuntimeError (protocol not possible), MemoryError
+    (arena full); on every rank before anything is launched.
+
+        >>> with allscan.AllScan(comm, (32, 128, 128)) as scan:     # 2 MiB of state
+        ...     prev = scan.scan(state, decay)
     """
 
     def __init__(
-        self, comm: Communicator, shape, *, depth: int = 3, protocol: str = "auto", tile=None,
-        max_ctas: int | None = None,
-    ):  # fmt: skip
+        self, comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
+        tile: tuple[int, int] | None = None, max_ctas: int | None = None,
+    ) -> None:  # fmt: skip
         comm.check()
-        self.comm, self.shape, self.depth, self.protocol = comm, tuple(shape), depth, protocol
-        if len(self.shape) < 2 or min(self.shape) < 1:
-            raise ValueError(f"shape must be [..., K, V] with sizes of at least 1, got {self.shape}")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
-        if protocol != "auto" and protocol not in PROTOCOLS:
-            raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
-        *lead, self.K, self.V = self.shape
-        direct = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
-        limits = CPU_WORDS if comm.device.type == "cpu" else SENTINEL_WORDS if direct else SIGNAL_WORDS
+        self.comm = comm
         self.max_ctas = comm.max_ctas if max_ctas is None else max_ctas
-        words = tile_words(math.prod(self.shape), self.max_ctas, *limits)
-        self.tile = tuple(tile) if tile is not None else default_tile(self.K, self.V, words)
-        if any(n != _next_power_of_2(n) for n in self.tile):
-            raise ValueError(f"tile must be two powers of two, got {self.tile}")
-        self.num_tiles = math.prod(lead) * -(-self.K // self.tile[0]) * -(-self.V // self.tile[1])
-        self.spec = (self.shape, self.tile, depth, protocol)
-        self._channels = make_channels(comm, self.num_tiles, self.tile, depth, protocol, self.spec)
-        self.number = next(_numbers)  # in the order in which this process has made them
+        spec: Spec | Exception
+        try:
+            spec = _spec(comm, shape, depth, protocol, tile, self.max_ctas)
+        except (TypeError, ValueError) as error:
+            spec = error  # which the other ranks are to hear of
+        self._workspace = make_workspace(comm, spec)
+        assert isinstance(spec, Spec)
+        self.spec: Spec = spec
+        self.shape, self.tile, self.depth, self.protocol = spec
+        self.K, self.V = self.shape[-2:]
+        self.num_tiles = spec.num_tiles
+        self._channels = self._workspace.channels
+        self._closed = False
+        self.number = next(_numbers)
         self.backwards = 0  # adjoint launches, as the host has made them
-        self.dropped = [False, False]  # see order.Pending
-        comm.made_scans.add(self)
+        self.dropped = [False, False]  # see order.PendingBackward
+        comm.collectives.add(self)
+
+    @staticmethod
+    def size_hint(
+        comm: Communicator, shape, *, depth: int = 3, protocol: str = "auto", tile: tuple[int, int] | None = None,
+        max_ctas: int | None = None,
+    ) -> int:  # fmt: skip
+        """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
+        the state, with put links twice that; nothing on one rank. Takes nothing, and asks no other rank."""
+        ctas = comm.max_ctas if max_ctas is None else max_ctas
+        return workspace_bytes(comm, _spec(comm, shape, depth, protocol, tile, ctas))
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory of both directions on this rank, in bytes: about 2 * depth * the state, with put links
-        twice that."""
-        if self.comm.size == 1:
-            return 0
-        put = any(channel.SEND == PUT for channel in self._channels)
-        return 2 * workspace_bytes(self.num_tiles, self.tile, self.depth, put)
+        """Symmetric memory of both directions on this rank, in bytes: see :meth:`size_hint`."""
+        return workspace_bytes(self.comm, self.spec)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give the symmetric memory back. Collective: every rank closes it at the same place in its order of calls.
+
+        Waits for this rank's kernels and for the other ranks. CUDA graphs that hold it must not be replayed any more.
+        Where the communicator is broken or out of step the memory stays taken until that is closed.
+        Raises AllScanOutOfStep if the ranks have not made equally many calls, RuntimeError if one does not come.
+        """
+        comm = self.comm
+        if self._closed:
+            return
+        self._closed = True
+        comm.collectives.discard(self)
+        if comm.size == 1 or comm.closed or comm.broken or comm.order.lost is not None:
+            return
+        comm.drain()
+        comm.exchange("close", f"AllScan.close, of shape {self.shape}")
+        for offset in self._workspace.offsets:
+            comm.free(offset)
+
+    def __enter__(self) -> AllScan:
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        if error is None:
+            self.close()
+        self._closed = True  # after an error the other ranks may never come: the memory stays with the communicator
 
     @property
     def epochs(self) -> tuple[int, int]:
         """Scans that this rank has made, forward and reverse, counted on the device. Waits for them. 0 on one rank."""
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)
-        return tuple(int(channel.epoch[0]) for channel in self._channels)
+        self.comm.streams.synchronize()
+        forward, reverse = (int(channel.epoch[0]) for channel in self._channels)
+        return forward, reverse
 
     def channel(self, reverse: bool = False, *, ticket=None, adjoint_of=None) -> Channel:
         """The channel of one direction, for kernels of your own: see ``allscan.device``.
@@ -157,7 +178,7 @@ class AllScan:
                 reset(channel)
         self.backwards, self.dropped = 0, [False, False]
 
-    @uncompiled
+    @dynamo_disabled
     def launch(self, kernel, grid, *args, **options):
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
@@ -169,17 +190,19 @@ class AllScan:
         directions = [x.info is self._channels[1].info for x in args if isinstance(x, Channel)]
         reverse = self.comm.size > 1 and bool(directions) and all(directions)
         with self.comm.call(reverse):
-            self.comm.begin(self._description(kernel, reverse) if self.comm.debug else "")
+            if self._closed:
+                raise RuntimeError("this AllScan is closed")
+            self.comm.before_launch(lambda: self._description(kernel, reverse))
             if self.dropped[reverse]:
                 self._look_for_backwards(reverse)
             options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
             if self.comm.device.type == "cuda" and any(PUT in (c.SEND, c.RECV) for c in self._channels):
-                kernel = _linked(kernel)
+                kernel = with_nvshmem(kernel)
             compiled = kernel[grid](*args, **options)
             if self.comm.device.type == "cpu":
                 self.comm.check()  # the interpreter has run the kernel by now
             else:
-                _make_room(compiled.function)
+                prefer_shared_memory_carveout(compiled.function)
 
     def _description(self, kernel, reverse) -> str:
         name = getattr(kernel, "__name__", None) or kernel.fn.__name__
@@ -195,15 +218,15 @@ class AllScan:
         """
         self.dropped[reverse] = False
         there, back = self._channels[reverse], self._channels[not reverse]
-        if back.RECV == NONE or (self.comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if back.RECV == NONE or self.comm.streams.capturing():
             return  # this rank's backward waits for nobody, so the others wait for it
         deadline = time.monotonic() + self.comm.timeout
         if self.comm.device.type == "cuda":
             torch.cuda.current_stream(self.comm.device).synchronize()
-        launched, epoch = self.comm.peek(there.epoch[:1])[0], self.comm.peek(back.epoch[:1])[0]
+        launched, epoch = self.comm.streams.peek(there.epoch[:1])[0], self.comm.streams.peek(back.epoch[:1])[0]
         while time.monotonic() < deadline and launched >= 0 <= epoch:
-            begun = max(self.comm.peek(there.freed[: self.depth])) >= launched
-            arrived = self.comm.peek(back.arrived[:: self.num_tiles])
+            begun = max(self.comm.streams.peek(there.freed[: self.depth])) >= launched
+            arrived = self.comm.streams.peek(back.arrived[:: self.num_tiles])
             if any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived):
                 raise RuntimeError(
                     "a call with gradients had no backward on this rank, but on the next one: this rank has not used "
@@ -285,32 +308,3 @@ class AllScan:
                 raise ValueError(
                     f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
                 )
-
-
-def transition_tile(K: int) -> tuple[int, int]:
-    """The ``tile`` of an AllScan for transitions: whole columns, 32 of them, or 16 where registers do not hold a
-    transition."""
-    return max(16, _next_power_of_2(K)), 32 if K <= 128 else 16
-
-
-def transition_blocks(BK: int) -> dict:
-    """Launch options of transition_kernel: up to 128 x 128 a transition fits the registers of 8 warps."""
-    return dict(BJ=BK if BK <= 128 else 32 if BK <= 256 else 16, num_warps=4 if BK <= 64 else 8)
-
-
-@functools.cache
-def _make_room(function: int) -> None:
-    """From the next launch on, give the multiprocessors where this kernel waits all the shared memory there is.
-
-    A multiprocessor divides its memory into cache and shared memory for the first program on it, and holds to that
-    until it is empty: programs that wait would keep away the kernels that are to run beside them.
-    """
-    prefer_shared_memory = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-    error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), prefer_shared_memory, 100)
-    if error:
-        raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
-
-
-@functools.cache
-def _linked(kernel):
-    return nvshmem_device.Kernel(kernel)

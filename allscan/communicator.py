@@ -5,158 +5,41 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
-import time
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .bindings.heap import heap_bytes as rounded_bytes
-from .bindings.interpreter import remember_repeated_work
-from .bindings.nvshmem_host import NvshmemHeap
-from .bindings.shared_memory import SharedMemoryHeap
-from .order import REMEDY, SETTLE_S, AllScanOutOfStep, AllScanTimeout, Order, have_refused, out_of_step, refusals
+from .errors import AllScanOutOfStep, AllScanTimeout
+from .order import Order, different_tags
+from .rendezvous import Rendezvous, by_rank
+from .runtime import init, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
+from .streams import Streams
 
-EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
-
-_heap = None  # this process's symmetric arena; made once, by init()
 _handles = itertools.count(1)
-_communicators = weakref.WeakValueDictionary()  # by handle
-_exchanges = {}  # scope -> how many exchanges it has had: equal on all ranks that share it
-_left_behind = []  # what kernels of communicators that were not closed may still write to
+_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by handle
+_buffers_kept_alive: list = []  # what kernels of communicators that were not closed may still write to
 
 
-def _exchange(ranks: tuple[int, ...], value, what: str, scope: str = "") -> list:
-    """Every rank's ``value``, in the order of ``ranks`` (global ranks). Through torch.distributed's store.
+class Collective(Protocol):
+    """What a communicator knows of an AllScan."""
 
-    ``scope``: exchanges of different scopes do not meet, default that of the group; those of one have ``what`` alike.
-    """
-    if len(ranks) == 1:
-        return [value]
-    scope = scope or _scope(ranks)
-    number = _exchanges[scope] = _exchanges.get(scope, 0) + 1
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    try:
-        words = _gather(store, ranks, f"allscan/{scope}/{number}/", pickle.dumps((what, value)), what)
-    except RuntimeError:
-        _exchanges[scope] -= 1  # as if this one had not been: the next one is that of ranks that have not come
-        with contextlib.suppress(dist.DistError):
-            store.delete_key(f"allscan/{scope}/{number}/{me}")
-        raise
-    if me == ranks[0] and number > 1:  # everybody who has come here has read the previous answer
-        for key in (*ranks, "all"):
-            store.delete_key(f"allscan/{scope}/{number - 1}/{key}")
-    kinds, values = zip(*map(pickle.loads, words), strict=True)
-    if len(set(kinds)) > 1:
-        raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
-    return list(values)
+    number: int  # in the order in which this process has made them
 
+    @property
+    def spec(self) -> tuple:
+        """Alike on all ranks."""
 
-def _gather(store, ranks: tuple[int, ...], prefix: str, word: bytes, what: str) -> list[bytes]:
-    """What every rank has given as ``word``, in the order of ``ranks``; RuntimeError if one does not come.
+    @property
+    def epochs(self) -> tuple[int, int]:
+        """Scans made so far, forward and reverse."""
 
-    No GPU, no stream and no collective of a back end is involved, and the wait is bounded. The first rank gathers, the
-    others read one answer: O(size) requests.
-    """
-    missing = me = dist.get_rank()
-    deadline = time.monotonic() + EXCHANGE_TIMEOUT_S
-    try:
-        store.set(f"{prefix}{me}", word)
-        if me == ranks[0]:
-            words = []
-            for rank in ranks:
-                missing = rank
-                words.append(_wait(store, f"{prefix}{rank}", deadline))
-            store.set(prefix + "all", pickle.dumps(words))
-        missing = ranks[0]
-        return pickle.loads(_wait(store, prefix + "all", deadline + 5))
-    except (dist.DistError, TimeoutError) as error:
-        raise RuntimeError(
-            f"{what}: rank {missing} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s. All ranks of a group make "
-            "the same calls in the same order"
-        ) from error
-
-
-def by_rank(values) -> str:
-    """One line that shows a value of every rank."""
-    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def _scope(ranks) -> str:
-    return "-".join(map(str, ranks))
-
-
-def _wait(store, key: str, deadline: float) -> bytes:
-    """The value of ``key``, or TimeoutError. Not by store.wait, which keeps other threads from the store."""
-    pause = 1e-4
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise TimeoutError(key)
-        time.sleep(pause)
-        pause = min(2 * pause, 5e-3)
-    return store.get(key)
-
-
-def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
-    """Make this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
-
-    The first :class:`Communicator` calls it; call it yourself to choose the size, or where only some ranks of the job
-    make communicators at first. A second call does nothing if it asks for no other size.
-
-    heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
-    transport: "nvshmem" (one process a GPU; the current CUDA device is used), "shm" (processes without GPUs, for
-        Triton's interpreter), or "auto": "nvshmem" where CUDA is.
-    Raises RuntimeError if the transport is missing, ValueError for a bad size or name, or if ranks disagree.
-    """
-    global _heap
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-    transport = resolve_transport(transport)
-    if _heap is not None:
-        if heap_bytes is not None and rounded_bytes(heap_bytes) != _heap.heap.size:
-            raise ValueError(f"the arena exists already with {_heap.heap.size:,} bytes")
-        if transport != _heap.transport:
-            raise ValueError(f"this process already uses transport {_heap.transport!r}")
-        return
-    ranks = tuple(range(dist.get_world_size()))
-
-    def exchange(value):
-        return _exchange(ranks, value, "allscan.init, collective over the job")
-
-    if len(set(transports := exchange(transport))) > 1:
-        raise ValueError(f"ranks ask for different transports: {transports}")
-    if transport == "nvshmem":
-        _heap = NvshmemHeap(dist.get_rank(), len(ranks), exchange, heap_bytes)
-    else:
-        remember_repeated_work()
-        _heap = SharedMemoryHeap(exchange, heap_bytes)
-
-
-def finalize() -> None:
-    """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use."""
-    global _heap
-    if isinstance(_heap, NvshmemHeap):
-        _heap.close()
-    _heap = None
-
-
-def resolve_transport(transport: str) -> str:
-    """ "nvshmem" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
-    if transport not in ("auto", "nvshmem", "shm"):
-        raise ValueError(f'transport must be "auto", "nvshmem" or "shm", got {transport!r}')
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    if transport == "auto":
-        transport = "nvshmem" if torch.cuda.is_available() and not interpreted else "shm"
-    if transport == "nvshmem" and not torch.cuda.is_available():
-        raise RuntimeError("transport 'nvshmem' needs a CUDA device, and torch finds none")
-    if transport == "shm" and not interpreted:
-        raise RuntimeError(
-            "without GPUs the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
-        )
-    return transport
+    def reset(self) -> None:
+        """As if no scan had been made. While no kernel of any rank uses it."""
 
 
 class Communicator:
@@ -180,7 +63,7 @@ class Communicator:
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
-    :meth:`barrier`, in :meth:`close`, in :meth:`resync`, and with ``debug`` at every launch.
+    :meth:`barrier`, in :meth:`close`, in :meth:`resync`, in ``AllScan.close``, and with ``debug`` at every launch.
 
     What happens when a rank leaves that order (:class:`allscan.AllScanOutOfStep`, :class:`allscan.AllScanTimeout`):
     a rank on which a call raises makes no further ones, and says so, unless the call has raised on every rank. A rank
@@ -189,12 +72,15 @@ class Communicator:
     results since then are those of other calls. :meth:`resync` brings all ranks back into step.
 
     Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
+
+        >>> with allscan.Communicator(mesh["sp"]) as comm:
+        ...     prev = allscan.allscan(state, decay, comm=comm)
     """
 
     def __init__(
-        self, group=None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
+        self, group: Any = None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
         max_ctas: int | None = None,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         self._closed = True  # until construction has succeeded
         if not 0 < timeout < 1e9:
             raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
@@ -202,142 +88,51 @@ class Communicator:
             raise ValueError(f"max_ctas must be an integer of at least 1, got {max_ctas!r}")
         self.timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
-        self._launches = 0
         self.group = _process_group(group)
-        if self.group is None:
-            self._ranks = (0,)
-            self.rank, self.size = 0, 1
-        else:
-            self._ranks = tuple(dist.get_process_group_ranks(self.group))
-            self.rank, self.size = dist.get_rank(self.group), len(self._ranks)
+        rendezvous = Rendezvous((0,) if self.group is None else dist.get_process_group_ranks(self.group))
+        self.rank, self.size = rendezvous.rank, rendezvous.size
         self.transport = resolve_transport(transport)
+        cuda = self.transport == "nvshmem"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.size > 1:
             init(transport=self.transport)
-        if self.transport == "nvshmem":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            if self.size > 1 and _heap.device != self.device:
-                raise ValueError(f"the arena lies on {_heap.device}, the current device is {self.device}")
-        else:
-            self.device = torch.device("cpu")
-        cuda = self.device.type == "cuda"
+            self.heap = symmetric_heap()
+            if self.heap.device != self.device:
+                raise ValueError(f"the arena lies on {self.heap.device}, the current device is {self.device}")
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self.max_ctas = processors // 2 if max_ctas is None else max_ctas
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.order = Order()
-        self.made_scans = weakref.WeakSet()  # every AllScan, for resync()
         self._record = self.record.numpy()  # the same memory, quicker to read
-        self._offsets = []
-        self.scans = {}  # what allscan() and zeco_gla() have made, by shape
-        self.agreements = set()  # what the ranks have agreed upon at first calls
-        self.splits, self.layouts = {}, {}  # of zeco_gla and halo: see layout.first_token and kept
+        self.streams = Streams(self.device)
+        self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
+        self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
+        self._offsets: set[int] = set()
         _communicators[self.handle] = self
-        self._last_stream = self._side = self._looking = None
-        self._closed = False
-        self._scope = ""
-        maps = {rank: self._maps(rank) for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size}
-        transports, maps = zip(*self.exchange((self.transport, maps), "Communicator"), strict=True)
+        self._ranks = rendezvous.ranks
+        neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
+        mapped = {rank: self.heap.is_mapped(self.pe(rank)) for rank in neighbours}
+        answers = rendezvous.exchange((self.transport, mapped), "Communicator")
+        transports, maps = zip(*answers, strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         # [p]: whether ranks p and p + 1 reach each other by loads and stores
         self.mapped_links = [maps[p][p + 1] and maps[p + 1][p] for p in range(self.size - 1)]
         self.mapped = all(self.mapped_links)
-        if self.size > 1:  # from here on exchanges of this communicator alone, as the number of the first is its own
-            group = _scope(self._ranks)
-            self._scope = f"{group}/{_exchanges[group]}"
+        self.order = Order(rendezvous.private() if self.size > 1 else rendezvous, self.timeout)
+        self._closed = False
 
-    def exchange(self, value, what: str) -> list:
-        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
 
-        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far."""
-        order = self.order
-        try:
-            answers = _exchange(self._ranks, (value, tuple(order.made), order.refused), what, self._scope)
-        except RuntimeError:
-            order.told = True  # nobody has launched anything
-            raise
-        values, made, refused = zip(*answers, strict=True)
-        if any(refused):
-            if len({r and r[0] for r in refused}) > 1:
-                words = {rank: pickle.dumps([r]) for rank, r in enumerate(refused) if r}
-                raise self.told(order.lose(f"The ranks are out of step: {refusals(words)}{REMEDY}."))
-            order.refused = None  # all ranks have refused that call
-        if len(set(made)) > 1:
-            counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
-            raise self.told(
-                order.lose(
-                    f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "
-                    f"results may be those of other calls. {REMEDY}."
-                )
-            )
-        return list(values)
-
-    def told(self, error: Exception) -> Exception:
-        """``error``, which all ranks raise alike, so that the present call counts on none."""
-        self.order.told = True
-        return error
-
-    @contextlib.contextmanager
-    def call(self, reverse: bool = False):
-        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
-        order = self.order
-        if order.inside:
-            yield
-            return
-        self.check()
-        if order.refused is not None:
-            self._settle()
-        order.made[reverse] += 1
-        order.inside, order.told = True, False
-        try:
-            yield
-        except BaseException as error:
-            if order.told:
-                order.made[reverse] -= 1
-            elif type(error).__name__ == "_StopRecomputationError":
-                pass  # torch's activation checkpointing has what it wants, and the call was made
-            elif self.size > 1 and not self.broken:
-                with contextlib.suppress(dist.DistError):
-                    self._store().set(self._key(self.rank), order.refuse(error))
-            raise
-        finally:
-            order.inside = False
-
-    def _settle(self) -> None:
-        """After a call that this rank has refused: go on if every rank has refused it."""
-        number, why = self.order.refused
-        deadline = time.monotonic() + min(SETTLE_S, self.timeout)
-        while True:
-            words = self._refused()
-            if have_refused(words, number) == self.size:
-                self.order.refused = None
-                return
-            if time.monotonic() > deadline:
-                break
-            time.sleep(5e-3)
-        raise self.order.lose(
-            f"rank {self.rank} has refused its call {number} ({why}), and not all ranks have; it would pair its calls "
-            f"with others of theirs. {REMEDY}."
-        )
-
-    def _refused(self) -> dict:
-        """{rank: word} of the ranks that have refused a call. Does not wait."""
-        if self.size == 1:
-            return {}
-        try:
-            store = self._store()
-            return {p: store.get(self._key(p)) for p in range(self.size) if store.check([self._key(p)])}
-        except dist.DistError:
-            return {}
-
-    def _key(self, rank: int) -> str:
-        return f"allscan/{self._scope}/refused/{rank}"
-
-    @staticmethod
-    def _store():
-        return dist.distributed_c10d._get_default_store()
+    @property
+    def broken(self) -> bool:
+        """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
+        return bool(self._record[wait.RECORD_SET.value])
 
     def check(self) -> None:
         """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out
@@ -348,13 +143,30 @@ class Communicator:
         if self._closed:
             raise RuntimeError("this Communicator is closed")
         if self.broken:
-            others = refusals({p: word for p, word in self._refused().items() if p != self.rank})
+            others = self.order.refusals_of_others()
             kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
+            rank, neighbour, tile, expected, seen = found
             if kind == wait.OUT_OF_STEP.value:
-                raise out_of_step(*found, others)
-            raise AllScanTimeout(*found, self.timeout, others)
+                raise different_tags(rank, neighbour, tile, expected, seen, others)
+            raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others)
         if self.order.lost is not None:
             raise AllScanOutOfStep(self.order.lost)
+
+    def exchange(self, value: Any, what: str) -> list:
+        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
+
+        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far."""
+        return self.order.exchange(value, what)
+
+    @contextlib.contextmanager
+    def call(self, reverse: bool = False) -> Iterator[None]:
+        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
+        if self.order.inside:
+            yield
+            return
+        self.check()
+        with self.order.call(reverse, lambda: self.broken):
+            yield
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
@@ -365,7 +177,7 @@ class Communicator:
         """
         self.check()
         self.order.steps += 1
-        self._follow()
+        self.streams.follow()
         self.step_word.add_(1)
 
     def resync(self) -> None:
@@ -379,45 +191,24 @@ class Communicator:
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
-        self._drain()
-        scans = sorted(self.made_scans, key=lambda scan: scan.number)
+        self.drain()
+        scans = sorted(self.collectives, key=lambda scan: scan.number)
+        rendezvous = self.order.rendezvous
         while True:
-            with contextlib.suppress(
-                AllScanOutOfStep
-            ):  # another rank has just learnt of it in another call: it comes next
-                specs = _exchange(self._ranks, [scan.spec for scan in scans], "Communicator.resync", self._scope)
+            # another rank may just have learnt of it in another call: it comes next
+            with contextlib.suppress(AllScanOutOfStep):
+                specs = rendezvous.exchange([scan.spec for scan in scans], "Communicator.resync")
                 break
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
-        if self.size > 1:
-            with contextlib.suppress(dist.DistError):
-                self._store().delete_key(self._key(self.rank))
+        rendezvous.take_back("refused")
         for words in (self.record, self.fault, self.step_word):
             words.zero_()
         for scan in scans:
             scan.reset()
-        self._drain()
+        self.drain()
         self.order.restart()
-        self._launches = 0
-        self.splits.clear()  # ranks that missed a call have used them in another order
-        _exchange(self._ranks, None, "the end of Communicator.resync", self._scope)
-
-    def _drain(self) -> None:
-        """Wait for this rank's kernels, and until what they have put has arrived."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self.size > 1:
-            _heap.quiet()
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` has been called."""
-        return self._closed
-
-    @property
-    def broken(self) -> bool:
-        """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
-        return bool(self._record[wait.RECORD_SET.value])
+        rendezvous.exchange(None, "the end of Communicator.resync")
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this and its device work so far is done.
@@ -427,8 +218,7 @@ class Communicator:
             with contextlib.suppress(RuntimeError):
                 self.exchange("barrier", "Communicator.barrier")  # so that the others hear of it too
         self.check()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.streams.synchronize()
         self.check()
         self.exchange("barrier", "Communicator.barrier")
 
@@ -441,20 +231,17 @@ class Communicator:
         if self._closed:
             return
         if self.broken:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self.streams.synchronize()
         else:
-            self._drain()
+            self.drain()
         made = self._leave(self.broken)
         if made:
             for offset in self._offsets:
-                _heap.heap.free(offset)
-        self.scans.clear()
-        self.layouts.clear()
+                self.heap.arena.free(offset)
+        self.attributes.clear()
         self._closed = True
-        if self.size > 1 and self.order.refused is not None:
-            with contextlib.suppress(dist.DistError):
-                self._store().delete_key(self._key(self.rank))
+        if self.order.refused is not None:
+            self.order.rendezvous.take_back("refused")
         if len(set(made)) > 1 and self.order.lost is None:
             raise AllScanOutOfStep("the ranks have made different numbers of calls: " + by_rank(made))
 
@@ -463,101 +250,66 @@ class Communicator:
         made; nothing if any is broken."""
         order = self.order
         if self.size == 1:
-            return () if broken else (order.numbers(),)
-        store, prefix = self._store(), f"allscan/{self._scope}/close/"
-        if not broken:
-            why = f", refused {order.refused[0]}" if order.refused else ""
-            words = _gather(store, self._ranks, prefix, (order.numbers() + why).encode(), "Communicator.close")
-            return () if b"broken" in words else tuple(word.decode() for word in words)
-        with contextlib.suppress(dist.DistError):
-            store.set(f"{prefix}{dist.get_rank()}", b"broken")
-            if self.rank == 0:
-                store.set(prefix + "all", pickle.dumps([b"broken"]))  # without waiting for the others
-        return ()
+            return () if broken else (order.calls_made(),)
+        if broken:
+            order.rendezvous.answer_for_all("close/", b"broken")
+            return ()
+        why = f", refused {order.refused[0]}" if order.refused else ""
+        words = order.rendezvous.gather("close/", (order.calls_made() + why).encode(), "Communicator.close")
+        return () if b"broken" in words else tuple(word.decode() for word in words)
 
-    def __enter__(self):
+    def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, error, *_):
+    def __exit__(self, error, *_) -> None:
         if error is None:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
             self._leave(broken=True)
-            _left_behind.append((self.record, self.fault, self.step_word))
+            _buffers_kept_alive.append((self.record, self.fault, self.step_word))
             self._closed = True
 
-    def __del__(self):
+    def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo) -> Communicator:
         return self  # of modules that hold one
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self.broken else "open"
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r}, {state})"
 
     # What workspaces and launches need; not for users.
 
     def alloc(self, nbytes: int) -> int:
-        """Offset of a block of this rank's arena that lives as long as the communicator."""
-        self._offsets.append(_heap.heap.alloc(nbytes))
-        return self._offsets[-1]
+        """Offset of a block of this rank's arena, until :meth:`free` or :meth:`close`."""
+        offset = self.heap.arena.alloc(nbytes)
+        self._offsets.add(offset)
+        return offset
 
-    def heap_and_pe(self, rank: int):
-        """The symmetric heap, and what its transport calls ``rank`` of this group."""
-        return _heap, _heap.pes[self._ranks[rank]]
+    def free(self, offset: int) -> None:
+        """Give a block back, when no kernel of any rank uses it any more."""
+        self._offsets.remove(offset)
+        self.heap.arena.free(offset)
 
-    def _maps(self, rank: int) -> bool:
-        heap, pe = self.heap_and_pe(rank)
-        return heap.is_mapped(pe)
+    def pe(self, rank: int) -> int:
+        """What the transport calls ``rank`` of this group."""
+        return self.heap.pes[self._ranks[rank]]
 
-    def begin(self, what: str) -> None:
-        """Before every launch, of ``what``: raise if broken or closed; order it behind those made on another stream."""
+    def before_launch(self, describe: Callable[[], str]) -> None:
+        """Raise if broken or closed; in debug mode compare what is launched; order it behind what was launched on
+        another stream."""
         self.check()
         if self.debug:
-            self._launches += 1
-            what = f"{what}, in step {self.order.steps}" if self.order.steps else what
-            try:
-                answers = _exchange(self._ranks, what, f"launch {self._launches}", self._scope)
-            except RuntimeError as error:
-                raise self.told(RuntimeError(f"{error}; this rank launches {what}")) from error
-            if len(set(answers)) > 1:
-                raise self.told(RuntimeError(f"the ranks differ in launch {self._launches}: {by_rank(answers)}"))
-        self._follow()
+            self.order.compare_launch(describe())
+        self.streams.follow()
 
-    def _follow(self) -> None:
-        """Put the current stream behind what was launched on another one."""
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self.device)
-            if self._last_stream is not None and self._last_stream != stream:
-                stream.wait_stream(self._last_stream)
-            self._last_stream = stream
-
-    def peek(self, words: torch.Tensor) -> list:
-        """What is in this rank's ``words`` now, beside whatever its streams are doing."""
-        if self.device.type == "cpu":
-            return words.tolist()
-        if self._looking is None:
-            self._looking = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._looking):
-            return words.tolist()
-
-    @contextlib.contextmanager
-    def side_stream(self):
-        """A stream of this communicator, behind the current one, which goes on no earlier than this one begins. Yields
-        ``join``, which makes the current stream wait for what was launched inside; memory that it uses may not be given
-        back before."""
-        if self.device.type == "cpu":
-            yield lambda: None
-            return
-        current = torch.cuda.current_stream(self.device)
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device, priority=-1)
-        self._side.wait_stream(current)
-        current.wait_stream(self._side)
-        with torch.cuda.stream(self._side):
-            yield lambda: current.wait_stream(self._side)
+    def drain(self) -> None:
+        """Wait for this rank's kernels, and until what they have put has arrived."""
+        self.streams.synchronize()
+        if self.size > 1:
+            self.heap.quiet()
 
 
 def communicator_of(handle: int) -> Communicator:
@@ -568,7 +320,12 @@ def communicator_of(handle: int) -> Communicator:
         raise RuntimeError("this Communicator is gone") from None
 
 
-def _process_group(group):
+def cached_on(comm: Communicator, kind: str) -> dict:
+    """What ``comm`` keeps of one ``kind`` for whoever asks, by keys of their own, until it is closed."""
+    return comm.attributes.setdefault(kind, {})
+
+
+def _process_group(group) -> dist.ProcessGroup | None:
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is None:

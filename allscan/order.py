@@ -1,4 +1,4 @@
-"""The order of calls: what this rank counts of its calls on a communicator, and the errors when ranks differ in them.
+"""The order of calls: what this rank counts of its calls on a communicator, and how ranks that differ are found.
 
 All ranks of a communicator make the same calls in the same order. A rank can leave that order in three ways, and each
 must be found before a number of another call is taken for one's own:
@@ -8,50 +8,153 @@ must be found before a number of another call is taken for one's own:
 * it *never enters* a call, because an exception came before it. The tags that travel with every tile show it at once
   where the ranks call ``Communicator.step()``; else the counts that are compared wherever the host meets the others.
 * it *ignores* what a call returned, so that autograd never runs the call's backward on this rank. Tags again, and
-  :class:`Pending`.
+  :class:`PendingBackward`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import time
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
+from .errors import REMEDY, AllScanOutOfStep
+from .rendezvous import Rendezvous, by_rank
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
 SETTLE_S = 5.0  # how long a rank that has refused a call waits to hear whether all have
 
-REMEDY = "All ranks: close() this communicator and make a new one, or call resync()"
 
+class Order:
+    """The calls of one communicator as this rank has made them, and what the other ranks are told of them.
 
-class AllScanTimeout(RuntimeError):
-    """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
-
-    Attributes: ``rank`` waited for ``neighbour``; ``tile``, ``expected`` and ``seen`` (epochs) say for what;
-    ``others``: what other ranks have said of themselves, or "".
+    timeout: of the communicator, in seconds.
     """
 
-    def __init__(
-        self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float, others: str = ""
-    ):
-        super().__init__(rank, neighbour, tile, expected, seen, timeout, others)
-        self.rank, self.neighbour, self.tile = rank, neighbour, tile
-        self.expected, self.seen, self.timeout, self.others = expected, seen, timeout, others
+    def __init__(self, rendezvous: Rendezvous, timeout: float) -> None:
+        self.rendezvous, self._timeout = rendezvous, timeout
+        self.generation = -1  # how often restart() was called
+        self.restart()
 
-    def __str__(self):
-        return (
-            f"rank {self.rank} waited {self.timeout:g} s for rank {self.neighbour}, tile {self.tile}: expected epoch "
-            f"{self.expected}, saw {self.seen}. Rank {self.neighbour} is late, has ended, or does not make the same "
-            f"calls in the same order. {self.others}{REMEDY}."
+    def restart(self) -> None:
+        """As if no call had been made."""
+        self.generation += 1
+        self.made = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
+        self.steps = 0
+        self.launches = 0  # in debug mode
+        self.inside = False  # in a call; what it calls is part of it
+        self.everywhere = False  # the error that ends the present call is raised on all ranks alike
+        self.refused: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
+        self._refusals: list[tuple[int, str]] = []  # a rank that has settled one may refuse the next before others have
+        self.lost: str | None = None  # why this rank is out of step for certain
+
+    def calls_made(self) -> str:
+        return f"{self.made[0]} forward and {self.made[1]} reverse"
+
+    def raised_everywhere(self, error: Exception) -> Exception:
+        """``error``, which all ranks raise alike, so that the present call counts on none."""
+        self.everywhere = True
+        return error
+
+    def out_of_step(self, why: str) -> AllScanOutOfStep:
+        """The error that this rank raises from now on."""
+        self.lost = why
+        return AllScanOutOfStep(why)
+
+    @contextlib.contextmanager
+    def call(self, reverse: bool, broken: Callable[[], bool]) -> Iterator[None]:
+        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
+        if self.refused is not None:
+            self._settle()
+        self.made[reverse] += 1
+        self.inside, self.everywhere = True, False
+        try:
+            yield
+        except BaseException as error:
+            if self.everywhere:
+                self.made[reverse] -= 1
+            elif type(error).__name__ == "_StopRecomputationError":
+                pass  # torch's activation checkpointing has what it wants, and the call was made
+            elif self.rendezvous.size > 1 and not broken():
+                self._refuse(error)
+            raise
+        finally:
+            self.inside = False
+
+    def _refuse(self, error: BaseException) -> None:
+        self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
+        self._refusals = [*self._refusals[-99:], self.refused]
+        self.rendezvous.post("refused", pickle.dumps(self._refusals))
+
+    def _settle(self) -> None:
+        """After a call that this rank has refused: go on if every rank has refused it."""
+        assert self.refused is not None
+        number, why = self.refused
+        deadline = time.monotonic() + min(SETTLE_S, self._timeout)
+        while True:
+            words = self.rendezvous.posted("refused").values()
+            if sum(any(number == n for n, _ in pickle.loads(word)) for word in words) == self.rendezvous.size:
+                self.refused = None
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(5e-3)
+        raise self.out_of_step(
+            f"rank {self.rendezvous.rank} has refused its call {number} ({why}), and not all ranks have; it would pair "
+            f"its calls with others of theirs. {REMEDY}."
         )
 
+    def refusals_of_others(self) -> str:
+        """What other ranks have refused last, as sentences; "" for nothing."""
+        words = self.rendezvous.posted("refused")
+        return _sentences({p: pickle.loads(word)[-1] for p, word in words.items() if p != self.rendezvous.rank})
 
-class AllScanOutOfStep(RuntimeError):
-    """The ranks have not made the same calls. What the call that raises has returned is not to be used."""
+    def exchange(self, value: Any, what: str) -> list:
+        """Every rank's ``value`` in rank order; see :meth:`Communicator.exchange`."""
+        try:
+            answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what)
+        except RuntimeError:
+            self.everywhere = True  # nobody has launched anything
+            raise
+        values, made, refused = zip(*answers, strict=True)
+        if any(refused):
+            if len({r and r[0] for r in refused}) > 1:
+                found = _sentences({rank: r for rank, r in enumerate(refused) if r})
+                raise self.raised_everywhere(self.out_of_step(f"The ranks are out of step: {found}{REMEDY}."))
+            self.refused = None  # all ranks have refused that call
+        if len(set(made)) > 1:
+            counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
+            raise self.raised_everywhere(
+                self.out_of_step(
+                    f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "
+                    f"results may be those of other calls. {REMEDY}."
+                )
+            )
+        return list(values)
+
+    def compare_launch(self, what: str) -> None:
+        """Debug mode: RuntimeError on every rank unless all of them are about to launch ``what``."""
+        self.launches += 1
+        what = f"{what}, in step {self.steps}" if self.steps else what
+        try:
+            answers = self.rendezvous.exchange(what, f"launch {self.launches}")
+        except RuntimeError as error:
+            raise self.raised_everywhere(RuntimeError(f"{error}; this rank launches {what}")) from error
+        if len(set(answers)) > 1:
+            raise self.raised_everywhere(
+                RuntimeError(f"the ranks differ in launch {self.launches}: {by_rank(answers)}")
+            )
 
 
-def out_of_step(rank: int, neighbour: int, tile: int, expected: int, seen: int, others: str) -> AllScanOutOfStep:
+def _sentences(refused: dict[int, tuple[int, str]]) -> str:
+    return "".join(f"Rank {p} has refused its call {number}: {why}. " for p, (number, why) in sorted(refused.items()))
+
+
+def different_tags(rank: int, neighbour: int, tile: int, expected: int, seen: int, others: str) -> AllScanOutOfStep:
     """The error for two arrival words of one epoch (shmem_kernels/links.py) whose tags differ."""
     wanted, came = _fields(expected), _fields(seen)
     if wanted[0] != came[0]:
@@ -82,56 +185,20 @@ def _fields(word: int) -> tuple[int, int, int]:
     return step, *divmod(rest, TAG_BACKWARDS.value)
 
 
-class Order:
-    """The calls of one communicator as this rank has made them."""
-
-    def __init__(self):
-        self.made = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
-        self.steps = 0
-        self.generation = 0  # how often resync() was called
-        self.inside = False  # in a call; what it calls is part of it
-        self.told = False  # the error that ends the present call is raised on all ranks alike
-        self.refused = None  # (number of the call, why): the last one that ended with an error on this rank alone
-        self._refusals = []  # all of them; a rank that has settled one may refuse the next before others have
-        self.lost = None  # why this rank is out of step for certain
-
-    def numbers(self) -> str:
-        return f"{self.made[0]} forward and {self.made[1]} reverse"
-
-    def refuse(self, error: BaseException) -> bytes:
-        """Remember that the present call has ended with ``error``; what the other ranks are to know of it."""
-        self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
-        self._refusals = [*self._refusals[-99:], self.refused]
-        return pickle.dumps(self._refusals)
-
-    def lose(self, why: str) -> AllScanOutOfStep:
-        self.lost = why
-        return AllScanOutOfStep(why)
-
-    def restart(self) -> None:
-        """After resync()."""
-        generation = self.generation + 1
-        self.__init__()
-        self.generation = generation
-
-
-def have_refused(words: dict, number: int) -> int:
-    """How many of the ranks in {rank: what ``Order.refuse`` gave} have refused that call."""
-    return sum(any(number == n for n, _ in pickle.loads(word)) for word in words.values())
-
-
-def refusals(words: dict) -> str:
-    """{rank: what ``Order.refuse`` gave} as sentences, "" for none: the last refused call of each."""
-    found = {rank: pickle.loads(word)[-1] for rank, word in words.items()}
-    return "".join(f"Rank {p} has refused its call {number}: {why}. " for p, (number, why) in sorted(found.items()))
-
-
 def recomputing() -> bool:
     """Whether this thread runs a backward pass: calls in it are activation checkpointing's, whose nodes are not run."""
     return torch._C._current_graph_task_id() != -1
 
 
-class Pending:
+class CountsBackwards(Protocol):
+    """What PendingBackward needs of an AllScan."""
+
+    comm: Any
+    backwards: int  # adjoint launches, as the host has made them
+    dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
+
+
+class PendingBackward:
     """Stands for the backward pass that a call with gradients is to have; lives as long as its autograd node.
 
     If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
@@ -139,7 +206,7 @@ class Pending:
     gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
     """
 
-    def __init__(self, scan, reverse: bool):
+    def __init__(self, scan: CountsBackwards, reverse: bool) -> None:
         self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
         self.generation = scan.comm.order.generation
 
@@ -152,7 +219,7 @@ class Pending:
             raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
         scan.backwards += 1
 
-    def __del__(self):
+    def __del__(self) -> None:
         scan = self._scan()
         if scan is not None and scan.backwards == self._backwards:
             scan.dropped[self._reverse] = True

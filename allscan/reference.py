@@ -15,7 +15,7 @@ def allscan_reference(states, decays=None, initial_state=None, reverse: bool = F
     if reverse:
         order = order[::-1]
     carry = torch.zeros_like(states[0], dtype=torch.float64) if initial_state is None else initial_state.double()
-    prevs = [None] * len(states)
+    prevs: list = [None] * len(states)
     for p in order:
         prevs[p] = carry
         state = states[p].double()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton.language as tl
 
-from .communicator import Communicator, by_rank
+from .bindings.arena import ALIGNMENT
+from .communicator import Communicator
+from .rendezvous import by_rank
 from .shmem_kernels import wait
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
@@ -13,9 +17,34 @@ from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 PROTOCOLS = {"sentinel": SENTINEL.value, "signal": SIGNAL.value, "put": PUT.value}
 
 
-def _layout(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> tuple[dict, int]:
+class Spec(NamedTuple):
+    """What the ranks must have in common to share a workspace."""
+
+    shape: tuple[int, ...]
+    tile: tuple[int, int]
+    depth: int
+    protocol: str
+
+    @property
+    def num_tiles(self) -> int:
+        *lead, K, V = self.shape
+        tiles = -(-K // self.tile[0]) * -(-V // self.tile[1])
+        for n in lead:
+            tiles *= n
+        return tiles
+
+
+class Workspace(NamedTuple):
+    """Both directions of an AllScan on this rank."""
+
+    channels: tuple[Channel, Channel]  # forward, reverse
+    offsets: tuple[int, ...]  # of the blocks in the arena that they take
+
+
+def workspace_layout(spec: Spec, put: bool) -> tuple[dict, int]:
     """(name -> (offset in bytes, elements, dtype), bytes in all) of one channel's workspace."""
-    slots = depth * num_tiles * tile[0] * tile[1]
+    depth, num_tiles = spec.depth, spec.num_tiles
+    slots = depth * num_tiles * spec.tile[0] * spec.tile[1]
     parts, offset = {}, 0
     for name, numel, dtype in (
         ("inbox", slots, torch.float32),
@@ -32,53 +61,88 @@ def _layout(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> tup
     return parts, offset
 
 
-def workspace_bytes(num_tiles: int, tile: tuple[int, int], depth: int, put: bool) -> int:
-    """Symmetric memory of one channel, in bytes."""
-    return _layout(num_tiles, tile, depth, put)[1]
+def _links(comm: Communicator, protocol: str) -> list[int]:
+    """[p]: the kind of link that joins rank p and rank p + 1."""
+    if protocol == "auto":
+        return [(SENTINEL if mapped else PUT).value for mapped in comm.mapped_links]
+    return [PROTOCOLS[protocol]] * len(comm.mapped_links)
 
 
-def make_channels(comm: Communicator, num_tiles: int, tile: tuple[int, int], depth: int, protocol: str, spec) -> tuple:
-    """(forward Channel, reverse Channel). Collective over the group; ``spec`` must be equal on all ranks.
+def _puts(links: list[int], rank: int) -> bool:
+    return PUT.value in links[max(0, rank - 1) : rank + 1]
 
-    Raises on every rank alike: ValueError (specs differ), MemoryError (an arena is full), RuntimeError (protocol).
-    """
+
+def workspace_bytes(comm: Communicator, spec: Spec) -> int:
+    """Symmetric memory that both directions take on this rank, in bytes."""
     if comm.size == 1:
-        constants = _constants(num_tiles, tile, depth, NONE.value, NONE.value)
-        words = torch.zeros(num_tiles, dtype=torch.int64, device=comm.device)
+        return 0
+    nbytes = workspace_layout(spec, _puts(_links(comm, spec.protocol), comm.rank))[1]
+    return 2 * -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def make_workspace(comm: Communicator, spec: Spec | Exception) -> Workspace:
+    """Collective over the group; ``spec`` must be equal on all ranks, or an exception: this rank's arguments are wrong.
+
+    Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full),
+    RuntimeError (protocol).
+    """
+    if isinstance(spec, Exception):
+        try:
+            comm.exchange((None, [], f"{type(spec).__name__}: {spec}"), "making a workspace")
+        except RuntimeError as nobody_came:
+            raise spec from nobody_came
+        raise comm.order.raised_everywhere(spec)
+    if comm.size == 1:
+        constants = _constants(spec, NONE.value, NONE.value)
+        words = torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device)
         values = torch.zeros(1, dtype=torch.float32, device=comm.device)
         lonely = Channel(*[values] * 3, *[words] * 10, **constants)
-        return lonely, lonely
+        return Workspace((lonely, lonely), ())
 
-    best = [(SENTINEL if mapped else PUT).value for mapped in comm.mapped_links]
-    links = best if protocol == "auto" else [PROTOCOLS[protocol]] * len(best)  # links[p] joins rank p and rank p + 1
-    puts = [PUT.value in links[max(0, p - 1) : p + 1] for p in range(comm.size)]  # of each rank
+    links = _links(comm, spec.protocol)
+    offsets: list[int] = []
+    error = None
     try:
-        offsets, error = [comm.alloc(workspace_bytes(num_tiles, tile, depth, puts[comm.rank])) for _ in range(2)], None
+        for _ in range(2):
+            offsets.append(comm.alloc(workspace_layout(spec, _puts(links, comm.rank))[1]))
     except MemoryError as full:
-        offsets, error = None, str(full)
-    specs, offsets, errors = zip(*comm.exchange((spec, offsets, error), "making a workspace"), strict=True)
-    if len(set(specs)) > 1:
-        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(specs))
-    if any(errors):
-        raise MemoryError(by_rank(error or "ok" for error in errors))
-    if protocol in ("sentinel", "signal") and not comm.mapped:
-        p = comm.mapped_links.index(False)
-        raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
+        error = str(full)
+    specs, all_offsets, errors = zip(*comm.exchange((spec, offsets, error), "making a workspace"), strict=True)
+    problem = _problem(comm, specs, errors)
+    if problem is not None:
+        for offset in offsets:  # every rank has the same problem, so nobody will write there
+            comm.free(offset)
+        raise comm.order.raised_everywhere(problem)
 
     channels = []
     for direction, step in enumerate((1, -1)):
-        workspaces = [(offsets[p][direction], _layout(num_tiles, tile, depth, puts[p])[0]) for p in range(comm.size)]
-        channels.append(_make_channel(comm, workspaces, num_tiles, tile, depth, links, step))
+        parts = [(all_offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(comm.size)]
+        channels.append(make_channel(comm, parts, spec, links, step))
     channels[1] = channels[1]._replace(backwards=channels[0].backwards)
     for channel in channels:
         reset(channel)
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
+    comm.streams.synchronize()
     comm.exchange("workspace filled", "making a workspace")  # nobody sends before every inbox is filled
-    return tuple(channels)
+    return Workspace((channels[0], channels[1]), tuple(offsets))
 
 
-def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Channel:
+def _problem(comm: Communicator, specs, errors) -> Exception | None:
+    """What all ranks raise, but those whose arguments are wrong."""
+    if None in specs:
+        return ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
+    if len(set(specs)) > 1:
+        return ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(map(tuple, specs)))
+    if any(errors):
+        return MemoryError(by_rank(error or "ok" for error in errors))
+    protocol = specs[0].protocol
+    if protocol in ("sentinel", "signal") and not comm.mapped:
+        p = comm.mapped_links.index(False)
+        return RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
+    return None
+
+
+def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step: int) -> Channel:
+    """The channel to the rank ``step`` places on. workspaces: (offset in its arena, _layout) of every rank."""
     prev, next_ = comm.rank - step, comm.rank + step
     recv = links[min(prev, comm.rank)] if 0 <= prev < comm.size else NONE.value
     send = links[min(next_, comm.rank)] if 0 <= next_ < comm.size else NONE.value
@@ -86,25 +150,23 @@ def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Chan
     def mine(name):
         base, layout = workspaces[comm.rank]
         offset, numel, dtype = layout[name]
-        heap, pe = comm.heap_and_pe(comm.rank)
-        return heap.local(pe, base + offset, numel, dtype)
+        return comm.heap.local(comm.pe(comm.rank), base + offset, numel, dtype)
 
     def theirs(rank, link, name):
         if link == NONE.value:
             return mine(name)
         base, layout = workspaces[rank]
         offset, numel, dtype = layout[name]
-        heap, pe = comm.heap_and_pe(rank)
         if link == PUT.value:
-            return heap.symmetric(base + offset, dtype)
-        return heap.view(pe, base + offset, numel, dtype)
+            return comm.heap.symmetric(base + offset, dtype)
+        return comm.heap.view(comm.pe(rank), base + offset, numel, dtype)
 
     info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64)
     info[wait.INFO_RANK.value] = comm.rank
     info[wait.INFO_PREV.value] = prev
     info[wait.INFO_NEXT.value] = next_
-    info[wait.INFO_PREV_PE.value] = comm.heap_and_pe(prev)[1] if recv != NONE.value else -1
-    info[wait.INFO_NEXT_PE.value] = comm.heap_and_pe(next_)[1] if send != NONE.value else -1
+    info[wait.INFO_PREV_PE.value] = comm.pe(prev) if recv != NONE.value else -1
+    info[wait.INFO_NEXT_PE.value] = comm.pe(next_) if send != NONE.value else -1
     info[wait.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
     info[wait.INFO_FAULT.value] = comm.fault.data_ptr()
     info[wait.INFO_RECORD.value] = comm.record.data_ptr()
@@ -122,17 +184,21 @@ def _make_channel(comm, workspaces, num_tiles, tile, depth, links, step) -> Chan
         step=comm.step_word,
         ticket=mine("ticket"),
         info=info.to(comm.device),
-        **_constants(num_tiles, tile, depth, recv, send),
+        **_constants(spec, recv, send),
     )
 
 
-def _constants(num_tiles, tile, depth, recv, send) -> dict:
-    values = dict(num_tiles=num_tiles, BK=tile[0], BV=tile[1], DEPTH=depth, RECV=recv, SEND=send, ADJOINT=False)
+def _constants(spec: Spec, recv: int, send: int) -> dict:
+    values = dict(
+        num_tiles=spec.num_tiles, BK=spec.tile[0], BV=spec.tile[1], DEPTH=spec.depth, RECV=recv, SEND=send,
+        ADJOINT=False,
+    )  # fmt: skip
     return {name: tl.constexpr(value) for name, value in values.items()}
 
 
 def reset(channel: Channel) -> None:
     """Make a channel as if nothing had passed yet. While no kernel of any rank uses it."""
     channel.inbox.fill_(-0.0 if channel.RECV == SENTINEL else 0.0)
+    words: Any
     for words in (channel.arrived, channel.epoch, channel.backwards, channel.freed, channel.ticket):
         words.zero_()

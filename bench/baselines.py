@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 import allscan
-from allscan.carrier import register
+from allscan.first_call import remember_agreement
 from allscan.gla import zeco_gla_by
+from allscan.gla.carrier import register
 
 
 @triton.jit
@@ -102,7 +103,7 @@ METHODS = {
 
 
 class Baseline:
-    """A StateCarrier (allscan/carrier.py) that is one of METHODS. ``scans`` counts what it has carried."""
+    """A StateCarrier (allscan/gla/carrier.py) that is one of METHODS. ``scans`` counts what it has carried."""
 
     def __init__(self, comm, method: str):
         self.comm, self.handle = comm, register(self)
@@ -112,7 +113,7 @@ class Baseline:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):
         if problem is not None:
             raise problem
-        self.comm.agreements.add((shape, agree))  # so that gates are looked at once, which waits for the GPU
+        remember_agreement(self.comm, shape, agree)  # so that gates are looked at once, which waits for the GPU
 
     def stream(self):
         return self.comm.side_stream() if self._overlapped else contextlib.nullcontext(lambda: None)

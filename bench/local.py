@@ -23,7 +23,7 @@ import time
 import torch
 
 import allscan
-from allscan.layout import CHUNK, segment_length
+from allscan.packing import CHUNK_TOKENS, segment_length
 from allscan.reference import gla_reference
 from bench.operator import capture, checked, extra_mib, inputs, sample, step
 from bench.table import Table, results
@@ -46,7 +46,7 @@ COLUMNS = (
 
 def work(B, T, H, K, V) -> dict:
     """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
-    n, BT = B * T * H, CHUNK
+    n, BT = B * T * H, CHUNK_TOKENS
     segments = B * -(-T // segment_length(B * T, H, True)) * H * K * V * 4
     chunks = B * -(-T // BT) * H * K * V * 2
     key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2

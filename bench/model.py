@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from allscan.launch import Ranks
+from allscan.tools.ranks import Ranks
 from bench.operator import over
 from bench.table import Table, results
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.launch import Ranks
+from allscan.tools.ranks import Ranks
 from bench.baselines import METHODS, Baseline, all_to_all, gla
 from bench.proof import Method
 from bench.table import Table, quantiles, results, slowest

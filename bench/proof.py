@@ -26,7 +26,7 @@ class Method:
 
     def epochs(self) -> tuple[int, int]:
         """Scans that All-Scan has made for it on this rank so far, forward and reverse."""
-        counted = [scan.epochs for scan in self.comm.made_scans] if self.comm.size > 1 else []
+        counted = [scan.epochs for scan in self.comm.collectives] if self.comm.size > 1 else []
         return tuple(map(sum, zip((0, 0), *counted)))
 
     def prove(self, name: str, before: tuple, steps: int, layers: int, backward: bool, once) -> str:

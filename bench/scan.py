@@ -22,10 +22,9 @@ import torch.distributed as dist
 import triton
 
 import allscan
-from allscan.doctor import replay_us
-from allscan.launch import Ranks
 from allscan.reference import allscan_reference
-from allscan.shmem_kernels.scan import copy_kernel
+from allscan.tools.ranks import Ranks
+from allscan.tools.timing import copy_kernel, replay_us
 from bench.baselines import AllGather, Ring
 from bench.table import Table, quantiles, results, slowest
 

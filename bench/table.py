@@ -8,7 +8,7 @@ import os
 import torch
 import triton
 
-from allscan.doctor import source_hash
+from allscan.tools.provenance import source_hash
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

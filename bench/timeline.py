@@ -18,7 +18,7 @@ import tempfile
 import torch
 
 import allscan
-from allscan.launch import Ranks
+from allscan.tools.ranks import Ranks
 from bench.operator import capture, inputs
 
 SCAN = "scan_kernel"

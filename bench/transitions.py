@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.collective import transition_tile
-from allscan.launch import Ranks
 from allscan.reference import allscan_reference
+from allscan.tiling import transition_tile
+from allscan.tools.ranks import Ranks
 from bench.scan import group_of, stopwatches
 from bench.table import Table, quantiles, results, slowest
 

@@ -1,8 +1,10 @@
 """Contact with foreign libraries, one file each; knows nothing of scans.
 
-``nvshmem_host``    NVSHMEM's host side through nvshmem4py: initialisation, the symmetric heap, peers.
+``transport``       what a symmetric heap offers, whichever the transport (a Protocol).
+``arena``           blocks carved out of a heap.
+``shared_memory``   a symmetric heap in POSIX shared memory, for ranks that are processes on CPUs.
+``nvshmem_host``    a symmetric heap in NVSHMEM's memory, through nvshmem4py: initialisation, peers.
+``nvshmem_module``  NVSHMEM's device library in compiled Triton kernels.
 ``nvshmem_device``  NVSHMEM's device functions for stock Triton. Useful by itself.
-``shared_memory``   the same kind of heap in POSIX shared memory, for ranks that are processes on CPUs.
-``interpreter``     Triton's interpreter, which runs the kernels of such ranks, with less work repeated.
-``heap``            what the two heaps have in common: carving blocks out of one arena.
+``interpreter``     Triton's interpreter, which runs the kernels of ranks on CPUs, with less work repeated.
 """

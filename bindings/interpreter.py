@@ -28,7 +28,7 @@ def _patch_languages_once(interpreter) -> None:
     function, patch, executor = interpreter.InterpretedFunction, interpreter._patch_lang, interpreter.GridExecutor
     launch = executor.__call__
     languages = (interpreter.tl, interpreter.tl.core)
-    patched = set()  # during this launch
+    patched: set[str] = set()  # during this launch
 
     @functools.cache
     def languages_of(python_function):
@@ -56,7 +56,8 @@ def _patch_languages_once(interpreter) -> None:
 
 def _remember_types(core, interpreter) -> None:
     block_type_init = core.block_type.__init__
-    block_types, shapes = {}, {}
+    block_types: dict = {}
+    shapes: dict = {}
 
     def block_type(self, element_ty, shape):
         key = element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape)

@@ -21,12 +21,12 @@ Reference: NVSHMEM API documentation, "Device API"; OpenSHMEM 1.5 specification.
 
 from __future__ import annotations
 
-import functools
-import os
+from typing import Any
 
-import triton
 import triton.language as tl
 from triton.language import core
+
+from .nvshmem_module import DEVICE_LIBRARY, Kernel, device_library, extern_libs, initialize_module, jit  # noqa: F401
 
 # nvshmem_common_transport.h and nvshmem_constants.h
 SIGNAL_SET = tl.constexpr(9)
@@ -38,11 +38,10 @@ CMP_LE = tl.constexpr(3)
 CMP_LT = tl.constexpr(4)
 CMP_GE = tl.constexpr(5)
 
-_LIBRARY = "libnvshmem_device"
 _P, _SIZE, _U64, _INT = core.int64, core.int64, core.uint64, core.int32
 
 
-interpreted_network = None  # what delivers puts in the interpreter: shared_memory.Network
+interpreted_network: Any = None  # what delivers puts in the interpreter: shared_memory.Network
 
 
 def _number(x) -> int:
@@ -65,7 +64,7 @@ def _extern(symbol, args, types, result, semantic):
         value = semantic.to_tensor(value)
         converted.append(core.cast(value, dtype, bitcast=value.dtype.is_ptr(), _semantic=semantic))
     signature = {tuple(types): (symbol, result)}
-    return core.extern_elementwise(_LIBRARY, "", converted, signature, is_pure=False, _semantic=semantic)
+    return core.extern_elementwise(DEVICE_LIBRARY, "", converted, signature, is_pure=False, _semantic=semantic)
 
 
 @core.extern
@@ -172,69 +171,3 @@ def barrier_all_block(_semantic=None):
 def sync_all_block(_semantic=None):
     """Barrier over all PEs that completes nothing. One block a PE may call it."""
     return _extern("nvshmemx_sync_all_block", [], [], _INT, _semantic)
-
-
-@functools.cache
-def device_library() -> str:
-    """Path of NVSHMEM's LLVM bitcode. Raises RuntimeError naming the package when there is none that Triton can read.
-
-    Up to NVSHMEM 3.6 it is one file; from 3.7 there is one for each architecture, in a newer bitcode.
-    """
-    try:
-        import nvidia.nvshmem as package
-    except ImportError:
-        raise RuntimeError("NVSHMEM's device library is missing: pip install allscan[cuda13] (or [cuda12])") from None
-    folder = os.path.join(list(package.__path__)[0], "lib")
-    for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_90.bc"):
-        if os.path.exists(os.path.join(folder, name)):
-            return os.path.join(folder, name)
-    raise RuntimeError(f"no NVSHMEM bitcode in {folder}: install nvidia-nvshmem 3.4 to 3.6")
-
-
-def extern_libs() -> dict:
-    """The launch option that links the device library: ``kernel[grid](..., extern_libs=extern_libs())``."""
-    return {_LIBRARY: device_library()}
-
-
-initialized_modules = set()  # CUDA modules that have the device state of the NVSHMEM that is running now
-
-
-class Kernel:
-    """A ``triton.jit`` function linked with NVSHMEM, whose modules are initialised before their first launch.
-
-    Every specialisation that Triton compiles is a CUDA module with a copy of NVSHMEM's device state in it; a module
-    that was not initialised ends in an illegal address at its first NVSHMEM call. NVSHMEM must be initialised first.
-    """
-
-    def __init__(self, fn):
-        self.fn = fn
-        functools.update_wrapper(self, fn.fn if hasattr(fn, "fn") else fn)
-
-    def __getitem__(self, grid):
-        return functools.partial(self.run, grid)
-
-    def run(self, grid, *args, **options):
-        options["extern_libs"] = extern_libs()
-        initialize_module(self.fn.warmup(*args, grid=grid, **options))
-        return self.fn[grid](*args, **options)
-
-
-def initialize_module(kernel) -> None:
-    """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
-    kernel._init_handles()
-    if kernel.module in initialized_modules:
-        return
-    if "nvshmemi_device_state_d" in kernel.asm["ptx"]:
-        from .nvshmem_host import load
-
-        status = load().cumodule_init(int(kernel.module))
-        if status:
-            raise RuntimeError(f"nvshmemx_cumodule_init failed with {status}: is NVSHMEM initialised?")
-    initialized_modules.add(kernel.module)
-
-
-def jit(fn=None, **options):
-    """``triton.jit`` for kernels that call the functions of this module."""
-    if fn is None:
-        return functools.partial(jit, **options)
-    return Kernel(triton.jit(fn, **options))

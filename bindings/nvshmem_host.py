@@ -12,10 +12,12 @@ import os
 
 import torch
 
-from .heap import Heap, heap_bytes
-from .nvshmem_device import initialized_modules
+from .arena import Arena, arena_bytes
 
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
+
+
+initialized_modules: set[int] = set()  # CUDA modules that have the device state of the NVSHMEM that is running now
 
 
 class Address:
@@ -92,26 +94,26 @@ class NvshmemHeap:
 
     def __init__(self, rank: int, size: int, exchange, nbytes: int | None = None):
         self._bindings = load()
-        self.heap = Heap(heap_bytes(nbytes))
+        self.arena = Arena(arena_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())
-        nodes, sizes = zip(*exchange((os.uname().nodename, self.heap.size)), strict=True)
+        nodes, sizes = zip(*exchange((os.uname().nodename, self.arena.size)), strict=True)
         if len(set(sizes)) > 1:
             raise ValueError(f"heap_bytes must be the same on every rank, got {list(sizes)}")
-        defaults = {"NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, 2 * self.heap.size)), "NVSHMEM_DISABLE_NVLS": "1"}
+        defaults = {"NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, 2 * self.arena.size)), "NVSHMEM_DISABLE_NVLS": "1"}
         if len(set(nodes)) == 1:  # one host needs no network
             defaults |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
         self._owner = initialize(rank, size, exchange)
         self.pes = exchange(self._bindings.my_pe())
-        self._base = self._bindings.malloc(self.heap.size)
+        self._base = self._bindings.malloc(self.arena.size)
         if not self._base:
             raise MemoryError(
-                f"nvshmem_malloc could not give {self.heap.size:,} bytes: set NVSHMEM_SYMMETRIC_SIZE larger, "
+                f"nvshmem_malloc could not give {self.arena.size:,} bytes: set NVSHMEM_SYMMETRIC_SIZE larger, "
                 "or ask for a smaller arena (allscan.init(heap_bytes=...) or ALLSCAN_HEAP)"
             )
-        self._arena = torch.as_tensor(_CudaArray(self._base, self.heap.size), device=self.device)
-        if self._arena.data_ptr() != self._base:
+        self._block = torch.as_tensor(_CudaArray(self._base, self.arena.size), device=self.device)
+        if self._block.data_ptr() != self._base:
             raise RuntimeError("PyTorch copied the symmetric arena instead of sharing it")
         self._peer_base = {pe: self._bindings.ptr(self._base, pe) for pe in range(self._bindings.n_pes())}
         exchange("ready")
@@ -128,7 +130,7 @@ class NvshmemHeap:
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements at ``offset`` of this process's own arena."""
-        return self._arena[offset : offset + numel * dtype.itemsize].view(dtype)
+        return self._block[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def is_mapped(self, pe: int) -> bool:
         return bool(self._peer_base[pe])
@@ -142,7 +144,7 @@ class NvshmemHeap:
     def close(self) -> None:
         """Collective: give the block back and finalise NVSHMEM if this object initialised it."""
         torch.cuda.synchronize(self.device)
-        self._arena = None
+        del self._block
         self._bindings.free(self._base)
         if self._owner:
             self._bindings.hostlib_finalize()

@@ -14,7 +14,7 @@ import uuid
 import torch
 
 from . import nvshmem_device
-from .heap import Heap, heap_bytes
+from .arena import Arena, arena_bytes
 
 _DIRECTORY = "/dev/shm"
 
@@ -31,13 +31,13 @@ class SharedMemoryHeap:
 
     def __init__(self, exchange, nbytes: int | None = None):
         self.device = torch.device("cpu")
-        self.heap = Heap(heap_bytes(nbytes))
+        self.arena = Arena(arena_bytes(nbytes))
         path = os.path.join(_DIRECTORY, f"allscan-{uuid.uuid4().hex}")
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.ftruncate(fd, self.heap.size)  # sparse: pages are taken when they are written
+            os.ftruncate(fd, self.arena.size)  # sparse: pages are taken when they are written
             os.close(fd)
-            peers = exchange((os.uname().nodename, path, self.heap.size))
+            peers = exchange((os.uname().nodename, path, self.arena.size))
             if len({node for node, _, _ in peers}) > 1:
                 raise RuntimeError(
                     "transport 'shm' needs all ranks on one host, got "
@@ -79,6 +79,9 @@ class SharedMemoryHeap:
         """Return when this process's puts have arrived."""
         self.network.quiet()
 
+    def close(self) -> None:
+        """The segments go when nothing refers to their tensors any more."""
+
 
 class Network:
     """NVSHMEM's put with signal for the interpreter, over shared memory, as unkind as a network may be: every put
@@ -87,7 +90,9 @@ class Network:
     def __init__(self, bases: list[int], me: int, most_s: float = 2e-3):
         self.most_s = most_s
         self._bases, self._me, self._random = bases, me, random.Random(me)
-        self._under_way, self._changed, self._thread, self._count = [], threading.Condition(), None, 0
+        self._under_way: list[tuple] = []
+        self._changed, self._count = threading.Condition(), 0
+        self._thread: threading.Thread | None = None
 
     def put_signal(self, dst: int, src: int, nbytes: int, signal: int, value: int, pe: int) -> None:
         """dst and signal are local symmetric addresses."""

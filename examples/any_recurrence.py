@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.launch import Ranks
+from allscan.tools.ranks import Ranks
 
 T, H, K, V = 48, 2, 16, 16  # tokens of a rank, heads, widths
 

@@ -18,7 +18,7 @@ from torch import nn
 from train_text import GlaBlock, text_bytes
 
 import allscan
-from allscan.launch import Ranks, on_first
+from allscan.tools.ranks import Ranks, on_first
 
 WIDTH, HEADS, LENGTH = 64, 2, 240  # a multiple of most numbers of GPUs
 

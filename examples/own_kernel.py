@@ -16,7 +16,7 @@ import triton.language as tl
 
 import allscan
 from allscan.device import allscan as device_allscan
-from allscan.launch import Ranks
+from allscan.tools.ranks import Ranks
 
 
 @triton.jit

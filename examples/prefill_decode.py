@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.launch import Ranks, on_first
+from allscan.tools.ranks import Ranks, on_first
 
 
 def project(block, x):

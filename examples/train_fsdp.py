@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.launch import Ranks, on_first
+from allscan.tools.ranks import Ranks, on_first
 
 ON_GPU = torch.cuda.device_count() > 1
 STEPS, LENGTH, WIDTH, HEADS = (20, 8192, 512, 4) if ON_GPU else (4, 64, 64, 2)  # tokens of a sequence

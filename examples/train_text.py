@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import allscan
-from allscan.launch import Ranks, on_first
+from allscan.tools.ranks import Ranks, on_first
 
 TOLERANCE = 1e-4
 

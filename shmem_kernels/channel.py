@@ -50,7 +50,7 @@ blocks need a whole multiprocessor, and for which the rank that is waited for ma
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -74,19 +74,19 @@ class Channel(NamedTuple):
     that stands for it). All words but the tiles are int64.
     """
 
-    inbox: object  # float32 [DEPTH, num_tiles, BK * BV], mine, written by prev
-    next_inbox: object  # float32, next's inbox
-    outbox: object  # float32, like inbox, mine: where PUT sends from (other links do not use it)
-    arrived: object  # [DEPTH, num_tiles], mine, written by prev: tag and epoch of what a slot holds
-    next_arrived: object  # next's arrived
-    freed: object  # [DEPTH + 1], mine, written by next: every tile up to this epoch was consumed (links.py)
-    prev_freed: object  # prev's freed
-    epoch: object  # [num_tiles], mine: the last epoch that each tile has completed here
-    clock: object  # [num_tiles], mine: where a waiting tile shares its clock among its threads
-    backwards: object  # [num_tiles], mine: the adjoint launches of each tile, in both directions
-    step: object  # [1], mine: how often Communicator.step() was called
-    ticket: object  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
-    info: object  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
+    inbox: Any  # float32 [DEPTH, num_tiles, BK * BV], mine, written by prev
+    next_inbox: Any  # float32, next's inbox
+    outbox: Any  # float32, like inbox, mine: where PUT sends from (other links do not use it)
+    arrived: Any  # [DEPTH, num_tiles], mine, written by prev: tag and epoch of what a slot holds
+    next_arrived: Any  # next's arrived
+    freed: Any  # [DEPTH + 1], mine, written by next: every tile up to this epoch was consumed (links.py)
+    prev_freed: Any  # prev's freed
+    epoch: Any  # [num_tiles], mine: the last epoch that each tile has completed here
+    clock: Any  # [num_tiles], mine: where a waiting tile shares its clock among its threads
+    backwards: Any  # [num_tiles], mine: the adjoint launches of each tile, in both directions
+    step: Any  # [1], mine: how often Communicator.step() was called
+    ticket: Any  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
+    info: Any  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
     num_tiles: tl.constexpr
     BK: tl.constexpr  # rows of a tile
     BV: tl.constexpr  # columns of a tile

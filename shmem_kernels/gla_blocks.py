@@ -11,8 +11,8 @@ from .wait import builtin
 # Words of a segment
 START = tl.constexpr(0)  # its first token
 END = tl.constexpr(1)  # behind its last token
-CHUNK = tl.constexpr(2)  # its first chunk
-SLOT = tl.constexpr(3)
+FIRST_CHUNK = tl.constexpr(2)  # its first chunk
+STATE_INDEX = tl.constexpr(3)
 SEQUENCE = tl.constexpr(4)  # row of initial_state and final_state
 FLAGS = tl.constexpr(5)  # FIRST, LAST
 SEGMENT_WORDS = tl.constexpr(6)
@@ -128,7 +128,7 @@ def state_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, B
 def segment(p_segments, s, BT: tl.constexpr):
     """(its row of the table, first token, end, first chunk, number of chunks)."""
     p_segment = p_segments + s * SEGMENT_WORDS
-    start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + CHUNK)
+    start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + FIRST_CHUNK)
     return p_segment, start, end, chunk, (end - start + BT - 1) // BT
 
 
@@ -194,7 +194,7 @@ def decayed(b_own, b_gates, b_prev):
 
 
 @triton.jit
-def entering(
+def load_incoming_state(
     p_state, p_gates, p_prev, p_segment, s, h, i_v,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -203,5 +203,42 @@ def entering(
     b_gates = tl.load(p_gates + (s * H + h) * K + k, mask=k < K, other=0.0)
     at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
     b_own = load(p_state, at, inside)
-    at, inside = state_at(tl.load(p_segment + SLOT) * H + h, i_v, K, V, BK, BV)
+    at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV)
     return decayed(b_own, b_gates, load(p_prev, at, inside))
+
+
+@triton.jit
+def load_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
+    """dA [BC, BC] of tokens t .. and the i_s-th BC tokens of the chunk, as (high, low): p_da is [tokens, H, 2, BT] in
+    bfloat16, their sum dA, or else [tokens, H, BT] in float32, high alone."""
+    PARTS: tl.constexpr = 2 if PRECISION == "bf16" else 1
+    at, inside = rows(h, t, end, H, PARTS * BT, BC, BC, i_s)
+    b_high = load(p_da, at, inside)
+    b_low = b_high
+    if PARTS == 2:
+        b_low = load(p_da, at + BT, inside)
+    return b_high, b_low
+
+
+@triton.jit
+def load_decay_gradient(p_through, n, h, k, H: tl.constexpr, K: tl.constexpr, NT: tl.constexpr):
+    """What dg has from state to state, which is in NT parts; the same for all tokens of the chunk."""
+    b_sum = tl.zeros(k.shape, tl.float32)
+    for i in tl.static_range(NT):
+        b_sum += tl.load(p_through + ((n * H + h) * NT + i) * K + k, mask=k < K, other=0.0)
+    return b_sum
+
+
+@triton.jit
+def from_states(
+    p_y, p_states, n, h, start, end, i_k,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y S^T [BT, BK], with the chunk's state."""
+    b_sum = tl.zeros([BT, BK], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        at_y, inside_y = rows(h, start, end, H, V, BT, BV, i_v)
+        at, inside = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+        b_sum = product(load(p_y, at_y, inside_y), tl.trans(load(p_states, at, inside)), b_sum, PRECISION)
+    return b_sum

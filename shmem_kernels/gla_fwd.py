@@ -13,25 +13,27 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                     o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
 In block sizes: rank > piece (of one sequence) > segment (up to 1,024 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
-wide chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
+strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
 
-The gates are read by keys_kernel and queries_kernel (wide_kernel, below) alone; what follows are products of matrices.
-Queries and A need nothing remote: they are prepared while the scan's tiles travel. The scan is a kernel of its own
-because it waits: few programs with few registers, so that a late neighbour costs the others as little as possible.
+The gates are read by keys_kernel and queries_kernel (strong_decay_kernel, gla_strong.py) alone; what follows are
+products of matrices. Queries and A need nothing remote: they are prepared while the scan's tiles travel. The scan is a
+kernel of its own because it waits: few programs with few registers, so that a late neighbour costs the others as little
+as possible.
 
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
 sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one
 factor below 1 and one above. So no gate from 0 to -inf overflows, cancels or loses the small terms. The exception is
 A where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and the other chunks,
-the wide ones, are ``wide_kernel``'s.
+those of strong decay, are ``strong_decay_kernel``'s.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
-The tables are int32, made by ``allscan/layout.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
-token, end), ``p_slots`` [slots + 1]: the segments of each slot, a slot being one state that travels over the ranks.
+The tables are int32, made by ``allscan/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
+token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that travel over the ranks (B is 1
+for packed sequences).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; what enters a segment
-[NS, H, K, V] and its gates [NS, H, K], ``prev`` [slots, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
-as logarithms to base 2; ``p_wide`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
+[NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
+as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, "tf32x3" for others (float16 could not hold
 the small end of a decay). q_in, k_out, what enters a chunk and, for o, A are stored as bfloat16 or else float32; for dv
 A is float32.
@@ -53,29 +55,26 @@ from .gla_blocks import (
     cast,
     count,
     decayed,
-    entering,
     exp2,
     fine_product,
     load,
     load_gates,
+    load_incoming_state,
     load_weights,
     lower,
-    pair_decays,
     product,
     rows,
     segment,
     state_at,
-    sums_of,
-    upper,
 )
 
 
 @triton.jit
 def keys_kernel(
-    p_k, p_g, p_chunks, p_k_out, p_gate, p_wide,
+    p_k, p_g, p_chunks, p_k_out, p_gate, p_strong,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """k_out of one chunk, the sum of its gates, and whether it is wide: whether its decay is below 2 ** -RANGE.
+    """k_out of one chunk, the sum of its gates, and whether its decay is strong: below 2 ** -RANGE.
 
     A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
     over tokens cost least with these.
@@ -95,21 +94,21 @@ def keys_kernel(
         tl.store(p_k_out + at, cast(b_k * exp2(b_after), p_k_out.dtype.element_ty), mask=(t < end) & columns)
         b_gate += tl.sum(load_gates(p_g, at, (t < end) & columns), 1)
     tl.store(p_gate + (n * H + h) * K + k, b_gate, mask=k < K)
-    tl.store(p_wide + n * H + h, (tl.min(b_gate) < -RANGE).to(tl.int32))
+    tl.store(p_strong + n * H + h, (tl.min(b_gate) < -RANGE).to(tl.int32))
 
 
 @triton.jit
 def queries_kernel(
-    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_wide, p_q_in, p_a, scale,
+    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_strong, p_q_in, p_a, scale,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in and A of one chunk, unless it is wide.
+    """q_in and A of one chunk, unless its decay is strong.
 
     With b_t half the difference of the gates up to t and behind t, A is the product of q exp(b) and k exp(-b), both
     within half of the chunk's range; an error of b, at most RANGE * 2 ** -18 ("bf16"), is one of each decay.
     """
     n, h = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_wide + n * H + h) != 0:
+    if tl.load(p_strong + n * H + h) != 0:
         return
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_weights = load_weights(p_weights, HALVES, BT)
@@ -126,67 +125,6 @@ def queries_kernel(
     at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
     b_a = tl.where(lower(BT, 0), b_a * scale, 0.0)
     tl.store(p_a + at_a, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
-
-
-@triton.jit
-def wide_kernel(
-    p_q, p_k, p_g, p_chunks, p_wide, p_q_in, p_a, scale,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q_in and A of a wide chunk, by sub-blocks of BC tokens."""
-    n, h = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_wide + n * H + h) != 0:
-        start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-        for i in range(BT // BC):
-            _wide_rows(p_q, p_k, p_g, p_q_in, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
-
-
-@triton.jit
-def _wide_rows(
-    p_q, p_k, p_g, p_q_in, p_a, h, chunk_start, end, i_sub, scale,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q_in, and A against the sub-blocks up to its own, of the BC tokens of a sub-block, for any gates."""
-    start = chunk_start + i_sub * BC
-    at_a, inside_a = rows(h, start, end, H, BT, BC, BC)
-
-    # Its own sub-block, every pair by itself; BS columns of K at a time
-    b_a = tl.zeros([BC, BC], tl.float32)
-    for i_s in tl.static_range(BK // BS):
-        at, inside = rows(h, start, end, H, K, BC, BS, i_s)
-        b_q = load(p_q, at, inside).to(tl.float32)  # [BC, BS]
-        b_k = load(p_k, at, inside).to(tl.float32)
-        b_a += tl.sum(b_q[:, None, :] * b_k[None, :, :] * pair_decays(load_gates(p_g, at, inside), BC), 2)
-    b_a = tl.where(lower(BC, 0), b_a * scale, 0.0)
-    tl.store(p_a + at_a + i_sub * BC, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
-
-    # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
-    own, inside = rows(h, start, end, H, K, BC, BK)
-    b_gates = sums_of(lower(BC, 0), load_gates(p_g, own, inside), PRECISION)  # [BC, BK]
-    b_q = load(p_q, own, inside).to(tl.float32)
-    b_qi = b_q * exp2(b_gates) * scale
-    at, whole = rows(h, start - BC, end, H, K, BC, BK)
-    b_between = tl.zeros([BK], tl.float32)
-    j = i_sub - 1
-    while j >= 0:
-        b_gj = load_gates(p_g, at, whole)
-        b_kj = load(p_k, at, whole).to(tl.float32)
-        b_kj *= exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
-        b_aij = fine_product(b_qi, tl.trans(b_kj), tl.zeros([BC, BC], tl.float32), PRECISION)
-        tl.store(p_a + at_a + j * BC, cast(b_aij, p_a.dtype.element_ty), mask=inside_a)
-        b_between += tl.sum(b_gj, 0)
-        at -= BC * H * K
-        j -= 1
-    b_q *= exp2(b_gates + b_between[None, :])
-    tl.store(p_q_in + own, cast(b_q, p_q_in.dtype.element_ty), mask=inside)
-
-    # Later sub-blocks are not seen
-    i = i_sub + 1
-    while i < BT // BC:
-        tl.store(p_a + at_a + i * BC, tl.zeros([BC, BC], p_a.dtype.element_ty), mask=inside_a)
-        i += 1
 
 
 @triton.jit
@@ -207,7 +145,7 @@ def state_kernel(
     k = tl.arange(0, BK)
     b_state = tl.zeros([BK, BV], tl.float32)
     if EVERY_CHUNK:
-        b_state = entering(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
+        b_state = load_incoming_state(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     b_gates = tl.zeros([BK], tl.float32)
     for i in range(count(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
@@ -231,24 +169,24 @@ def state_kernel(
 
 @triton.jit
 def carry_kernel(
-    p_state, p_gate, p_gates, p_segments, p_slots, p_outside, p_own, p_decay, p_final,
+    p_state, p_gate, p_gates, p_segments, p_first_segments, p_outside, p_own, p_decay, p_final,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_OUTSIDE: tl.constexpr, HAS_FINAL: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The states through this rank's segments; one program for BK rows and BV columns of one slot and head.
+    """The states through this rank's segments; one program for BK rows and BV columns of one travelling state and head.
 
     p_state [NS, H, K, V]: in, what each segment leaves; out, what enters it from this rank's tokens. p_gates
     [NS, H, K]: out, the gates by which what enters this rank decays up to there, -inf where it does not get there.
-    For the scan over the ranks: p_own [slots, H, K, V], out, what this rank leaves; p_decay [slots, H, K], out, by what
+    For the scan over the ranks: p_own [B, H, K, V], out, what this rank leaves; p_decay [B, H, K], out, by what
     it multiplies what enters it. p_outside: the states at the beginning of each sequence. p_final: out, those at the
     end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
     """
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, h = i // H, i % H
+    index, h = i // H, i % H
     k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     inside = (k < K)[:, None] & (v < V)[None, :]
     offsets = k[:, None] * V + v[None, :]
-    s_first, s_end = tl.load(p_slots + slot), tl.load(p_slots + slot + 1)
+    s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
 
@@ -281,17 +219,17 @@ def carry_kernel(
 
 @triton.jit
 def final_kernel(
-    p_final, p_gate, p_gates, p_segments, p_slots, p_prev,
+    p_final, p_gate, p_gates, p_segments, p_first_segments, p_prev,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Add what enters this rank (p_prev [slots, H, K, V]) to the end of the sequence that comes with it, if it is here:
+    """Add what enters this rank (p_prev [B, H, K, V]) to the end of the sequence that comes with it, if it is here:
     the first segment with which one ends. Arguments and programs as in carry_kernel."""
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, h = i // H, i % H
+    index, h = i // H, i % H
     k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     inside = (k < K)[:, None] & (v < V)[None, :]
     offsets = k[:, None] * V + v[None, :]
-    s_first, s_end = tl.load(p_slots + slot), tl.load(p_slots + slot + 1)
+    s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     n = s_first * 0
     while n < s_end - s_first:
@@ -325,7 +263,7 @@ def output_kernel(
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     k = tl.arange(0, BK)
-    b_state = entering(p_state, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
+    b_state = load_incoming_state(p_state, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     if REVERSE:
         b_state = b_state / scale
     for i in range(count(num_chunks)):

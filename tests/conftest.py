@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from allscan.launch import Ranks, on_first
+from allscan.tools.ranks import Ranks, on_first
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -74,7 +74,7 @@ def pytest_sessionfinish(session):
     count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
     import triton
 
-    from allscan.doctor import nvshmem_version, source_hash
+    from allscan.tools.provenance import nvshmem_version, source_hash
 
     record = {
         "date": time.strftime("%Y-%m-%d"),

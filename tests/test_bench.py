@@ -7,12 +7,14 @@ import csv
 import pytest
 import torch
 import torch.distributed as dist
-from test_gla import F32, LIMIT, NAMES, Whole, place, relative_all
 
 import allscan
-from allscan.launch import Ranks
+from allscan.communicator import cached_on
+from allscan.tools.ranks import Ranks
 from bench import baselines, local, model, operator, plots, scaling, timeline, transitions
 from bench.table import results
+from support.gla import F32, LIMIT, NAMES, Whole
+from support.values import place, relative_all
 
 _alone = {}
 
@@ -38,8 +40,10 @@ def baseline_case(group, method, dtype):
             carrier = baselines.Baseline(comm, method)
             o = baselines.gla(*own, carrier=carrier)
             o.backward(whole.do[:, mine])
-            assert carrier.scans == 2 and not comm.made_scans  # the method's, and no All-Scan
-            assert comm.agreements  # a later call does not look at the gates again, so that it can be captured
+            assert carrier.scans == 2 and not comm.collectives  # the method's, and no All-Scan
+            assert cached_on(
+                comm, "agreements"
+            )  # a later call does not look at the gates again, so that it can be captured
         return relative_all([NAMES[i] for i in (0, 2, 3, 4, 5)], [o] + [x.grad for x in own], expected)
 
 

@@ -9,14 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan import gla
 from allscan.bindings import nvshmem_device as nvshmem
-from allscan.collective import transition_blocks, transition_tile
-from allscan.layout import Layout, Piece
-from allscan.shmem_kernels import gla_bwd, gla_fwd
+from allscan.gla import launches, operator
+from allscan.packing import Layout, Piece
+from allscan.shmem_kernels import gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
-from allscan.shmem_kernels.scan import copy_kernel, scan_kernel, transition_kernel
-from sm90 import Compiled, channel_type
+from allscan.shmem_kernels.scan import scan_kernel
+from allscan.shmem_kernels.transition import transition_kernel
+from allscan.tiling import transition_blocks, transition_tile
+from allscan.tools.timing import copy_kernel
+from support.sm90 import Compiled, channel_type
 
 pytestmark = pytest.mark.cpu
 
@@ -147,22 +149,22 @@ class NoCarrier:
 )  # fmt: skip
 def test_gla_kernels(K, V, dtype, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
-    for name in ("keys", "queries", "wide", "state", "carry", "final", "output", "da", "grad", "wide_grad"):
-        kernel = f"{name}_kernel"
-        monkeypatch.setattr(gla, kernel, Launches(getattr(gla, kernel)))
+    for name, kernel in list(vars(launches).items()):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(launches, name, Launches(kernel))
     for sizes in ("SUB_BLOCK", "STEP", "CARRY_WORDS"):
-        monkeypatch.setattr(gla, sizes, {"cpu": getattr(gla, sizes)["cuda"]})
+        monkeypatch.setattr(launches, sizes, {"cpu": getattr(launches, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130
     layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, "cpu")
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
-    monkeypatch.setattr(gla, "carrier_of", lambda handle: NoCarrier())
-    monkeypatch.setattr(gla, "_prepare", lambda *_: layout)
-    monkeypatch.setattr(gla, "find_layout", lambda *_: layout)
+    monkeypatch.setattr(operator, "carrier_of", lambda handle: NoCarrier())
+    monkeypatch.setattr(operator, "_prepare", lambda *_: layout)
+    monkeypatch.setattr(operator, "find_layout", lambda *_: layout)
     initial = torch.zeros(1, H, K, V)
-    _, final, *states = gla._forward._init_fn(q, k, v, g, initial, None, 0.1, True, 0)
-    gla._backward._init_fn(do, final, q, k, v, g, None, *states, 0.1, True, 0)
+    _, final, *states = operator._forward._init_fn(q, k, v, g, initial, None, 0.1, True, 0)
+    operator._backward._init_fn(do, final, q, k, v, g, None, *states, 0.1, True, 0)
     kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
     seen = []
     for kernel, values, options in Launches.made:
@@ -178,9 +180,9 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
         if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
     assert {kernel for kernel, _, _ in seen} == {
-        gla_fwd.keys_kernel, gla_fwd.queries_kernel, gla_fwd.wide_kernel, gla_fwd.state_kernel, gla_fwd.output_kernel,
-        gla_fwd.carry_kernel, gla_fwd.final_kernel,
-        gla_bwd.da_kernel, gla_bwd.grad_kernel, gla_bwd.wide_grad_kernel,
+        gla_fwd.keys_kernel, gla_fwd.queries_kernel, gla_fwd.state_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel,
+        gla_fwd.output_kernel, gla_bwd.da_kernel, gla_bwd.grad_kernel,
+        gla_strong.strong_decay_kernel, gla_strong.strong_decay_grad_kernel,
     }  # fmt: skip
 
 

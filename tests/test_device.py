@@ -13,7 +13,7 @@ import triton.language as tl
 
 import allscan
 from allscan import device
-from ranks import error, late
+from support.values import error, late
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,9 @@ EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 def test_example(command, tmp_path):
     script, *options = command.format(folder=tmp_path).split()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = ROOT  # a bare checkout
     result = subprocess.run(
-        [sys.executable, os.path.join(EXAMPLES, script), *options],
+        [sys.executable, os.path.join(ROOT, "examples", script), *options],
         env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr

@@ -12,29 +12,11 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan import communicator
-from allscan.bindings.heap import Heap
+from allscan import rendezvous
+from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
-from ranks import error, inputs, raised
-
-TIMEOUT = 2.0
-
-
-def scan_until_timeout(comm, scan, epochs):
-    """Seconds until AllScanTimeout and its record; scans up to ``epochs`` times."""
-    state = torch.ones(scan.shape, device=comm.device)
-    start = time.monotonic()
-    try:
-        for _ in range(epochs):
-            scan.scan(state)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
-        comm.check()
-    except allscan.AllScanTimeout as timeout:
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()  # returns: the GPU is free again
-        return time.monotonic() - start, (timeout.rank, timeout.neighbour, timeout.tile, timeout.expected), str(timeout)
-    return time.monotonic() - start, None, ""
+from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
+from support.values import error, inputs, raised
 
 
 def never_calls_case(absent):
@@ -70,22 +52,6 @@ def test_a_rank_that_never_calls(fresh, request):
         assert f"rank {rank} waited {TIMEOUT:g} s for rank {neighbour}" in message and "epoch" in message
         assert again == "AllScanTimeout"
         assert closing < 1
-
-
-def poisoned_case(absent, protocol):
-    comm = allscan.Communicator(timeout=1.0)
-    scan = allscan.AllScan(comm, (1, 4, 8), protocol=protocol)
-    if comm.rank == absent:
-        time.sleep(3)
-        return None
-    out = torch.zeros(scan.shape, device=comm.device)
-    try:
-        scan.scan(torch.ones(scan.shape, device=comm.device), out=out)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
-    except allscan.AllScanTimeout:
-        pass
-    return bool(out.isnan().all())
 
 
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
@@ -274,7 +240,7 @@ def test_shared_memory_is_private_and_leaves_nothing():
 
 
 def test_heap_gives_back_and_says_when_it_is_full():
-    heap = Heap(4096)
+    heap = Arena(4096)
     offsets = [heap.alloc(1000) for _ in range(4)]
     assert offsets == [0, 1024, 2048, 3072]
     with pytest.raises(MemoryError, match=r"512 bytes asked for, 0 of 4,096 free.*ALLSCAN_HEAP"):
@@ -406,7 +372,7 @@ def test_communicators_in_threads(fresh):
 
 def missed_case():
     """Rank 1 does not come to a first call; what both call afterwards works."""
-    communicator.EXCHANGE_TIMEOUT_S = 2.0
+    rendezvous.EXCHANGE_TIMEOUT_S = 2.0
     with allscan.Communicator() as comm:
         allscan.allscan(torch.ones(1, 16), comm=comm)
         missed = raised(allscan.allscan, torch.ones(2, 16), comm=comm) if comm.rank == 0 else None

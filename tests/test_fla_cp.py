@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fla_models import import_fla
-from test_fla_operators import D, H, drawn
-from test_gla import BF16, relative
 
 import allscan
-from ranks import error
+from support.fla import D, H, drawn, import_fla
+from support.gla import BF16
+from support.values import error, relative
 
 T = 192  # tokens of a rank
 CUTS = {  # in ranks: sequences over several of them, within one, and that end where a rank does

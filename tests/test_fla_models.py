@@ -8,12 +8,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import triton.runtime.interpreter as interpreter
-from test_gla import place, relative
-from triton.runtime.autotuner import Autotuner
 
 import allscan
-from allscan.reference import gla_reference
+from support.fla import import_fla, recurrence
+from support.values import place, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
@@ -24,31 +22,6 @@ CHOICES = {
     "convolution": dict(use_short_conv=True),
     "grouped": dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False),
 }
-
-
-def import_fla():
-    """fla's models, each kernel in the first of its configurations: their speed does not matter here."""
-    Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
-    if (
-        not torch.cuda.is_available()
-    ):  # numpy 2.4 does not take the interpreter's [1]-shaped bounds of loops for numbers
-        patch = interpreter._patch_lang_tensor
-
-        def patched(tensor, *scope):
-            patch(tensor, *scope)
-            tensor.__index__ = lambda self: self.handle.data.item()
-
-        interpreter._patch_lang_tensor = patched
-    import fla.layers.gla
-    import fla.models.gla
-
-    return fla
-
-
-def recurrence(q, k, v, g, cu_seqlens=None, output_final_state=False, **_):
-    """chunk_gla, token by token."""
-    o, state = gla_reference(q, k, v, g, cu_seqlens=cu_seqlens)
-    return o.to(v.dtype), state.mT.to(v.dtype)
 
 
 def answers_of(model, tokens, **options):

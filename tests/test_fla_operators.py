@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from test_fla_models import import_fla
-from test_gla import BF16, F32, relative
 
 import allscan
-
-H, D = 4, 64  # heads, widths
-T = 192 if torch.cuda.is_available() else 48  # tokens of a rank
-WIDTHS = dict(q=D, k=D, v=D, g=1, gk=D, x=D, beta=1, u=D)
+from support.fla import D, H, T, drawn, import_fla
+from support.gla import BF16, F32
+from support.values import relative
 
 
 def operators(fast):
@@ -73,16 +69,6 @@ def operators(fast):
         "KDA": ("q k v gk beta", kda.chunk_kda, naive_kda.naive_recurrent_kda, "transition"),
     }  # fmt: skip
     return {name: (inputs.split(), a if fast else b, decay) for name, (inputs, a, b, decay) in table.items()}
-
-
-def drawn(names, tokens):
-    generator = torch.Generator().manual_seed(0)
-    for name in names:
-        x = torch.randn((H, D) if name == "u" else (1, tokens, H, WIDTHS[name]), generator=generator)
-        if name in ("g", "gk"):
-            x = F.logsigmoid(x) * (3 / T)  # a tenth of a state is left after a rank
-        x = F.normalize(x, dim=-1) if name == "k" else x.sigmoid() if name == "beta" else x
-        yield x.squeeze(-1) if name in ("g", "beta") else x
 
 
 def split(operator, decay, comm):

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_gla import place
 
 import allscan
+from support.values import place
 
 TOKENS = {1: [20], 2: [7, 13], 3: [9, 4, 12], 4: [5, 4, 11, 8]}  # of each rank
 

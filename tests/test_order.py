@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from ranks import raised
+from allscan import runtime
+from support.values import raised
 
 TIMEOUT = 3.0
 
@@ -185,7 +186,7 @@ def checkpoint_case(group):
             (prev * i).sum().backward()
             found.append((state.grad / state.cos()).item())
             assert comm.order.refused is None
-            assert not any(any(scan.dropped) for scan in comm.made_scans)
+            assert not any(any(scan.dropped) for scan in comm.collectives)
         return max(abs(x - i * (comm.size - 1 - comm.rank)) for i, x in enumerate(found, 1))
 
 
@@ -222,11 +223,10 @@ def test_backwards_in_another_order(run):
 
 def resync_case(group):
     """After a time-out, with the same objects and no memory lost, again and again."""
-    from allscan import communicator
 
     comm = allscan.Communicator(group, timeout=0.5)
     scan = allscan.AllScan(comm, (2, 4, 8))
-    free = communicator._heap.heap.free_bytes
+    free = runtime.symmetric_heap().arena.free_bytes
     state = torch.ones(2, 4, 8, device=comm.device)
     for round in range(3):
         if comm.rank != 1:
@@ -243,7 +243,7 @@ def resync_case(group):
             assert (scan.scan(i * state) == i * comm.rank).all(), (round, i)
             assert (scan.scan(i * state, reverse=True) == i * (comm.size - 1 - comm.rank)).all()
         comm.barrier()
-    assert communicator._heap.heap.free_bytes == free
+    assert runtime.symmetric_heap().arena.free_bytes == free
     comm.close()
     return True
 
@@ -331,10 +331,9 @@ def test_more_tiles_than_programs(run, pool, depth, protocol):
 
 def overtaking_case(group, depth):
     """Puts that are under way together arrive in any order, late by up to half a second."""
-    from allscan import communicator
 
     allscan.init()
-    network = communicator._heap.network
+    network = runtime.symmetric_heap().network
     network.most_s = 0.3
     try:
         with allscan.Communicator(group) as comm:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.collective import transition_tile
 from allscan.reference import allscan_reference
-from ranks import error, inputs, late
+from allscan.tiling import transition_tile
+from support.scans import scan_case
+from support.values import error, inputs, late
 
 SIZES = [1, 2, 4, 8]
 CASES = [
@@ -25,28 +26,6 @@ CASES = [
     ((4, 6), ()),
     ((2, 1, 1), None),
 ]
-
-
-def scan_case(group, shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms):
-    with allscan.Communicator(group) as comm:
-        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol)
-        worst = 0.0
-        for epoch in range(epochs):
-            states, decays = inputs(comm, shape, decay_shape, epoch, special)
-            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if with_initial else None
-            expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
-            out = torch.full(shape, float("nan"), device=comm.device)
-            late(epoch, comm.rank, most_ms)
-            scan.scan(
-                states[comm.rank].to(comm.device),
-                None if decays is None else decays[comm.rank].to(comm.device),
-                initial_state=None if initial is None else initial.to(comm.device),
-                reverse=reverse,
-                out=out,
-            )
-            worst = max(worst, error(out, expected))
-        comm.check()
-    return worst
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -276,8 +255,7 @@ def received_case(group, dense):
         shape, last = (3, 32, 64), comm.rank == comm.size - 1
         scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
         state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (64, 32))
-        arena, pe = comm.heap_and_pe(comm.rank)
-        words = arena.local(pe, 0, arena.heap.size // 4, torch.int32)
+        words = comm.heap.local(comm.pe(comm.rank), 0, comm.heap.arena.size // 4, torch.int32)
         before = words.clone()
         comm.barrier()
         for calls in (not last, last):

@@ -12,11 +12,12 @@ from fla.layers import GatedLinearAttention
 from fla.layers.utils import get_layer_cache, update_layer_cache
 
 from ..communicator import Communicator
+from ..first_call import cached_table, first_token
 from ..gla import zeco_gla
-from ..halo import halo
-from ..layout import Identity, content, first_token, kept
+from ..ops import halo
+from ..packing import TensorKey, boundaries_on_host
 
-_prefilled = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
+_prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
 
 def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> torch.nn.Module:
@@ -81,7 +82,7 @@ def _layer(
     cu_seqlens=None, **_,
 ):  # fmt: skip
     """GatedLinearAttention.forward, over this rank's tokens."""
-    if attention_mask is not None and not _masks_nothing(Identity(attention_mask)):
+    if attention_mask is not None and not _masks_nothing(TensorKey(attention_mask)):
         raise ValueError("attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
         raise ValueError("past_key_values must be empty: the state before the first rank's tokens is taken as zero")
@@ -119,7 +120,7 @@ def _layer(
 
 
 @functools.lru_cache(maxsize=1)
-def _masks_nothing(mask: Identity) -> bool:
+def _masks_nothing(mask: TensorKey) -> bool:
     return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
 
 
@@ -130,10 +131,10 @@ def _convolve(convolutions, xs, comm, cu_seqlens, use_cache):
         before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens)
         xs = [torch.cat(both, 1) for both in zip(before, xs, strict=True)]
     if cu_seqlens is not None:
-        lengths = content(torch.as_tensor(cu_seqlens))
+        lengths = boundaries_on_host(torch.as_tensor(cu_seqlens))
         first = first_token(comm, lengths, T)
         key = ("convolution", first, T, lengths, n)
-        cu_seqlens = kept(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
+        cu_seqlens = cached_table(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
     options = dict(output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
     ys, states = zip(*(c(x, **options) for c, x in zip(convolutions, xs, strict=True)))
     return [y[:, n:] for y in ys], states

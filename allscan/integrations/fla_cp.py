@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import torch
 from fla.ops.cp import chunk_delta_h
 
-from ..collective import transition_tile
 from ..communicator import Communicator
-from ..scan import persistent
+from ..first_call import get_or_create_scan
+from ..tiling import transition_tile
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
-_communicators = {}  # by process group
+_communicators: dict[Any, Communicator] = {}  # by process group
 
 
 def context_parallel(comm: Communicator) -> None:
@@ -100,7 +101,7 @@ def _scan(comm, summary, cut, reverse) -> torch.Tensor:
     K = summary.shape[1]
     V = summary.shape[2] - K
     state, transition = summary[..., :V], summary[..., V:]
-    scan = persistent(comm, state.shape, tile=transition_tile(K))
+    scan = get_or_create_scan(comm, state.shape, tile=transition_tile(K))
     return scan.scan(state, 0 if cut else None, transition=None if cut else transition, reverse=reverse)
 
 

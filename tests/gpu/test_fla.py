@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_fla_models import import_fla
-from test_gla import BF16, F32, NAMES, Whole, relative_all
 
 import allscan
+from support.fla import import_fla
+from support.gla import BF16, F32, NAMES, Whole
+from support.values import relative_all
 
 pytestmark = pytest.mark.gpu
 

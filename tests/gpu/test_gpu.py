@@ -9,16 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
-from test_faults import poisoned_case
-from test_gla import check, gates, gla_case, relative
-from test_scan import scan_case
 
 import allscan
-import allscan.launch
+from allscan import runtime
 from allscan.bindings import nvshmem_device as nvshmem
-from allscan.collective import transition_tile
 from allscan.reference import allscan_reference, gla_reference
-from ranks import error, inputs, late
+from allscan.tiling import transition_tile
+from allscan.tools.ranks import Ranks
+from support.faults import poisoned_case
+from support.gla import check, gates, gla_case
+from support.scans import scan_case
+from support.values import error, inputs, late, relative
 
 pytestmark = pytest.mark.gpu
 SIZES = [2, 4]
@@ -371,9 +372,8 @@ def effects_kernel(p_words, p_data, p_out, peer):
 
 def effects_case(group):
     """Over all PEs of the job; the memory is a piece of the arena."""
-    from allscan import communicator
 
-    heap = communicator._heap
+    heap = runtime.symmetric_heap()
     comm = allscan.Communicator(group)
     offset = comm.alloc(8192)
     assert len(set(comm.exchange(offset, "test"))) == 1, "the test wants equal offsets"
@@ -444,7 +444,7 @@ def finalize_case():
 
 
 def test_gloo_as_default_back_end_and_finalize():
-    with allscan.launch.Ranks(2, "cuda", "gloo") as ranks:
+    with Ranks(2, "cuda", "gloo") as ranks:
         assert max(ranks.run(finalize_case)) < 1e-6
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from virtual import VirtualScan
 
 import allscan
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.links import SIGNAL
 from bench import operator
 from bench.proof import Method
-from ranks import late
+from support.values import late
+from support.virtual import VirtualScan
 
 pytestmark = pytest.mark.gpu
 
@@ -221,7 +221,7 @@ def proof_case(group):
         """Finds nothing of its own and lets All-Scan do it, as bench/baselines.py did from b79203f to f275caf."""
 
         def carry(self, state, decay, out, *, ticket, reverse):
-            from allscan.carrier import AllScanCarrier
+            from allscan.gla.carrier import AllScanCarrier
 
             AllScanCarrier(self.comm).carry(state, decay, out, ticket=ticket, reverse=reverse)
 

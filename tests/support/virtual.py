@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from allscan.collective import default_tile, tile_words
 from allscan.shmem_kernels import wait
 from allscan.shmem_kernels.links import SENTINEL
 from allscan.shmem_kernels.scan import scan_kernel
-from allscan.workspace import _layout, _make_channel, reset, workspace_bytes
+from allscan.tiling import default_tile, tile_words
+from allscan.workspace import Spec, make_channel, reset, workspace_layout
 
 
-class _Arena:
+class _Heap:
     def __init__(self, size, nbytes, device):
         self._arenas = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
 
@@ -25,17 +25,17 @@ class _Arena:
 
 
 class VirtualRank:
-    """What _make_channel asks of a Communicator."""
+    """What make_channel asks of a Communicator."""
 
-    def __init__(self, rank, size, arena, device, timeout):
-        self.rank, self.size, self.device, self.timeout, self._arena = rank, size, device, timeout, arena
+    def __init__(self, rank, size, heap, device, timeout):
+        self.rank, self.size, self.device, self.timeout, self.heap = rank, size, device, timeout, heap
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=device)
         self.stream = torch.cuda.Stream(device)
 
-    def heap_and_pe(self, rank):
-        return self._arena, rank
+    def pe(self, rank):
+        return rank
 
 
 class VirtualScan:
@@ -45,16 +45,16 @@ class VirtualScan:
         device = torch.device("cuda", torch.cuda.current_device())
         self.shape, self.K, self.V = shape, *shape[1:]
         self.tile = tile or default_tile(self.K, self.V, tile_words(torch.Size(shape).numel(), ctas, 128, 2048, 4096))
-        self.tiles = shape[0] * -(-self.K // self.tile[0]) * -(-self.V // self.tile[1])
+        spec = Spec(tuple(shape), self.tile, depth, "auto")
+        self.tiles = spec.num_tiles
         self.ctas = min(ctas, self.tiles)
-        nbytes = workspace_bytes(self.tiles, self.tile, depth, False)
-        arena = _Arena(size, 2 * nbytes, device)
-        self.ranks = [VirtualRank(rank, size, arena, device, timeout) for rank in range(size)]
+        layout, nbytes = workspace_layout(spec, False)
+        heap = _Heap(size, 2 * nbytes, device)
+        self.ranks = [VirtualRank(rank, size, heap, device, timeout) for rank in range(size)]
         self.channels = []
         for direction, step in enumerate((1, -1)):
-            spaces = [(direction * nbytes, _layout(self.tiles, self.tile, depth, False)[0])] * size
-            arguments = spaces, self.tiles, self.tile, depth, [link] * (size - 1), step
-            self.channels.append([_make_channel(rank, *arguments) for rank in self.ranks])
+            spaces = [(direction * nbytes, layout)] * size
+            self.channels.append([make_channel(rank, spaces, spec, [link] * (size - 1), step) for rank in self.ranks])
             for channel in self.channels[-1]:
                 reset(channel)
         for reverse in (False, True):  # compile and load, in an order in which nobody waits

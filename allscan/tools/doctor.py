@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -12,7 +10,11 @@ import time
 
 import torch
 
-from .launch import Ranks
+from ..bindings.nvshmem_module import device_library
+from ..reference import allscan_reference
+from .provenance import installed_version, nvshmem_version, source_hash
+from .ranks import Ranks
+from .timing import copy_kernel, replay_us
 
 HEAP_BYTES = 64 << 20
 STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
@@ -32,12 +34,14 @@ def report() -> bool:
     gpus = torch.cuda.device_count()
     print(f"Python      {sys.version.split()[0]}")
     for package in ("torch", "triton", "numpy"):
-        print(f"{package:<11} {_version(package) or 'missing'}")
+        print(f"{package:<11} {installed_version(package) or 'missing'}")
     needs = []
-    binding = _version("nvshmem4py-cu13", "nvshmem4py-cu12")
+    binding = installed_version("nvshmem4py-cu13", "nvshmem4py-cu12")
     print(f"nvshmem4py  {binding or 'missing'}")
     print(f"NVSHMEM     {nvshmem_version() or 'missing'}; {_bitcode()}")
-    print(f"CuPy        {_version('cupy-cuda13x', 'cupy-cuda12x', 'cupy') or 'missing (optional: CuPy arrays)'}")
+    print(
+        f"CuPy        {installed_version('cupy-cuda13x', 'cupy-cuda12x', 'cupy') or 'missing (optional: CuPy arrays)'}"
+    )
     print(f"GPUs        {gpus}" + "".join(f"\n  {i}: {torch.cuda.get_device_name(i)}" for i in range(gpus)))
     if gpus:
         pairs = list(itertools.permutations(range(gpus), 2))
@@ -64,45 +68,16 @@ def _transport(gpus: int) -> str:
     return "shm: no CUDA device; ranks are processes on this host in Triton's interpreter (TRITON_INTERPRET=1)"
 
 
-def _version(*packages: str) -> str | None:
-    for package in packages:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def nvshmem_version() -> str | None:
-    return _version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
-
-
 def _bitcode() -> str:
-    from .bindings.nvshmem_device import device_library
-
     try:
         return "bitcode " + os.path.basename(device_library())
     except RuntimeError as error:
         return str(error)
 
 
-def source_hash() -> str:
-    """sha256 over the bytes of the sorted *.py of shmem_kernels/, bindings/, allscan/ and its integrations/."""
-    from . import bindings, integrations, shmem_kernels
-
-    digest = hashlib.sha256()
-    packages = (shmem_kernels, bindings, sys.modules[__package__], integrations)
-    for folder in (os.path.dirname(package.__file__) for package in packages):
-        for name in sorted(name for name in os.listdir(folder) if name.endswith(".py")):
-            with open(os.path.join(folder, name), "rb") as file:
-                digest.update(file.read())
-    return digest.hexdigest()
-
-
 def _last_run() -> str:
-    from . import shmem_kernels
-
-    path = os.path.join(os.path.dirname(shmem_kernels.__path__[0]), "tests", "gpu", "last_run.json")
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.path.join(os.path.dirname(package), "tests", "gpu", "last_run.json")
     if not os.path.exists(path):
         return "no record here (it is kept in the repository, tests/gpu/last_run.json)"
     with open(path) as file:
@@ -142,9 +117,6 @@ def self_test() -> bool:
 def _self_test_rank() -> dict:
     import allscan
 
-    from .reference import allscan_reference
-    from .shmem_kernels.scan import copy_kernel
-
     allscan.init(HEAP_BYTES)
     with allscan.Communicator() as comm:
         shape = STATE if comm.device.type == "cuda" else (2, 16, 16)
@@ -169,23 +141,3 @@ def _self_test_rank() -> dict:
                 result["copy_us"] = replay_us([copy] * 50).median().item() / 50
         comm.barrier()
     return result
-
-
-def replay_us(calls, replays: int = 30) -> torch.Tensor:
-    """Microseconds that a CUDA graph of ``calls`` takes, one value a replay, after warming up."""
-    for call in {id(call): call for call in calls}.values():
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(replays + 5):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return torch.tensor(times[5:], dtype=torch.float64)

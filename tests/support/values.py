@@ -53,3 +53,19 @@ def raised(function, *arguments, **options):
     except Exception as problem:
         return type(problem).__name__, str(problem)
     return None
+
+
+def relative(actual, expected):
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert actual.isfinite().all()
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def relative_all(names, actual, expected):
+    return {name: relative(x, y) for name, x, y in zip(names, actual, expected)}
+
+
+def place(comm, tokens):
+    """The slice of the whole that this rank has."""
+    begin = sum(tokens[: comm.rank])
+    return slice(begin, begin + tokens[comm.rank])

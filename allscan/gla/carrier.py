@@ -10,10 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .collective import AllScan
-from .communicator import Communicator, communicator_of
-from .order import Pending
-from .scan import persistent
+from ..collective import AllScan
+from ..communicator import Communicator, communicator_of
+from ..first_call import get_or_create_scan
+from ..order import PendingBackward
 
 
 class StateCarrier(Protocol):
@@ -22,8 +22,8 @@ class StateCarrier(Protocol):
     comm: Communicator
     handle: int  # stands for this object where torch wants a number
 
-    def prepare(self, shape, agree=None, problem: Exception | None = None, *, at_first: bool = False) -> None:
-        """Before every forward call, for a state of this shape: see ``allscan.scan.persistent``. Raises ``problem``."""
+    def prepare(self, shape, agree=None, problem: Exception | None = None, *, at_first: bool = False) -> object:
+        """Before every forward call for a state of this shape; see first_call.get_or_create_scan."""
 
     def stream(self) -> AbstractContextManager[Callable[[], None]]:
         """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
@@ -34,7 +34,7 @@ class StateCarrier(Protocol):
         like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward pass, from
         the last rank. ``ticket``, int64 [1]: see AllScan.channel; written forward, read in reverse."""
 
-    def pending(self, shape) -> Pending | None:
+    def pending(self, shape) -> PendingBackward | None:
         """For the backward that a forward call is to have."""
 
 
@@ -47,10 +47,10 @@ class AllScanCarrier:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
         # A program keeps large ones of other kernels off its multiprocessor, so here half of those that may wait do.
         ctas = max(1, self.comm.max_ctas // 2)
-        return persistent(self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas)
+        return get_or_create_scan(self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas)
 
     def stream(self):
-        return self.comm.side_stream()
+        return self.comm.streams.side()
 
     def carry(self, state, decay, out, *, ticket, reverse):
         if self.comm.size == 1:
@@ -61,10 +61,11 @@ class AllScanCarrier:
         scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
 
     def pending(self, shape):
-        return Pending(self.prepare(shape), False)
+        return PendingBackward(self.prepare(shape), False)
 
 
-_carriers = weakref.WeakValueDictionary()  # by handle: those that are no communicator's own
+# By handle, those that are no communicator's own
+_carriers: weakref.WeakValueDictionary[int, StateCarrier] = weakref.WeakValueDictionary()
 _handles = itertools.count(-1, -1)  # a communicator's are positive
 
 

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import allscan
-from allscan import layout
-from allscan.layout import Layout, cut, find_layout, first_token, most_segments
+from allscan import first_call
+from allscan.communicator import cached_on
+from allscan.first_call import first_token
+from allscan.gla.operator import find_layout
+from allscan.packing import Layout, cut, most_segments
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
-from ranks import raised
+from support.values import raised
 
 pytestmark = pytest.mark.cpu
 
@@ -47,10 +50,10 @@ def test_at_random(seed):
         tables = Layout(pieces, 1, 32, "cpu", 16)
         segments, chunks = tables.segments.tolist(), tables.chunks.tolist()
         assert len(segments) == tables.num_segments <= most_segments(1, T, len(lengths) - 1, 32)
-        assert tables.slots.tolist() == [0, len(segments)]
+        assert tables.first_segments.tolist() == [0, len(segments)]
         assert [t for a, b in chunks for t in range(a, b)] == list(range(T))
-        for number, (start, end, chunk, slot, sequence, flags) in enumerate(segments):
-            assert slot == 0 and lengths[sequence] <= begin + start <= begin + end <= lengths[sequence + 1]
+        for number, (start, end, chunk, index, sequence, flags) in enumerate(segments):
+            assert index == 0 and lengths[sequence] <= begin + start <= begin + end <= lengths[sequence + 1]
             own = [t for a, b in chunks[chunk:] for t in range(a, b)][: end - start]
             assert own == list(range(start, end)) and end - start <= 32
             if flags & FIRST.value:
@@ -66,7 +69,7 @@ def test_at_random(seed):
     assert begun == ended == list(range(len(lengths) - 1)) and seen == list(range(total))
 
 
-def split_case(group):
+def partition_case(group):
     """One cu_seqlens, cut in another way at the second call; then a layout of other segments, on rank 1 alone."""
     with allscan.Communicator(group) as comm:
         answers = [raised(first_token, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
@@ -74,24 +77,24 @@ def split_case(group):
         return [*answers, find_layout(comm, 1, 20, torch.tensor([0, 5, 60]), segment).num_segments]  # asks nobody
 
 
-def test_a_cu_seqlens_has_one_split(run):
-    answers = run(3, split_case)
+def test_a_cu_seqlens_has_one_partition(run):
+    answers = run(3, partition_case)
     assert [first for first, _, _ in answers] == [None, None, None]
-    assert answers[0][1] is None and all("one split" in second[1] for _, second, _ in answers[1:])
+    assert answers[0][1] is None and all("one partition" in second[1] for _, second, _ in answers[1:])
 
 
 def kept_case(group):
     """More cu_seqlens than are kept, and more layouts on rank 1 than on rank 0. Returns how many are kept."""
-    kept, layout.KEPT = layout.KEPT, 3
+    kept, first_call.KEPT = first_call.KEPT, 3
     try:
         with allscan.Communicator(group) as comm:
             for i in range(12):
                 find_layout(comm, 1, 4, torch.tensor([0, i % 4, 8]), 128)
                 if comm.rank == 1:
                     find_layout(comm, 1, 4 + i, None, 128)
-            return len(comm.splits)
+            return len(cached_on(comm, "partitions 0"))
     finally:
-        layout.KEPT = kept
+        first_call.KEPT = kept
 
 
 def test_all_ranks_forget_the_same(run):

@@ -1,4 +1,4 @@
-"""Blocks carved out of one arena: the part that the two symmetric heaps share."""
+"""Blocks carved out of a symmetric heap: the part that the two heaps share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ALIGNMENT = 512
 DEFAULT_BYTES = 256 << 20
 
 
-def heap_bytes(requested: int | None) -> int:
+def arena_bytes(requested: int | None) -> int:
     """Size of the arena: the argument, else the variable ``ALLSCAN_HEAP`` (bytes; K, M, G understood), else 256 MiB."""
     if requested is None:
         text = os.environ.get("ALLSCAN_HEAP", "").strip().upper()
@@ -24,17 +24,17 @@ def heap_bytes(requested: int | None) -> int:
     return -(-requested // ALIGNMENT) * ALIGNMENT
 
 
-class Heap:
-    """First-fit allocator over the offsets ``0 .. size`` of an arena. Blocks are multiples of 512 bytes.
+class Arena:
+    """First-fit allocator over the offsets ``0 .. size`` of a heap. Blocks are multiples of 512 bytes.
 
     Ranks of different groups allocate at different times, so equal offsets on all ranks are neither needed nor kept:
     whoever wants to reach a peer's block exchanges offsets with it.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int) -> None:
         self.size = size
         self._free = {0: size}  # offset -> length of every free interval
-        self._used = {}
+        self._used: dict[int, int] = {}
 
     @property
     def free_bytes(self) -> int:

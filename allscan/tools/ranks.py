@@ -8,13 +8,14 @@ import pickle
 import sys
 import time
 import traceback
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .communicator import init
+from ..runtime import init
 
-_groups = {}  # of on_first, by number of ranks
+_groups: dict[int, Any] = {}  # of on_first, by number of ranks
 
 
 class Ranks:
@@ -147,7 +148,7 @@ def _portable(error: Exception) -> Exception:
     """``error`` with its traceback as ``text``; a RuntimeError with that text where it does not survive pickling."""
     text = traceback.format_exc()
     try:
-        error.text = text
+        error.text = text  # type: ignore[attr-defined]
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(text)

@@ -1,0 +1,118 @@
+"""First calls: what the ranks of a communicator agree upon once, on the host, and the communicator keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from .collective import AllScan
+from .communicator import Communicator, cached_on
+from .rendezvous import by_rank
+
+KEPT = 256  # partitions of cu_seqlens, and tables, that a communicator keeps
+NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
+
+T_ = TypeVar("T_")
+
+
+def agreed(comm: Communicator, shape, agree) -> bool:
+    """Whether all ranks have made a call for ``shape`` with ``agree``."""
+    return (shape, agree) in cached_on(comm, "agreements")
+
+
+def remember_agreement(comm: Communicator, shape, agree) -> None:
+    cached_on(comm, "agreements")[shape, agree] = True
+
+
+def get_or_create_scan(
+    comm: Communicator, shape, agree=None, problem: Exception | None = None, tile: tuple[int, int] | None = None,
+    at_first: bool = False, max_ctas: int | None = None,
+) -> AllScan:  # fmt: skip
+    """The AllScan that ``comm`` keeps for a shape (tile, max_ctas), made at the first call, which is collective.
+
+    ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
+    ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
+    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A problem
+    without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: the
+    problem is of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
+    """
+    comm.check()
+    scans = cached_on(comm, "scans")
+    shape = shape and tuple(shape)
+    key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
+    if problem is not None and not at_first and (key in scans or (shape is None and scans)):
+        raise problem
+    if key not in scans or (agree is not None and not agreed(comm, shape, agree)):
+        try:
+            answers = comm.exchange(
+                ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
+            )
+        except RuntimeError as nobody_came:
+            if problem is not None:
+                raise problem from nobody_came
+            raise
+        if problem is None and any(answer != ((key, agree), None) for answer in answers):
+            problem = ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
+        if problem is not None:
+            comm.order.raised_everywhere(problem)
+    if problem is not None:
+        raise problem
+    if key not in scans:
+        scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas)
+    remember_agreement(comm, shape, agree)
+    return scans[key]
+
+
+def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T_:
+    """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it.
+
+    The communicator keeps KEPT of them, and those whose addresses a graph holds.
+    """
+    tables = cached_on(comm, "tables")
+    value, captured = tables.pop(key, (None, False))
+    capturing = comm.streams.capturing()
+    if value is None:
+        if capturing:
+            raise RuntimeError(NOT_IN_CAPTURE)
+        value = make()
+        if len(tables) >= KEPT:
+            oldest = next((k for k, (_, held) in tables.items() if not held), None)
+            tables.pop(oldest, None)
+    tables[key] = (value, captured or capturing)  # the newest is last
+    return value
+
+
+def first_token(comm: Communicator, lengths, T: int) -> int:
+    """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
+    these ``lengths`` is collective, and the partition that it finds is kept (the last KEPT, alike on every rank).
+
+    Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
+    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture.
+    """
+    # ranks that missed a call before resync() have used them in another order
+    partitions = cached_on(comm, f"partitions {comm.order.generation}")
+    if lengths in partitions:
+        tokens = partitions[lengths] = partitions.pop(lengths)  # the newest is last
+        if tokens[comm.rank] != T:
+            raise ValueError(
+                f"these cu_seqlens came with {tokens[comm.rank]} tokens on this rank before, now with {T}: on one "
+                "communicator a cu_seqlens is bound to one partition of tokens"
+            )
+        return sum(tokens[: comm.rank])
+    if comm.streams.capturing():
+        raise RuntimeError(NOT_IN_CAPTURE)
+    answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
+    if any(answer[0] != lengths for answer in answers):
+        raise comm.order.raised_everywhere(
+            ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
+        )
+    tokens = [answer[1] for answer in answers]
+    if lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:])) or lengths[-1] != sum(tokens):
+        problem = (
+            f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
+        )
+        raise comm.order.raised_everywhere(ValueError(problem))
+    if len(partitions) >= KEPT:
+        del partitions[next(iter(partitions))]
+    partitions[lengths] = tokens
+    return sum(tokens[: comm.rank])

@@ -1,0 +1,108 @@
+"""How the tokens of a rank divide into sequences, segments and chunks: tables for the kernels. Asks no other rank."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from .shmem_kernels.gla_blocks import FIRST, LAST
+
+KEPT = 256  # boundaries read from the GPU
+CHUNK_TOKENS = 64  # BT
+
+
+class Piece(NamedTuple):
+    """What this rank has of one sequence."""
+
+    start: int  # tokens start .. end - 1 of this rank's B * T
+    end: int
+    state_index: int  # which of the travelling states is its own: the batch entry, 0 for packed sequences
+    sequence: int  # row of initial_state and final_state
+    flags: int  # FIRST: the sequence begins here; LAST: it ends here
+
+
+class Layout:
+    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many travel."""
+
+    def __init__(self, pieces: list[Piece], states: int, segment: int, device, BT: int = CHUNK_TOKENS) -> None:
+        segments: list[tuple] = []
+        chunks: list[tuple[int, int]] = []
+        begins: list[int] = []
+        for piece in pieces:
+            while len(begins) <= piece.state_index:
+                begins.append(len(segments))
+            starts = range(piece.start, piece.end, segment) or [piece.start]  # an empty sequence has an empty segment
+            for start in starts:
+                end = min(start + segment, piece.end)
+                first, last = start == piece.start, end == piece.end
+                flags = (FIRST.value * first | LAST.value * last) & piece.flags
+                segments.append((start, end, len(chunks), piece.state_index, piece.sequence, flags))
+                chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
+        begins += [len(segments)] * (states + 1 - len(begins))
+        self.num_segments, self.num_chunks = len(segments), len(chunks)
+        self.segments, self.chunks, self.first_segments = (
+            torch.tensor(table, dtype=torch.int32).to(device) for table in (segments, chunks, begins)
+        )
+        distance = torch.arange(BT)[:, None] - torch.arange(BT)  # what gla_blocks.load_weights takes
+        weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
+        self.weights = torch.stack([w.to(torch.bfloat16) for w in weights]).to(device)
+
+
+def segment_length(tokens: int, H: int, cuda: bool) -> int:
+    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments to fill a GPU."""
+    if not cuda:
+        return 2 * CHUNK_TOKENS
+    length = 1024
+    while length > 4 * CHUNK_TOKENS and tokens * H // length < 128:
+        length //= 2
+    return length
+
+
+def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
+    """An upper bound of the number of segments that does not depend on where packed sequences begin."""
+    return B * (T // segment) + sequences
+
+
+def cut(lengths, begin: int, T: int) -> list[Piece]:
+    """The pieces of packed sequences in tokens begin .. begin + T - 1. An empty sequence lies where a token before it
+    would: behind the last token of the rank that ends there, or on the first rank."""
+    pieces = []
+    for i, (first, end) in enumerate(zip(lengths, lengths[1:])):
+        here = begin < end <= begin + T or (first == end == begin == 0)
+        if first == end:
+            flags = FIRST.value | LAST.value
+        else:
+            flags = FIRST.value * (begin <= first < begin + T) | LAST.value * here
+            here = first < begin + T and end > begin
+        if here:
+            pieces.append(Piece(max(first, begin) - begin, min(end, begin + T) - begin, 0, i, flags))
+    return pieces
+
+
+def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """cu_seqlens as Python's numbers."""
+    if cu_seqlens.device.type == "cpu":
+        return tuple(cu_seqlens.tolist())
+    return _read_boundaries(TensorKey(cu_seqlens))
+
+
+class TensorKey:
+    """A tensor as a dictionary key: the same object, not written to since."""
+
+    def __init__(self, tensor):
+        self.tensor = weakref.ref(tensor)
+        self.key = (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+
+    def __hash__(self):
+        return hash(self.key)
+
+    def __eq__(self, other):
+        return self.key == other.key and self.tensor() is other.tensor()
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _read_boundaries(identity):
+    return tuple(identity.tensor().tolist())  # waits for the GPU, once for each tensor

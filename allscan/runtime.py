@@ -1,0 +1,85 @@
+"""This process's part of the job: which transport, and the symmetric heap, made once."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from .bindings.arena import arena_bytes
+from .bindings.interpreter import remember_repeated_work
+from .bindings.nvshmem_host import NvshmemHeap
+from .bindings.shared_memory import SharedMemoryHeap
+from .bindings.transport import SymmetricHeap
+from .rendezvous import Rendezvous
+
+_heap: SymmetricHeap | None = None
+
+
+def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
+    """Make this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
+
+    The first :class:`Communicator` calls it; call it yourself to choose the size, or where only some ranks of the job
+    make communicators at first. A second call does nothing if it asks for no other size.
+
+    heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
+    transport: "nvshmem" (one process a GPU; the current CUDA device is used), "shm" (processes without GPUs, for
+        Triton's interpreter), or "auto": "nvshmem" where CUDA is.
+    Raises RuntimeError if the transport is missing, ValueError for a bad size or name, or if ranks disagree.
+
+        >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
+    """
+    global _heap
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    transport = resolve_transport(transport)
+    if _heap is not None:
+        if heap_bytes is not None and arena_bytes(heap_bytes) != _heap.arena.size:
+            raise ValueError(f"the arena exists already with {_heap.arena.size:,} bytes")
+        if transport != _heap.transport:
+            raise ValueError(f"this process already uses transport {_heap.transport!r}")
+        return
+    everybody = Rendezvous(range(dist.get_world_size()))
+
+    def exchange(value):
+        return everybody.exchange(value, "allscan.init, collective over the job")
+
+    if len(set(transports := exchange(transport))) > 1:
+        raise ValueError(f"ranks ask for different transports: {transports}")
+    if transport == "nvshmem":
+        _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)
+    else:
+        remember_repeated_work()
+        _heap = SharedMemoryHeap(exchange, heap_bytes)
+
+
+def finalize() -> None:
+    """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use."""
+    global _heap
+    if _heap is not None:
+        _heap.close()
+    _heap = None
+
+
+def symmetric_heap() -> SymmetricHeap:
+    """What :func:`init` has made. Raises RuntimeError before that."""
+    if _heap is None:
+        raise RuntimeError("there is no symmetric heap: allscan.init() was not called, or finalize() was")
+    return _heap
+
+
+def resolve_transport(transport: str) -> str:
+    """ "nvshmem" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
+    if transport not in ("auto", "nvshmem", "shm"):
+        raise ValueError(f'transport must be "auto", "nvshmem" or "shm", got {transport!r}')
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    if transport == "auto":
+        transport = "nvshmem" if torch.cuda.is_available() and not interpreted else "shm"
+    if transport == "nvshmem" and not torch.cuda.is_available():
+        raise RuntimeError("transport 'nvshmem' needs a CUDA device, and torch finds none")
+    if transport == "shm" and not interpreted:
+        raise RuntimeError(
+            "without GPUs the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+        )
+    return transport

@@ -1,0 +1,47 @@
+"""How large tiles are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# Words of a tile by kind of link: (fewest, most where a program has one tile or two, most where it has four or more). A
+# launch has at most Communicator.max_ctas programs. The interpreter pays by the tile.
+SENTINEL_WORDS = (128, 2048, 4096)
+SIGNAL_WORDS = (1024, 8192, 8192)
+CPU_WORDS = (8192, 8192, 8192)
+
+
+def scan_tile(shape, ctas: int, sentinel: bool, device: torch.device) -> tuple[int, int]:
+    """(BK, BV) of a scan of ``shape`` [..., K, V] in at most ``ctas`` programs; ``sentinel``: the kind of its links."""
+    limits = CPU_WORDS if device.type == "cpu" else SENTINEL_WORDS if sentinel else SIGNAL_WORDS
+    K, V = shape[-2:]
+    return default_tile(K, V, tile_words(math.prod(shape), ctas, *limits))
+
+
+def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
+    """(BK, BV), powers of two of at most ``words``: whole rows of V where they fit, since those are contiguous."""
+    BV = min(next_power_of_2(V), words)
+    return min(next_power_of_2(K), max(1, words // BV)), BV
+
+
+def tile_words(numel: int, ctas: int, least: int, most: int, most_of_four: int) -> int:
+    """Words of a tile, a power of two, for ``numel`` words in at most ``ctas`` programs: see SENTINEL_WORDS."""
+    one, four = (next_power_of_2(-(-numel // (ctas * tiles))) for tiles in (1, 4))
+    return max(least, min(one, most), min(four, most_of_four))
+
+
+def transition_tile(K: int) -> tuple[int, int]:
+    """The ``tile`` of an AllScan for transitions: whole columns, 32 of them, or 16 where registers do not hold a
+    transition."""
+    return max(16, next_power_of_2(K)), 32 if K <= 128 else 16
+
+
+def transition_blocks(BK: int) -> dict[str, int]:
+    """Launch options of transition_kernel: up to 128 x 128 a transition fits the registers of 8 warps."""
+    return dict(BJ=BK if BK <= 128 else 32 if BK <= 256 else 16, num_warps=4 if BK <= 64 else 8)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,33 @@
+"""Which software and which sources a result is of."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+
+FOLDERS = ("shmem_kernels", "bindings", "", "gla", "tools", "integrations")  # of the package, that have *.py
+
+
+def installed_version(*packages: str) -> str | None:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def nvshmem_version() -> str | None:
+    return installed_version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+
+
+def source_hash() -> str:
+    """sha256 over the bytes of the sorted *.py of FOLDERS."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    digest = hashlib.sha256()
+    for folder in (os.path.join(package, name) for name in FOLDERS):
+        for name in sorted(name for name in os.listdir(folder) if name.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as file:
+                digest.update(file.read())
+    return digest.hexdigest()

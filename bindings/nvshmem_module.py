@@ -1,0 +1,73 @@
+"""NVSHMEM inside a compiled Triton kernel: its device library is linked, and every CUDA module is given its state."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import triton
+
+from .nvshmem_host import initialized_modules, load
+
+DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
+
+
+@functools.cache
+def device_library() -> str:
+    """Path of NVSHMEM's LLVM bitcode. Raises RuntimeError naming the package when there is none that Triton can read.
+
+    Up to NVSHMEM 3.6 it is one file; from 3.7 there is one for each architecture, in a newer bitcode.
+    """
+    try:
+        import nvidia.nvshmem as package
+    except ImportError:
+        raise RuntimeError("NVSHMEM's device library is missing: pip install allscan[cuda13] (or [cuda12])") from None
+    folder = os.path.join(list(package.__path__)[0], "lib")
+    for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_90.bc"):
+        if os.path.exists(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    raise RuntimeError(f"no NVSHMEM bitcode in {folder}: install nvidia-nvshmem 3.4 to 3.6")
+
+
+def extern_libs() -> dict:
+    """The launch option that links the device library: ``kernel[grid](..., extern_libs=extern_libs())``."""
+    return {DEVICE_LIBRARY: device_library()}
+
+
+class Kernel:
+    """A ``triton.jit`` function linked with NVSHMEM, whose modules are initialised before their first launch.
+
+    Every specialisation that Triton compiles is a CUDA module with a copy of NVSHMEM's device state in it; a module
+    that was not initialised ends in an illegal address at its first NVSHMEM call. NVSHMEM must be initialised first.
+    """
+
+    def __init__(self, fn):
+        self.fn = fn
+        functools.update_wrapper(self, fn.fn if hasattr(fn, "fn") else fn)
+
+    def __getitem__(self, grid):
+        return functools.partial(self.run, grid)
+
+    def run(self, grid, *args, **options):
+        options["extern_libs"] = extern_libs()
+        initialize_module(self.fn.warmup(*args, grid=grid, **options))
+        return self.fn[grid](*args, **options)
+
+
+def initialize_module(kernel) -> None:
+    """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
+    kernel._init_handles()
+    if kernel.module in initialized_modules:
+        return
+    if "nvshmemi_device_state_d" in kernel.asm["ptx"]:
+        status = load().cumodule_init(int(kernel.module))
+        if status:
+            raise RuntimeError(f"nvshmemx_cumodule_init failed with {status}: is NVSHMEM initialised?")
+    initialized_modules.add(kernel.module)
+
+
+def jit(fn=None, **options):
+    """``triton.jit`` for kernels that call the functions of this module."""
+    if fn is None:
+        return functools.partial(jit, **options)
+    return Kernel(triton.jit(fn, **options))

@@ -1,0 +1,219 @@
+"""Chunks of strong decay: what queries_kernel (gla_fwd.py) and grad_kernel (gla_bwd.py) leave, for any gates.
+
+There a decay is a quotient of two exponentials, which is harmless as long as a chunk's gates are mild. keys_kernel
+decides that chunk by chunk (``p_strong`` [NC, H]); programs of mild chunks return at once. Here a chunk is taken by
+sub-blocks of BC tokens. Within a sub-block each pair of tokens has its decay by itself; between two sub-blocks it is
+the product of three exponentials of sums of gates, none above 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gla_blocks import (
+    cast,
+    exp2,
+    fine_product,
+    from_states,
+    load,
+    load_da,
+    load_decay_gradient,
+    load_gates,
+    lower,
+    pair_decays,
+    rows,
+    sums_of,
+    upper,
+)
+
+
+@triton.jit
+def strong_decay_kernel(
+    p_q, p_k, p_g, p_chunks, p_strong, p_q_in, p_a, scale,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q_in and A of a strong-decay chunk, by sub-blocks of BC tokens."""
+    n, h = tl.program_id(0), tl.program_id(1)
+    if tl.load(p_strong + n * H + h) != 0:
+        start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+        for i in range(BT // BC):
+            _rows(p_q, p_k, p_g, p_q_in, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
+
+
+@triton.jit
+def _rows(
+    p_q, p_k, p_g, p_q_in, p_a, h, chunk_start, end, i_sub, scale,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q_in, and A against the sub-blocks up to its own, of the BC tokens of a sub-block, for any gates."""
+    start = chunk_start + i_sub * BC
+    at_a, inside_a = rows(h, start, end, H, BT, BC, BC)
+
+    # Its own sub-block, every pair by itself; BS columns of K at a time
+    b_a = tl.zeros([BC, BC], tl.float32)
+    for i_s in tl.static_range(BK // BS):
+        at, inside = rows(h, start, end, H, K, BC, BS, i_s)
+        b_q = load(p_q, at, inside).to(tl.float32)  # [BC, BS]
+        b_k = load(p_k, at, inside).to(tl.float32)
+        b_a += tl.sum(b_q[:, None, :] * b_k[None, :, :] * pair_decays(load_gates(p_g, at, inside), BC), 2)
+    b_a = tl.where(lower(BC, 0), b_a * scale, 0.0)
+    tl.store(p_a + at_a + i_sub * BC, cast(b_a, p_a.dtype.element_ty), mask=inside_a)
+
+    # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
+    own, inside = rows(h, start, end, H, K, BC, BK)
+    b_gates = sums_of(lower(BC, 0), load_gates(p_g, own, inside), PRECISION)  # [BC, BK]
+    b_q = load(p_q, own, inside).to(tl.float32)
+    b_qi = b_q * exp2(b_gates) * scale
+    at, whole = rows(h, start - BC, end, H, K, BC, BK)
+    b_between = tl.zeros([BK], tl.float32)
+    j = i_sub - 1
+    while j >= 0:
+        b_gj = load_gates(p_g, at, whole)
+        b_kj = load(p_k, at, whole).to(tl.float32)
+        b_kj *= exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
+        b_aij = fine_product(b_qi, tl.trans(b_kj), tl.zeros([BC, BC], tl.float32), PRECISION)
+        tl.store(p_a + at_a + j * BC, cast(b_aij, p_a.dtype.element_ty), mask=inside_a)
+        b_between += tl.sum(b_gj, 0)
+        at -= BC * H * K
+        j -= 1
+    b_q *= exp2(b_gates + b_between[None, :])
+    tl.store(p_q_in + own, cast(b_q, p_q_in.dtype.element_ty), mask=inside)
+
+    # Later sub-blocks are not seen
+    i = i_sub + 1
+    while i < BT // BC:
+        tl.store(p_a + at_a + i * BC, tl.zeros([BC, BC], p_a.dtype.element_ty), mask=inside_a)
+        i += 1
+
+
+@triton.jit
+def strong_decay_grad_kernel(
+    p_q, p_k, p_v, p_g, p_do, p_chunks, p_strong, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
+    scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    NT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg of a strong-decay chunk, by sub-blocks of BC tokens, BS columns."""
+    n, h = tl.program_id(0), tl.program_id(1)
+    if tl.load(p_strong + n * H + h) != 0:
+        start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+        for i_s in range(BK // BS):
+            # From the last sub-block: the sums of what later tokens give to dg
+            b_later = load_decay_gradient(p_through, n, h, i_s * BS + tl.arange(0, BS), H, K, NT)
+            for i in range(BT // BC):
+                b_later = _grad_rows(
+                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
+                    n, h, start, end, BT // BC - 1 - i, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION,
+                )  # fmt: skip
+            # From the first: of what earlier ones give by way of the state
+            b_earlier = tl.zeros([BS], tl.float32)
+            for i in range(BT // BC):
+                own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
+                b_k = load(p_k, own, inside).to(tl.float32)
+                b_dk = _grad_from_state(
+                    p_v, p_g, p_dstates, n, h, start, end, i, i_s, H, K, V, BT, BC, BV, BS, PRECISION
+                )
+                b_dg = load(p_dg, own, inside).to(tl.float32) + b_earlier[None, :]
+                b_dg += sums_of(lower(BC, 1), b_k * b_dk, PRECISION)
+                tl.store(p_dg + own, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
+                b_earlier += tl.sum(b_k * b_dk, 0)
+
+
+@triton.jit
+def _grad_from_state(
+    p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What D gives to dk of the BC tokens of a sub-block: exp(gates after) * (v D^T) [BC, BS]."""
+    start = chunk_start + i_sub * BC
+    own, inside = rows(h, start, end, H, K, BC, BS, i_s)
+    b_after = sums_of(upper(BC, 1), load_gates(p_g, own, inside), PRECISION)
+    i = i_sub + 1
+    while i < BT // BC:
+        at, inside = rows(h, chunk_start + i * BC, end, H, K, BC, BS, i_s)
+        b_after += tl.sum(load_gates(p_g, at, inside), 0)[None, :]
+        i += 1
+    return exp2(b_after) * from_states(p_v, p_dstates, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION)
+
+
+@triton.jit
+def _grad_rows(
+    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
+    n, h, chunk_start, end, i_sub, i_s, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of BC tokens (a sub-block) and BS columns, and of dg what these and later tokens give.
+
+    b_later [BS]: the sum of q dq - k dk_pairs over the later sub-blocks. Returns it with this one.
+    """
+    start = chunk_start + i_sub * BC
+    own, inside = rows(h, start, end, H, K, BC, BS, i_s)
+    b_q = load(p_q, own, inside).to(tl.float32)  # [BC, BS]
+    b_k = load(p_k, own, inside).to(tl.float32)
+    b_g = load_gates(p_g, own, inside)
+
+    # Its own sub-block, every pair by itself
+    b_pairs = pair_decays(b_g, BC) * _load_da(p_da, h, start, end, i_sub, H, BT, BC, PRECISION)[:, :, None]
+    b_dq = tl.sum(b_pairs * b_k[None, :, :], 1)  # [BC, BS]
+    b_dk = tl.sum(b_pairs * b_q[:, None, :], 0)
+
+    # Earlier sub-blocks, nearest first, which are whole, and the state before them give dq; b_between: the gates in
+    # between
+    b_far = tl.zeros([BC, BS], tl.float32)
+    b_between = tl.zeros([BS], tl.float32)
+    j = i_sub - 1
+    while j >= 0:
+        at, whole = rows(h, chunk_start + j * BC, end, H, K, BC, BS, i_s)
+        b_gj = load_gates(p_g, at, whole)
+        b_kj = exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
+        b_kj *= load(p_k, at, whole).to(tl.float32)
+        b_far = fine_product(_load_da(p_da, h, start, end, j, H, BT, BC, PRECISION), b_kj, b_far, PRECISION)
+        b_between += tl.sum(b_gj, 0)
+        j -= 1
+    b_gates = sums_of(lower(BC, 0), b_g, PRECISION)
+    b_state = from_states(p_do, p_states, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION) * scale
+    b_dq += b_far * exp2(b_gates) + b_state * exp2(b_gates + b_between[None, :])
+
+    # Later sub-blocks give dk
+    b_far = tl.zeros([BC, BS], tl.float32)
+    b_between = tl.zeros([BS], tl.float32)
+    i = i_sub + 1
+    while i < BT // BC:
+        at, inside_i = rows(h, chunk_start + i * BC, end, H, K, BC, BS, i_s)
+        b_gi = load_gates(p_g, at, inside_i)
+        b_qi = exp2(sums_of(lower(BC, 0), b_gi, PRECISION) + b_between[None, :])
+        b_qi *= load(p_q, at, inside_i).to(tl.float32)
+        b_da = _load_da(p_da, h, chunk_start + i * BC, end, i_sub, H, BT, BC, PRECISION)
+        b_far = fine_product(tl.trans(b_da), b_qi, b_far, PRECISION)
+        b_between += tl.sum(b_gi, 0)
+        i += 1
+    b_dk += b_far * exp2(sums_of(upper(BC, 1), b_g, PRECISION))
+    b_dg = b_q * b_dq - b_k * b_dk
+    tl.store(
+        p_dg + own, cast(sums_of(upper(BC, 0), b_dg, PRECISION) + b_later[None, :], p_dg.dtype.element_ty), mask=inside
+    )
+
+    b_dk += _grad_from_state(
+        p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s, H, K, V, BT, BC, BV, BS, PRECISION
+    )
+    t = start + tl.arange(0, BC)
+    b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
+    tl.store(p_dq + own, cast(b_dq + b_diagonal * b_k, p_dq.dtype.element_ty), mask=inside)
+    tl.store(p_dk + own, cast(b_dk + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
+    return b_later + tl.sum(b_dg, 0)
+
+
+@triton.jit
+def _load_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
+    """load_da in float32."""
+    b_high, b_low = load_da(p_da, h, t, end, i_s, H, BT, BC, PRECISION)
+    if PRECISION == "bf16":
+        return b_high.to(tl.float32) + b_low.to(tl.float32)
+    else:
+        return b_high

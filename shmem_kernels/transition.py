@@ -1,0 +1,69 @@
+"""The scan with a dense transition in place of the decay: R_{p+1} = transition_p R_p + state_p; rank p gets R_p."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .channel import begin, finish, receive
+from .links import NONE, post
+from .tiles import tile_place
+from .wait import hidden
+
+
+@triton.jit
+def transition_kernel(
+    p_state,  # float32 [G, K, V]
+    p_transition,  # float32 [G, K, K], element (g, i, j) at g * K * K + i * stride_i + j * stride_j
+    p_initial,  # float32 [G, K, V]; not read without HAS_INITIAL
+    p_out,  # float32 [G, K, V]
+    channel,
+    stride_i,
+    stride_j,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
+    """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
+
+    A program takes tiles that follow one another. With BJ >= BK it holds a tile's transition before it waits for R; a
+    larger transition it takes BJ columns at a time afterwards, and reads as many rows of R back from p_out. Products
+    are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its state as it is.
+    """
+    PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
+    HELD: tl.constexpr = PRODUCT and BJ >= channel.BK
+    count = (channel.num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    tile = tl.program_id(0) * count
+    end = tl.minimum(tile + count, channel.num_tiles)
+    epoch, word, begun_well = begin(channel, tile)
+    while tile < end:
+        g, i, v = tile_place(channel, tile, K, V)
+        state, dense = g * (K * V), p_transition + g * (K * K)
+        offsets = i[:, None] * V + v[None, :]
+        inside = (i < K)[:, None] & (v < V)[None, :]
+        b_state = tl.load(p_state + state + offsets, mask=inside, other=0.0)
+        b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+        if HAS_INITIAL:
+            b_first = tl.load(p_initial + state + offsets, mask=inside, other=0.0)
+        if HELD:
+            row = i + hidden(tile - tile)  # or the offsets would stay in registers over the whole loop
+            at = row[:, None] * stride_i + row[None, :] * stride_j
+            b_transition = tl.load(dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)  # [BK, BK]
+        b_prev, ok = receive(channel, tile, epoch, word, begun_well, b_first)
+        tl.store(p_out + state + offsets, b_prev, mask=inside)
+        if HELD:
+            b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
+        elif PRODUCT:
+            tl.debug_barrier()  # all of R is in p_out
+            for n in tl.range((K + BJ - 1) // BJ, num_stages=4):
+                j = n * BJ + tl.arange(0, BJ)
+                at = i[:, None] * stride_i + j[None, :] * stride_j
+                b_columns = tl.load(dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]
+                at = j[:, None] * V + v[None, :]
+                b_rows = tl.load(p_out + state + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)  # [BJ, BV]
+                b_state = tl.dot(b_columns, b_rows, b_state, input_precision="tf32x3")
+        if ok:
+            post(channel, tile, epoch, word, b_state)
+            finish(channel, tile, epoch)  # on the last rank too
+        tile += 1

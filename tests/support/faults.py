@@ -1,0 +1,44 @@
+"""What a rank sees whose neighbour does not come."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import allscan
+
+TIMEOUT = 2.0
+
+
+def scan_until_timeout(comm, scan, epochs):
+    """Seconds until AllScanTimeout and its record; scans up to ``epochs`` times."""
+    state = torch.ones(scan.shape, device=comm.device)
+    start = time.monotonic()
+    try:
+        for _ in range(epochs):
+            scan.scan(state)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        comm.check()
+    except allscan.AllScanTimeout as timeout:
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()  # returns: the GPU is free again
+        return time.monotonic() - start, (timeout.rank, timeout.neighbour, timeout.tile, timeout.expected), str(timeout)
+    return time.monotonic() - start, None, ""
+
+
+def poisoned_case(absent, protocol):
+    comm = allscan.Communicator(timeout=1.0)
+    scan = allscan.AllScan(comm, (1, 4, 8), protocol=protocol)
+    if comm.rank == absent:
+        time.sleep(3)
+        return None
+    out = torch.zeros(scan.shape, device=comm.device)
+    try:
+        scan.scan(torch.ones(scan.shape, device=comm.device), out=out)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+    except allscan.AllScanTimeout:
+        pass
+    return bool(out.isnan().all())

@@ -1,0 +1,111 @@
+"""The GLA operator against the token-by-token recurrence in float64 over the whole sequence."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import allscan
+from allscan.communicator import cached_on
+from allscan.reference import gla_reference
+
+from .values import place, relative_all
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def gates(kind, shape, generator):
+    """Natural-log decays: mild ones as models have, near 1, strong, exactly 1, closed, and all of these mixed."""
+    g = F.logsigmoid(torch.randn(shape, generator=generator))
+    if kind == "weak":
+        return g / 64
+    if kind == "strong":
+        return -20 - 60 * torch.rand(shape, generator=generator)
+    if kind == "zero":
+        return torch.zeros(shape)
+    if kind == "mixed":
+        scales = torch.tensor([0.0, 1e-4, 1.0, 20.0, 80.0, float("inf")])
+        g = g * scales[torch.randint(0, 6, shape, generator=generator)]
+    return g
+
+
+class Whole:
+    """The whole sequence with all that belongs to it, the same on every rank, and its float64 reference."""
+
+    def __init__(self, seed, total, B, H, K, V, kind, dtype, gate_dtype, device, lengths=None):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(device)
+
+        self.lengths, sequences = lengths, B if lengths is None else len(lengths) - 1
+        self.q, self.k, self.v = (normal(B, total, H, w).to(dtype) for w in (K, K, V))
+        self.g = gates(kind, (B, total, H, K), generator).to(device, gate_dtype)
+        self.do = normal(B, total, H, V).to(dtype)
+        self.initial, self.dfinal = normal(sequences, H, K, V), normal(sequences, H, K, V)
+
+    def reference(self):
+        """(o, final_state, dq, dk, dv, dg, dinitial_state) in float64."""
+        leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.initial)]
+        o, final = gla_reference(*leaves[:4], initial_state=leaves[4], cu_seqlens=self.lengths)
+        ((o * self.do.double()).sum() + (final * self.dfinal.double()).sum()).backward()
+        return [o, final] + [x.grad.nan_to_num() for x in leaves]
+
+    def ours(self, comm, mine, call=allscan.zeco_gla):
+        """The same of zeco_gla on tokens ``mine``. -inf gates have no gradient worth the name: 0 here."""
+        return self.forward(comm, mine, call)()
+
+    def forward(self, comm, mine, call=allscan.zeco_gla):
+        """The first half of ours(); returns the second."""
+        own = [x[:, mine].requires_grad_() for x in (self.q, self.k, self.v, self.g)]
+        own.append(self.initial.clone().requires_grad_())
+        packed = None if self.lengths is None else torch.tensor(self.lengths, device=comm.device)
+        o, final = call(*own[:4], comm=comm, initial_state=own[4], output_final_state=True, cu_seqlens=packed)
+
+        def backward():
+            ((o.float() * self.do[:, mine].float()).sum() + (final * self.dfinal).sum()).backward()
+            own[3].grad.masked_fill_(own[3].detach().isinf(), 0.0)
+            return [o, final] + [x.grad for x in own]
+
+        return backward
+
+
+NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state")
+
+
+def owners(tokens, lengths, sequences):
+    """(rank of each sequence's first token, rank of its last); an empty one has both where its last would be."""
+    edges = [sum(tokens[: r + 1]) for r in range(len(tokens))]
+    if lengths is None:
+        return [0] * sequences, [len(tokens) - 1] * sequences
+    last = [next(r for r, edge in enumerate(edges) if b <= edge) for b in lengths[1:]]
+    first = [next(r for r, edge in enumerate(edges) if a < edge) if a < b else last[i]
+             for i, (a, b) in enumerate(zip(lengths, lengths[1:]))]  # fmt: skip
+    return first, last
+
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0):
+    """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
+        expected = whole.reference()
+        mine = place(comm, tokens)
+        actual = whole.ours(comm, mine)
+        assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
+        first, last = owners(tokens, lengths, B)
+        has_first, has_last = (torch.tensor([r == comm.rank for r in ranks]) for ranks in (first, last))
+        assert not actual[1][~has_last.to(comm.device)].any()
+        assert not actual[6][~has_first.to(comm.device)].any()
+        for i in (0, 2, 3, 4, 5):
+            expected[i] = expected[i][:, mine]
+        for i, has in ((1, has_last), (6, has_first)):
+            expected[i] = torch.where(has.to(comm.device)[:, None, None, None], expected[i], 0.0)
+        return relative_all(NAMES, actual, expected)
+
+
+def check(answers, dtype=torch.float32):
+    for errors in answers:
+        assert max(errors.values()) < LIMIT[dtype], errors

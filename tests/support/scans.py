@@ -1,0 +1,32 @@
+"""All-Scan against its law in float64."""
+
+from __future__ import annotations
+
+import torch
+
+import allscan
+from allscan.reference import allscan_reference
+
+from .values import error, inputs, late
+
+
+def scan_case(group, shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms):
+    with allscan.Communicator(group) as comm:
+        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol)
+        worst = 0.0
+        for epoch in range(epochs):
+            states, decays = inputs(comm, shape, decay_shape, epoch, special)
+            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if with_initial else None
+            expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
+            out = torch.full(shape, float("nan"), device=comm.device)
+            late(epoch, comm.rank, most_ms)
+            scan.scan(
+                states[comm.rank].to(comm.device),
+                None if decays is None else decays[comm.rank].to(comm.device),
+                initial_state=None if initial is None else initial.to(comm.device),
+                reverse=reverse,
+                out=out,
+            )
+            worst = max(worst, error(out, expected))
+        comm.check()
+    return worst
