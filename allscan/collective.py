@@ -7,6 +7,7 @@ import math
 import numbers
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -101,8 +102,8 @@ class AllScan:
 
     @staticmethod
     def size_hint(
-        comm: Communicator, shape, *, depth: int = 3, protocol: str = "auto", tile: tuple[int, int] | None = None,
-        max_ctas: int | None = None,
+        comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
+        tile: tuple[int, int] | None = None, max_ctas: int | None = None,
     ) -> int:  # fmt: skip
         """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
         the state, with put links twice that; nothing on one rank. Takes nothing, and asks no other rank."""
@@ -129,22 +130,20 @@ class AllScan:
         comm = self.comm
         if self._closed:
             return
+        if comm.size > 1 and not (comm.closed or comm.broken or comm.order.lost is not None):
+            comm.drain()
+            comm.exchange("close", f"AllScan.close, of shape {self.shape}")
+            for offset in self._workspace.offsets:
+                comm.free(offset)
+            comm.collectives.discard(self)
         self._closed = True
-        comm.collectives.discard(self)
-        if comm.size == 1 or comm.closed or comm.broken or comm.order.lost is not None:
-            return
-        comm.drain()
-        comm.exchange("close", f"AllScan.close, of shape {self.shape}")
-        for offset in self._workspace.offsets:
-            comm.free(offset)
 
     def __enter__(self) -> AllScan:
         return self
 
     def __exit__(self, error, *_) -> None:
-        if error is None:
+        if error is None:  # else the other ranks may never come: the memory stays with the communicator
             self.close()
-        self._closed = True  # after an error the other ranks may never come: the memory stays with the communicator
 
     @property
     def epochs(self) -> tuple[int, int]:
@@ -153,7 +152,9 @@ class AllScan:
         forward, reverse = (int(channel.epoch[0]) for channel in self._channels)
         return forward, reverse
 
-    def channel(self, reverse: bool = False, *, ticket=None, adjoint_of=None) -> Channel:
+    def channel(
+        self, reverse: bool = False, *, ticket: torch.Tensor | None = None, adjoint_of: torch.Tensor | None = None
+    ) -> Channel:
         """The channel of one direction, for kernels of your own: see ``allscan.device``.
 
         For a kernel that has a backward pass of its own: ``ticket``, int64 [1] on the device, takes the number of this
@@ -179,7 +180,7 @@ class AllScan:
         self.backwards, self.dropped = 0, [False, False]
 
     @dynamo_disabled
-    def launch(self, kernel, grid, *args, **options):
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
@@ -238,9 +239,10 @@ class AllScan:
             time.sleep(1e-3)
 
     def scan(
-        self, state, decay=None, *, transition=None, adjoint=False, initial_state=None, reverse: bool = False, out=None,
-        channel: Channel | None = None,
-    ):  # fmt: skip
+        self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
+        adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
+        out: torch.Tensor | None = None, channel: Channel | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
 
         state: float32 tensor of this AllScan's shape, on the communicator's device.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +17,15 @@ from .order import PendingBackward, recomputing
 from .packing import boundaries_on_host
 from .tiling import transition_tile
 
+Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
+Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
+
 
 @dynamo_disabled
 def allscan(
-    state, decay=None, *, comm: Communicator, transition=None, initial_state=None, reverse: bool = False, out=None
-):
+    state: Array, decay: Array | float | None = None, *, comm: Communicator, transition: Array | None = None,
+    initial_state: Array | None = None, reverse: bool = False, out: Array | None = None,
+) -> Array:  # fmt: skip
     """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
@@ -156,7 +162,9 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
 
 
 @dynamo_disabled
-def halo(x, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens=None):
+def halo(
+    x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None
+) -> Xs:
     """The n tokens that precede this rank's part of the sequence: the last n of the rank before. Differentiable.
 
         out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]

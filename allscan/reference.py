@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 
-def allscan_reference(states, decays=None, initial_state=None, reverse: bool = False, transitions=None) -> list:
+def allscan_reference(
+    states: Sequence[Tensor], decays: Sequence | None = None, initial_state: Tensor | None = None,
+    reverse: bool = False, transitions: Sequence[Tensor] | None = None,
+) -> list[Tensor]:  # fmt: skip
     """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes. Returns [R_0, ..., R_{P-1}].
 
     states: list of [..., K, V], one a rank. decays: list of [..., K], [...] or numbers, or None. transitions: list of
@@ -33,7 +39,10 @@ def allscan_reference(states, decays=None, initial_state=None, reverse: bool = F
     return prevs
 
 
-def gla_reference(q, k, v, g, scale=None, initial_state=None, cu_seqlens=None):
+def gla_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gated linear attention token by token: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t.
 
     q, k, g: [B, T, H, K]; v: [B, T, H, V]; initial_state: [B or N, H, K, V] or None; cu_seqlens: N + 1 boundaries of
@@ -43,7 +52,7 @@ def gla_reference(q, k, v, g, scale=None, initial_state=None, cu_seqlens=None):
         cuts = [int(cut) for cut in cu_seqlens]
         initial = [None] * (len(cuts) - 1) if initial_state is None else initial_state.split(1)
         parts = [
-            gla_reference(*(x[:, a:b] for x in (q, k, v, g)), scale, first)
+            gla_reference(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], scale, first)
             for a, b, first in zip(cuts, cuts[1:], initial)
         ]
         o, final_state = zip(*parts)

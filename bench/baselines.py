@@ -116,7 +116,7 @@ class Baseline:
         remember_agreement(self.comm, shape, agree)  # so that gates are looked at once, which waits for the GPU
 
     def stream(self):
-        return self.comm.side_stream() if self._overlapped else contextlib.nullcontext(lambda: None)
+        return self.comm.streams.side() if self._overlapped else contextlib.nullcontext(lambda: None)
 
     def carry(self, state, decay, out, *, ticket, reverse):
         self.scans += 1

@@ -25,8 +25,7 @@ import torch
 import allscan
 from allscan.packing import CHUNK_TOKENS, segment_length
 from allscan.reference import gla_reference
-from bench.operator import capture, checked, extra_mib, inputs, sample, step
-from bench.table import Table, results
+from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
 
 # B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
 SHAPES = (

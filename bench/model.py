@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allscan.tools.ranks import Ranks
+from bench.harness import Table, results
 from bench.operator import over
-from bench.table import Table, results
 
 TOKENS = (16384, 32768)
 STEPS = 11

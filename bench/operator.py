@@ -6,7 +6,7 @@ Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LA
 and beside what needs nothing remote), the ring of LASP-1 and the all-to-all of Ulysses, all around the same local
 kernels; zeco_gla on one rank, which is the ideal, since it does the same without communication; and, where fla is
 installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns
-whose order is drawn anew each time. A time is the median over samples of REPLAYS replays in a row, of the slowest
+whose order is drawn anew each time. A time is the median over samples of STEP_REPLAYS replays in a row, of the slowest
 rank. Every method is checked first against one rank's zeco_gla on the whole sequence (at a tenth of the tokens, since
 that must fit one GPU), and proven afterwards to be what ran (bench/proof.py; column ``proof``, of rank 0). Without GPUs
 only the check runs, on 3 CPU ranks.
@@ -26,62 +26,18 @@ import torch.distributed as dist
 import allscan
 from allscan.tools.ranks import Ranks
 from bench.baselines import METHODS, Baseline, all_to_all, gla
+from bench.harness import STEP_REPLAYS, Table, capture, checked, inputs, quantiles, results, sample, slowest, step
 from bench.proof import Method
-from bench.table import Table, quantiles, results, slowest
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
 # logsigmoid(normal) over this; 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32
 # with the other two, so that nothing passes through a rank (rank_decay: the largest decay of a channel over a rank).
 GATES = {"0": 0.0, "near 1": 16.0, "mild": 1.0}
-SAMPLES, REPLAYS = 20, 10
+SAMPLES = 20
 COLUMNS = (
     "method", "T", "H", "D", "gates", "pass", "ranks", "p20_us", "p50_us", "p80_us", "skew_us", "one_rank_us",
     "percent_of_ideal", "extra_mib", "max_error", "rank_decay", "proof", "gpu", "torch", "triton", "sources",
 )  # fmt: skip
-
-
-def inputs(T, H, K, device, seed=0, dtype=torch.bfloat16, mildness=16.0, B=1, V=None):
-    """([q, k, v, g], do)."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(width):
-        return torch.randn(B, T, H, width, generator=generator, device=device)
-
-    q, k, v, do = (normal(width).to(dtype) for width in (K, K, V or K, V or K))
-    g = torch.nn.functional.logsigmoid(normal(K))
-    g = g / mildness if mildness else torch.zeros_like(g)
-    return [x.requires_grad_() for x in (q, k, v, g)], do
-
-
-def step(leaves, do, call, backward):
-    """o, or o and the gradients, of one call."""
-    for leaf in leaves:
-        leaf.grad = None
-    if not backward:
-        with torch.no_grad():
-            return [call(*leaves)]
-    o = call(*leaves)
-    o.backward(do)
-    return [o.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def checked(name, actual, expected, limit) -> float:
-    """The largest difference of the pairs, relative to each tensor's size. AssertionError unless below ``limit``."""
-    differences = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(actual, expected)]
-    worst = torch.stack(differences).max().item()  # NaN if any is
-    if not worst < limit:
-        raise AssertionError(f"{name} is wrong by {worst}")
-    return worst
-
-
-def extra_mib(function) -> float:
-    """Memory that a call needs at its peak, beyond what there is before it."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / (1 << 20)
 
 
 def calls(comm, one, others) -> dict:
@@ -111,34 +67,6 @@ def check(comm, methods, T, H, D, dtype, mildness) -> dict:
         wanted = local if name == "fla, one rank" else [x[:, mine] for x in expected]
         errors[name] = checked(name, step(own, do[:, mine].contiguous(), methods[name], True), wanted, limit)
     return errors
-
-
-def capture(leaves, do, call, backward):
-    """A CUDA graph of one step, what it returns, and the memory that a step needs beyond its inputs, in MiB."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(leaves, do, call, backward)
-        for leaf in leaves:
-            leaf.grad = None
-        extra = extra_mib(lambda: step(leaves, do, call, backward))
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = step(leaves, do, call, backward)
-    return graph, kept, extra
-
-
-def sample(replay) -> float:
-    """Microseconds of one of REPLAYS replays one after another."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(REPLAYS):
-        replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / REPLAYS
 
 
 _groups = {}
@@ -188,7 +116,7 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
         rows = {}
         for name, (graph, _, extra) in made.items():
             dist.barrier(comm.group)
-            proof = methods[name].prove(name, before[name], SAMPLES * (1 + REPLAYS), 1, backward, graph.replay)
+            proof = methods[name].prove(name, before[name], SAMPLES * (1 + STEP_REPLAYS), 1, backward, graph.replay)
             rows[name] = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra, rank_decay=decay, proof=proof)
             rows[name]["max_error"] = errors.get(name, "")
         return rows

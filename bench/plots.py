@@ -11,7 +11,7 @@ import argparse
 import csv
 import sys
 
-from bench.table import results
+from bench.harness import results
 
 
 def rows(path: str) -> list:

@@ -25,7 +25,7 @@ import sys
 
 import numpy as np
 
-from bench.table import results
+from bench.harness import results
 
 MIB = 1 << 20
 CHAINS = ("sentinel", "signal", "put")

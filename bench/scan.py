@@ -16,7 +16,6 @@ import functools
 import os
 import sys
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import triton
@@ -24,11 +23,10 @@ import triton
 import allscan
 from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
-from allscan.tools.timing import copy_kernel, replay_us
+from allscan.tools.timing import copy_kernel
 from bench.baselines import AllGather, Ring
-from bench.table import Table, quantiles, results, slowest
+from bench.harness import Table, group_of, quantiles, results, slowest, stopwatches
 
-REPEATS, REPLAYS = 20, 60
 COLUMNS = (
     "method", "ranks", "bytes", "p20_us", "p50_us", "p80_us", "skew_us", "free_running_us", "copy_us", "times_copy",
     "max_error", "gpu", "torch", "triton", "sources",
@@ -106,41 +104,6 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     comm.check()
     comm.close()
     return rows
-
-
-def stopwatches(ranks: int):
-    """(latency, in_a_row): functions of a call, its microseconds, one value a replay. The first is of a barrier and the
-    call less the barrier alone."""
-    from allscan.bindings.nvshmem_host import load
-
-    nvshmem = load()
-
-    def barrier():
-        nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
-
-    def in_a_row(*calls):
-        return replay_us(calls * REPEATS, REPLAYS) / REPEATS
-
-    base = in_a_row(barrier).median()
-    return lambda call: in_a_row(barrier, call) - base, in_a_row
-
-
-_groups, _teams = {}, {}
-
-
-def group_of(ranks: int):
-    """The process group of the first ranks, and NVSHMEM's team of them for barriers. Collective over the job."""
-    if ranks not in _groups:
-        allscan.init()
-        _groups[ranks] = dist.new_group(list(range(ranks)))
-        if torch.cuda.is_available():
-            from allscan.bindings.nvshmem_host import load
-
-            team = np.full(1, -1, dtype=np.int32)
-            nvshmem = load()
-            nvshmem.team_split_strided(nvshmem.Team_id.TEAM_WORLD, 0, 1, ranks, 0, 0, team.ctypes.data)
-            _teams[ranks] = int(team[0])
-    return _groups[ranks]
 
 
 def _copies(comm, state):

@@ -19,7 +19,7 @@ import torch
 
 import allscan
 from allscan.tools.ranks import Ranks
-from bench.operator import capture, inputs
+from bench.harness import capture, inputs
 
 SCAN = "scan_kernel"
 

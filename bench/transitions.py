@@ -19,8 +19,7 @@ import allscan
 from allscan.reference import allscan_reference
 from allscan.tiling import transition_tile
 from allscan.tools.ranks import Ranks
-from bench.scan import group_of, stopwatches
-from bench.table import Table, quantiles, results, slowest
+from bench.harness import Table, group_of, quantiles, results, slowest, stopwatches
 
 SHAPES = [(32, 128, 128), (32, 64, 64), (6, 256, 512)]  # heads, K, V; the last is fla's Gated DeltaNet by default
 COLUMNS = (

@@ -28,7 +28,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @builtin
-def count(n, _semantic=None):
+def loop_bound(n, _semantic=None):
     """``n`` as the bound of a loop: the interpreter wants a Python number."""
     return int(n.handle.data.item()) if _semantic is None else n
 

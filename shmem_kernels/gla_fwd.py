@@ -53,7 +53,6 @@ from .gla_blocks import (
     SEGMENT_WORDS,
     SEQUENCE,
     cast,
-    count,
     decayed,
     exp2,
     fine_product,
@@ -61,6 +60,7 @@ from .gla_blocks import (
     load_gates,
     load_incoming_state,
     load_weights,
+    loop_bound,
     lower,
     product,
     rows,
@@ -147,7 +147,7 @@ def state_kernel(
     if EVERY_CHUNK:
         b_state = load_incoming_state(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     b_gates = tl.zeros([BK], tl.float32)
-    for i in range(count(num_chunks)):
+    for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
         at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK)
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
@@ -192,7 +192,7 @@ def carry_kernel(
 
     b_own = tl.zeros([BK, BV], tl.float32)
     b_gates = tl.zeros([BK], tl.float32)  # since this rank's edge; -inf once a sequence begins or ends here
-    for n in tl.range(0, count(s_end - s_first), num_stages=4):  # loads 3 segments ahead
+    for n in tl.range(0, loop_bound(s_end - s_first), num_stages=4):  # loads 3 segments ahead
         s = s_end - 1 - n if REVERSE else s_first + n
         row = (s * H + h).to(tl.int64)
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
@@ -266,7 +266,7 @@ def output_kernel(
     b_state = load_incoming_state(p_state, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
     if REVERSE:
         b_state = b_state / scale
-    for i in range(count(num_chunks)):
+    for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
         at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK)
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)

@@ -32,13 +32,13 @@ from .wait import (
     INFO_PREV_PE,
     OUT_OF_STEP,
     POLLS_PER_CLOCK,
+    backoff,
     fault,
     gave_up,
-    hot_polls,
-    look,
     now,
     num_warps,
-    pause,
+    poll_word,
+    polls_before_backoff,
     set_signal,
     wait_signal,
 )
@@ -98,7 +98,7 @@ def wait_credit(channel, tile, epoch, ok):
         if channel.SEND == PUT:
             p_freed += epoch % channel.DEPTH
         # without acquire, since the stores that it allows depend on it
-        if ok & (look(p_freed) < epoch - channel.DEPTH):
+        if ok & (poll_word(p_freed) < epoch - channel.DEPTH):
             ok = wait_signal(channel, p_freed, epoch - channel.DEPTH, INFO_NEXT, tile)
     return ok
 
@@ -150,31 +150,31 @@ def _take_sentinel(channel, tile, epoch, word, ok):
     )
     p_words = (channel.inbox + slot_offsets(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
     p_arrived = channel.arrived + _arrival(channel, tile, epoch)
-    b_words, state = _look_at_tile(p_words, p_arrived, word)
+    b_words, state = _poll_tile(p_words, p_arrived, word)
     if ok & (state == MISSING):
         started = now(channel, tile)
         polls = 0
         while ok & (state == MISSING):
-            b_words, state = _look_at_tile(p_words, p_arrived, word)
+            b_words, state = _poll_tile(p_words, p_arrived, word)
             polls += 1
-            if (polls > hot_polls()) & (state == MISSING):
-                pause()
+            if (polls > polls_before_backoff()) & (state == MISSING):
+                backoff()
             if (state == MISSING) & (polls % POLLS_PER_CLOCK == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     seen = word
     if state == OTHER:
-        seen = look(p_arrived)
+        seen = poll_word(p_arrived)
     return b_words.to(tl.float32, bitcast=True), seen, ok
 
 
 @triton.jit
-def _look_at_tile(p_words, p_arrived, word):
+def _poll_tile(p_words, p_arrived, word):
     """(The words of a tile, HERE if all of them and the arrival word have come, MISSING if not, OTHER if the arrival
     word has another tag)."""
     b_words = tl.load(p_words, volatile=True)  # [BK, BV]
     b_seen = tl.load(p_arrived + tl.zeros([1, 1], tl.int32), volatile=True)  # every thread looks for itself
     b_state = tl.where(b_seen == word, HERE, tl.where((b_seen ^ word) & EPOCH_BITS == 0, OTHER, MISSING))
-    return b_words, tl.max(tl.where(b_words == SENTINEL_BITS, MISSING, b_state))  # one opinion a block
+    return b_words, tl.max(tl.where(b_words == SENTINEL_BITS, MISSING, b_state))  # block-uniform
 
 
 @triton.jit
@@ -190,8 +190,8 @@ def _take_signal(channel, tile, epoch, word, ok):
             seen = tl.atomic_add(p_arrived, 0, sem="acquire", scope="sys")  # acquire: as above
             missing = (seen ^ word) & EPOCH_BITS != 0
             polls += 1
-            if (polls > hot_polls()) & missing:
-                pause()
+            if (polls > polls_before_backoff()) & missing:
+                backoff()
             if missing & (polls % POLLS_PER_CLOCK == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     if channel.RECV == PUT:

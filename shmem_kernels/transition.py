@@ -8,7 +8,7 @@ import triton.language as tl
 from .channel import begin, finish, receive
 from .links import NONE, post
 from .tiles import tile_place
-from .wait import hidden
+from .wait import opaque
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def transition_kernel(
         if HAS_INITIAL:
             b_first = tl.load(p_initial + state + offsets, mask=inside, other=0.0)
         if HELD:
-            row = i + hidden(tile - tile)  # or the offsets would stay in registers over the whole loop
+            row = i + opaque(tile - tile)  # or the offsets would stay in registers over the whole loop
             at = row[:, None] * stride_i + row[None, :] * stride_j
             b_transition = tl.load(dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)  # [BK, BK]
         b_prev, ok = receive(channel, tile, epoch, word, begun_well, b_first)

@@ -1,6 +1,6 @@
 """Waiting for another rank: bounded by the clock, and what is left for the host to read where a wait was in vain.
 
-**One opinion a block.** Triton takes a scalar to be the same in all threads, but warps that load a changing word, or
+**Block-uniform polling.** Triton takes a scalar to be the same in all threads, but warps that load a changing word, or
 read a clock, may see different values and then take different branches around a barrier. So one thread looks, by an
 atomic whose result the block shares; a tile's own words are looked at by all threads and reduced over the block.
 
@@ -62,13 +62,13 @@ def clock_ns(_semantic=None):
 
 
 @builtin
-def hot_polls(_semantic=None):
+def polls_before_backoff(_semantic=None):
     """How often a wait looks at full speed; a longer one pauses in between, for the sake of other kernels."""
     return core.constexpr(0 if _semantic is None else 32)
 
 
 @builtin
-def pause(_semantic=None):
+def backoff(_semantic=None):
     """Let other warps run for half a microsecond or so; in the interpreter other processes, a little longer."""
     if _semantic is None:
         time.sleep(3e-4)
@@ -79,7 +79,7 @@ def pause(_semantic=None):
 
 
 @builtin
-def hidden(x, _semantic=None):
+def opaque(x, _semantic=None):
     """``x`` (int32), of which the compiler knows nothing: so it cannot move out of a loop what depends on it."""
     if _semantic is None:
         return x
@@ -95,7 +95,7 @@ def num_warps(_semantic=None):
 
 
 @triton.jit
-def look(p_word):
+def poll_word(p_word):
     """What one thread sees at ``p_word``, for all threads of the block."""
     return tl.atomic_add(p_word, 0, sem="relaxed", scope="sys")
 
@@ -105,7 +105,7 @@ def now(channel, tile):
     """The clock of one thread, for all threads of the block."""
     tl.store(channel.clock + tile, clock_ns())
     tl.debug_barrier()
-    return look(channel.clock + tile)
+    return poll_word(channel.clock + tile)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, 
 @triton.jit
 def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
     """Whether a wait that began at ``started`` is to end: its time is over, or there was a fault elsewhere."""
-    over = look(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
+    over = poll_word(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
     if now(channel, tile) - started > tl.load(channel.info + INFO_TIMEOUT_NS):
         fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
         over = True
@@ -151,8 +151,8 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
             seen = tl.atomic_add(p_word, 0, sem="acquire", scope="sys")  # acquire: as above
             waiting = seen < value
             polls += 1
-            if waiting & (polls > hot_polls()):
-                pause()
+            if waiting & (polls > polls_before_backoff()):
+                backoff()
             if waiting & (polls % POLLS_PER_CLOCK == 0):
                 waiting = not gave_up(channel, started, NEIGHBOUR, tile, value, seen)
     return seen >= value

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import allscan
 from allscan.communicator import cached_on
 from allscan.tools.ranks import Ranks
-from bench import baselines, local, model, operator, plots, scaling, timeline, transitions
-from bench.table import results
+from bench import baselines, harness, local, model, plots, scaling, timeline, transitions
+from bench.harness import results
 from support.gla import F32, LIMIT, NAMES, Whole
 from support.values import place, relative_all
 
@@ -88,10 +88,10 @@ def test_the_count_of_a_kernels_work(capsys):
 @pytest.mark.cpu
 def test_a_check_lets_no_nan_pass():
     good, bad = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
-    assert operator.checked("equal", [good, good], [good, good], 1e-9) == 0
+    assert harness.checked("equal", [good, good], [good, good], 1e-9) == 0
     for actual in ([good, bad], [bad, good], [good, 2 * good]):
         with pytest.raises(AssertionError, match="other is wrong by"):
-            operator.checked("other", actual, [good, good], 1e-3)
+            harness.checked("other", actual, [good, good], 1e-3)
 
 
 @pytest.mark.cpu

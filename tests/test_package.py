@@ -15,6 +15,7 @@ import pytest
 
 import allscan
 import allscan.device
+import allscan.reference
 from allscan.bindings import nvshmem_device
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -123,6 +124,31 @@ def test_public_things_are_documented():
     public += [f for name, f in vars(nvshmem_device).items() if inspect.isfunction(f) and not name.startswith("_")]
     for thing in public:
         assert inspect.getdoc(thing), thing
+
+
+def test_public_things_have_types():
+    public = {name: getattr(allscan, name) for name in allscan.__all__}
+    public |= {f"zigzag.{name}": getattr(allscan.zigzag, name) for name in ("to_zigzag", "from_zigzag")}
+    public |= {name: getattr(allscan.reference, name) for name in ("allscan_reference", "gla_reference")}
+    for name, thing in public.items():
+        if inspect.ismodule(thing):
+            continue
+        functions = [thing]
+        if inspect.isclass(thing):
+            functions = [
+                getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+                for key, member in vars(thing).items() if not key.startswith("_") or key == "__init__"
+            ]  # fmt: skip
+        for function in filter(inspect.isfunction, functions):
+            signature = inspect.signature(function)
+            untyped = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"]
+            assert not untyped and signature.return_annotation is not signature.empty, (name, function, untyped)
+
+
+@pytest.mark.cpu
+def test_types_are_consistent():
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.cpu

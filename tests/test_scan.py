@@ -13,7 +13,7 @@ import allscan
 from allscan.reference import allscan_reference
 from allscan.tiling import transition_tile
 from support.scans import scan_case
-from support.values import error, inputs, late
+from support.values import error, inputs, late, raised
 
 SIZES = [1, 2, 4, 8]
 CASES = [
@@ -316,6 +316,44 @@ def arrays_case(group):
 
 def test_arrays_of_other_libraries(run):
     assert max(run(2, arrays_case)) < 1e-6
+
+
+def memory_case(group):
+    """What an AllScan takes is what size_hint says, and comes back: by close(), by ``with``, and after a refusal."""
+    with allscan.Communicator(group) as comm:
+        arena, shape = comm.heap.arena, (3, 40, 24)
+        free = arena.free_bytes
+        for options in ({}, {"depth": 1}, {"protocol": "put"}, {"tile": (8, 8), "max_ctas": 2}):
+            hint = allscan.AllScan.size_hint(comm, shape, **options)
+            with allscan.AllScan(comm, shape, **options) as scan:
+                assert scan.workspace_bytes == hint == free - arena.free_bytes, options
+                state = torch.rand(shape, device=comm.device)
+                scan.scan(state)
+            assert scan.closed and arena.free_bytes == free
+            with pytest.raises(RuntimeError, match="this AllScan is closed"):
+                scan.scan(state)
+            scan.close()
+        with pytest.raises(TypeError, match="depth must be made of integers"):
+            allscan.AllScan(comm, shape, depth=4 / 2)
+        with pytest.raises(MemoryError, match="arena is full"):
+            allscan.AllScan(comm, (1 << 20, 64, 64))
+        mine = (4, 8, 8 + comm.rank)
+        assert "ranks differ" in raised(allscan.AllScan, comm, mine)[1]
+        wrong = raised(allscan.AllScan, comm, (4, 8) if comm.rank else (8,))
+        assert wrong[0] == "ValueError" and "sizes of at least 1" in wrong[1], wrong  # rank 1 hears of it
+        assert arena.free_bytes == free and not comm.collectives
+        kept = allscan.AllScan(comm, shape)
+        if comm.rank == 0:
+            answer = raised(kept.close)
+        else:
+            answer = raised(comm.barrier)
+        assert answer[0] == "AllScanOutOfStep" and "different calls" in answer[1], answer
+        comm.resync()
+    assert arena.free_bytes == free
+
+
+def test_memory_comes_back(run):
+    run(2, memory_case)
 
 
 def options_case(group):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -20,9 +22,10 @@ MOST_CHUNKS = 65535  # what the second axis of a grid holds
 
 
 def zeco_gla(
-    q, k, v, g, *, comm: Communicator, scale: float | None = None, initial_state=None,
-    output_final_state: bool = False, cu_seqlens=None,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, comm: Communicator, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
@@ -61,8 +64,10 @@ def zeco_gla(
 
 
 def zeco_gla_by(
-    carrier: StateCarrier, q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
-):
+    carrier: StateCarrier, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
     arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens
     if torch.compiler.is_compiling():

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import allscan
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.links import SIGNAL
-from bench import operator
+from bench import harness
 from bench.proof import Method
 from support.values import late
 from support.virtual import VirtualScan
@@ -228,11 +228,11 @@ def proof_case(group):
     from bench.baselines import gla
 
     with allscan.Communicator(group) as comm:
-        leaves, do = operator.inputs(256, 2, 64, comm.device)
+        leaves, do = harness.inputs(256, 2, 64, comm.device)
         answers = []
         for carrier in (Baseline(comm, "all_gather"), Fraud(comm, "all_gather")):
             method = Method(lambda *x, c=carrier: gla(*x, carrier=c), comm, nccl=carrier.nccl)
-            graph, *_ = operator.capture(leaves, do, method, True)
+            graph, *_ = harness.capture(leaves, do, method, True)
             before = method.epochs()
             for _ in range(3):
                 graph.replay()

@@ -1,0 +1,178 @@
+"""What the benchmarks share: inputs and checks, times, and CSV files of the slowest rank that name their machine."""
+
+from __future__ import annotations
+
+import csv
+import os
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import triton
+
+import allscan
+from allscan.tools.provenance import source_hash
+from allscan.tools.timing import replay_us
+
+REPEATS, REPLAYS = 20, 60  # of a scan in a graph, and of the graph
+STEP_REPLAYS = 10  # of a graph of one step, one after another
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def results(name: str) -> str:
+    """Path of a committed result."""
+    return os.path.join(ROOT, "bench", "results", name)
+
+
+def machine() -> dict:
+    """GPU, versions, and which sources: the columns that every table ends with."""
+    return dict(
+        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        sources=source_hash()[:12],
+    )  # fmt: skip
+
+
+def quantiles(us: torch.Tensor) -> dict:
+    """p20, p50 and p80 of the samples."""
+    return {f"p{n}_us": us.quantile(n / 100).item() for n in (20, 50, 80)}
+
+
+def slowest(rows, *most) -> dict:
+    """One row from those of all ranks: the times of the slowest rank, how far the fastest is from it (skew_us), and of
+    the columns ``most`` the largest."""
+    row = dict(max(rows, key=lambda r: r["p50_us"]))
+    row["skew_us"] = row["p50_us"] - min(r["p50_us"] for r in rows)
+    for name in most:
+        row[name] = max(r.get(name, 0.0) for r in rows)
+    return row
+
+
+class Table:
+    """A CSV file that is complete after every row. Other entries of a row than ``columns`` are left out."""
+
+    def __init__(self, path: str, columns, digits: int = 5):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        self.path, self.columns, self.digits, self.machine = path, columns, digits, machine()
+
+    def __enter__(self):
+        self._file = open(self.path, "w", newline="")
+        self._writer = csv.DictWriter(self._file, self.columns)
+        self._writer.writeheader()
+        return self
+
+    def __exit__(self, *error):
+        self._file.close()
+
+    def write(self, row: dict) -> None:
+        row = row | self.machine
+        values = {c: row[c] for c in self.columns}
+        self._writer.writerow({c: f"{x:.{self.digits}g}" if isinstance(x, float) else x for c, x in values.items()})
+        self._file.flush()
+
+
+def inputs(T, H, K, device, seed=0, dtype=torch.bfloat16, mildness=16.0, B=1, V=None):
+    """([q, k, v, g], do)."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(width):
+        return torch.randn(B, T, H, width, generator=generator, device=device)
+
+    q, k, v, do = (normal(width).to(dtype) for width in (K, K, V or K, V or K))
+    g = torch.nn.functional.logsigmoid(normal(K))
+    g = g / mildness if mildness else torch.zeros_like(g)
+    return [x.requires_grad_() for x in (q, k, v, g)], do
+
+
+def step(leaves, do, call, backward):
+    """o, or o and the gradients, of one call."""
+    for leaf in leaves:
+        leaf.grad = None
+    if not backward:
+        with torch.no_grad():
+            return [call(*leaves)]
+    o = call(*leaves)
+    o.backward(do)
+    return [o.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def checked(name, actual, expected, limit) -> float:
+    """The largest difference of the pairs, relative to each tensor's size. AssertionError unless below ``limit``."""
+    differences = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(actual, expected)]
+    worst = torch.stack(differences).max().item()  # NaN if any is
+    if not worst < limit:
+        raise AssertionError(f"{name} is wrong by {worst}")
+    return worst
+
+
+def extra_mib(function) -> float:
+    """Memory that a call needs at its peak, beyond what there is before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+
+
+def capture(leaves, do, call, backward):
+    """A CUDA graph of one step, what it returns, and the memory that a step needs beyond its inputs, in MiB."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(leaves, do, call, backward)
+        for leaf in leaves:
+            leaf.grad = None
+        extra = extra_mib(lambda: step(leaves, do, call, backward))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step(leaves, do, call, backward)
+    return graph, kept, extra
+
+
+def sample(replay) -> float:
+    """Microseconds of one of STEP_REPLAYS replays one after another."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(STEP_REPLAYS):
+        replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / STEP_REPLAYS
+
+
+_groups: dict = {}
+_teams: dict = {}
+
+
+def group_of(ranks: int):
+    """The process group of the first ranks, and NVSHMEM's team of them for barriers. Collective over the job."""
+    if ranks not in _groups:
+        allscan.init()
+        _groups[ranks] = dist.new_group(list(range(ranks)))
+        if torch.cuda.is_available():
+            from allscan.bindings.nvshmem_host import load
+
+            team = np.full(1, -1, dtype=np.int32)
+            nvshmem = load()
+            nvshmem.team_split_strided(nvshmem.Team_id.TEAM_WORLD, 0, 1, ranks, 0, 0, team.ctypes.data)
+            _teams[ranks] = int(team[0])
+    return _groups[ranks]
+
+
+def stopwatches(ranks: int):
+    """(latency, in_a_row): functions of a call, its microseconds, one value a replay. The first is of a graph of
+    REPEATS pairs (barrier, call), less the same graph of barriers alone, divided by REPEATS."""
+    from allscan.bindings.nvshmem_host import load
+
+    nvshmem = load()
+
+    def barrier():
+        nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
+
+    def in_a_row(*calls):
+        return replay_us(calls * REPEATS, REPLAYS) / REPEATS
+
+    base = in_a_row(barrier).median()
+    return lambda call: in_a_row(barrier, call) - base, in_a_row
