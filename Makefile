@@ -1,7 +1,9 @@
 # make demo      a GLA language model on real text, unsplit and split over ranks; sets everything up
-# make test      the whole CPU suite, and ruff
+# make check     ruff, types and the quick tests: the inner loop
+# make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
 # make bench     what this machine can hold
+# make docs      the documentation into site/, its examples run
 # make venv      the environment alone
 #
 # With CUDA, set PYTHON to the interpreter that has your torch, e.g. make test-gpu PYTHON=python3: no environment is made.
@@ -17,7 +19,7 @@ endif
 # a bare checkout needs no installation, nor do the processes that are started from here
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: venv demo test test-gpu bench clean
+.PHONY: venv demo check test test-gpu bench docs clean
 
 venv: $(VENV)/ready
 
@@ -30,6 +32,11 @@ $(VENV)/ready: setup.py
 
 demo: $(READY)
 	$(PYTHON) examples/train_text.py
+
+check: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m quick
 
 test: $(READY)
 	$(PYTHON) -m ruff check .
@@ -46,5 +53,9 @@ bench: $(READY)
 	$(PYTHON) -m bench.scaling
 	$(PYTHON) -m bench.plots
 
+docs: $(READY)
+	$(PYTHON) -m mkdocs build --strict
+	$(PYTHON) docs/check_examples.py
+
 clean:
-	rm -rf $(VENV) build *.egg-info demo.png demo.csv
+	rm -rf $(VENV) build site *.egg-info demo.png demo.csv

@@ -19,7 +19,7 @@ setup(
         "allscan.tools",
         "allscan.shmem_kernels",
         "allscan.bindings",
-    ],  # fmt: skip
+    ],
     package_dir={"allscan.shmem_kernels": "shmem_kernels", "allscan.bindings": "bindings"},
     install_requires=["torch>=2.6", "triton>=3.6,<3.8", "numpy"],
     extras_require={
@@ -34,9 +34,12 @@ setup(
             "pytest-xdist",
             "matplotlib",
             "ruff",
+            "mypy",
+            "mkdocs-material",
+            "mkdocstrings[python]",
             "nvidia-nvshmem-cu13==3.4.5",
             "flash-linear-attention==0.6.0",
-        ],  # fmt: skip
+        ],
     },
     entry_points={"console_scripts": ["allscan=allscan.tools.doctor:main"]},
     classifiers=["License :: OSI Approved :: Apache Software License", "Operating System :: POSIX :: Linux"],

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import numbers
+import operator
+from typing import Any
 
 import torch
+
+
+def integer(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an int. Raises TypeError unless it is a whole number by its type, ValueError below ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return operator.index(value)
 
 
 def check_tensor(name: str, tensor, shape, device) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .checks import check_tensor, check_transition, decay_rows, share_memory
+from .checks import check_tensor, check_transition, decay_rows, integer, share_memory
 from .communicator import Communicator
 from .errors import REMEDY
 from .launching import dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -28,24 +28,19 @@ _numbers = itertools.count(1)
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas) -> Spec:
     """Raises TypeError or ValueError for wrong arguments."""
-    integers = {"depth": (depth,), "max_ctas": (max_ctas,), "shape": tuple(shape), "tile": tuple(tile or ())}
-    for name, values in integers.items():
-        if not all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in values):
-            raise TypeError(f"{name} must be made of integers, got {values}")
-    shape = tuple(map(int, shape))
-    if len(shape) < 2 or min(shape) < 1:
-        raise ValueError(f"shape must be [..., K, V] with sizes of at least 1, got {shape}")
-    if depth < 1 or max_ctas < 1:
-        raise ValueError(f"depth and max_ctas must be at least 1, got {depth} and {max_ctas}")
+    depth, max_ctas = integer("depth", depth), integer("max_ctas", max_ctas)
+    shape = tuple(integer("a size of shape", n) for n in shape)
+    if len(shape) < 2:
+        raise ValueError(f"shape must be [..., K, V], got {shape}")
     if protocol != "auto" and protocol not in PROTOCOLS:
         raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
     if tile is None:
         sentinel = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
         tile = scan_tile(shape, max_ctas, sentinel, comm.device)
-    tile = tuple(map(int, tile))
-    if len(tile) != 2 or any(n < 1 or n != next_power_of_2(n) for n in tile):
+    tile = tuple(integer("a size of tile", n) for n in tile)
+    if len(tile) != 2 or any(n != next_power_of_2(n) for n in tile):
         raise ValueError(f"tile must be two powers of two, got {tile}")
-    return Spec(shape, tile, int(depth), protocol)
+    return Spec(shape, tile, depth, protocol)
 
 
 class AllScan:
@@ -62,8 +57,7 @@ class AllScan:
     protocol: "sentinel" (mapped peers: stores whose words announce themselves), "signal" (mapped peers: stores, then a
         released signal), "put" (NVSHMEM put with signal), "auto": sentinel where peers are mapped, else put.
     tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
-        programs. Kernels that need whole rows or columns at a time choose it themselves.
-
+        programs. Kernels that need whole rows or columns at a time choose themselves.
     max_ctas: most programs of a launch; default ``comm.max_ctas``.
 
     Collective over the group: all ranks construct it alike, at the same place in their order of calls, and close it
@@ -248,7 +242,7 @@ class AllScan:
         state: float32 tensor of this AllScan's shape, on the communicator's device.
         decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
         transition: instead of a decay, float32 [..., K, K]: R_{p+1} = transition_p R_p + state_p; with ``adjoint`` the
-            transposed one. For an AllScan whose tiles are whole columns, see :func:`transition_tile`.
+            transposed one. For an AllScan whose tiles are whole columns, see ``allscan.tiling.transition_tile``.
         initial_state: like state, or None (0); used by the first rank in the direction of the scan.
         out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument otherwise.
         channel: of the direction ``reverse``, to be used instead of ``self.channel(reverse)``.

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
-from .rendezvous import Rendezvous, by_rank
+from .rendezvous import Abandoned, Rendezvous, by_rank
 from .runtime import init, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
@@ -63,7 +64,9 @@ class Communicator:
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
-    :meth:`barrier`, in :meth:`close`, in :meth:`resync`, in ``AllScan.close``, and with ``debug`` at every launch.
+    :meth:`barrier`, in :meth:`close`, in :meth:`resync`, in ``AllScan.close``, and with ``debug`` at every launch. And
+    for a while where something went wrong: up to 5 s after a call that this rank has refused, and for the neighbour's
+    next launch after a call with gradients whose backward did not run.
 
     What happens when a rank leaves that order (:class:`allscan.AllScanOutOfStep`, :class:`allscan.AllScanTimeout`):
     a rank on which a call raises makes no further ones, and says so, unless the call has raised on every rank. A rank
@@ -82,10 +85,10 @@ class Communicator:
         max_ctas: int | None = None,
     ) -> None:  # fmt: skip
         self._closed = True  # until construction has succeeded
-        if not 0 < timeout < 1e9:
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
-        if max_ctas is not None and not (isinstance(max_ctas, int) and max_ctas >= 1):
-            raise ValueError(f"max_ctas must be an integer of at least 1, got {max_ctas!r}")
+        if max_ctas is not None:
+            max_ctas = integer("max_ctas", max_ctas)
         self.timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self.group = _process_group(group)
@@ -96,7 +99,7 @@ class Communicator:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.size > 1:
             init(transport=self.transport)
-            self.heap = symmetric_heap()
+            self.heap = symmetric_heap(self)
             if self.heap.device != self.device:
                 raise ValueError(f"the arena lies on {self.heap.device}, the current device is {self.device}")
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
@@ -110,6 +113,7 @@ class Communicator:
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         self._offsets: set[int] = set()
+        self._buffers: list[torch.Tensor] = [self.record, self.fault, self.step_word]  # that kernels may still use
         _communicators[self.handle] = self
         self._ranks = rendezvous.ranks
         neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
@@ -197,7 +201,7 @@ class Communicator:
         while True:
             # another rank may just have learnt of it in another call: it comes next
             with contextlib.suppress(AllScanOutOfStep):
-                specs = rendezvous.exchange([scan.spec for scan in scans], "Communicator.resync")
+                specs = rendezvous.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync")
                 break
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
@@ -252,11 +256,13 @@ class Communicator:
         if self.size == 1:
             return () if broken else (order.calls_made(),)
         if broken:
-            order.rendezvous.answer_for_all("close/", b"broken")
+            order.rendezvous.abandon("close", "is broken")
             return ()
         why = f", refused {order.refused[0]}" if order.refused else ""
-        words = order.rendezvous.gather("close/", (order.calls_made() + why).encode(), "Communicator.close")
-        return () if b"broken" in words else tuple(word.decode() for word in words)
+        try:
+            return tuple(order.rendezvous.meet("close", order.calls_made() + why, "Communicator.close"))
+        except Abandoned:
+            return ()
 
     def __enter__(self) -> Communicator:
         return self
@@ -266,15 +272,22 @@ class Communicator:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
             self._leave(broken=True)
-            _buffers_kept_alive.append((self.record, self.fault, self.step_word))
+            _buffers_kept_alive.append(self._buffers)
             self._closed = True
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
+            _buffers_kept_alive.append(self._buffers)
             warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
 
     def __deepcopy__(self, memo) -> Communicator:
         return self  # of modules that hold one
+
+    def __reduce__(self):
+        raise TypeError(
+            "a Communicator cannot be pickled, since it stands for processes that are running: save the module's "
+            "state_dict(), and give the module a Communicator again after loading"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self.broken else "open"
@@ -292,6 +305,11 @@ class Communicator:
         """Give a block back, when no kernel of any rank uses it any more."""
         self._offsets.remove(offset)
         self.heap.arena.free(offset)
+
+    def keep(self, buffer: torch.Tensor) -> torch.Tensor:
+        """``buffer``, alive as long as kernels of this communicator may use it."""
+        self._buffers.append(buffer)
+        return buffer
 
     def pe(self, rank: int) -> int:
         """What the transport calls ``rank`` of this group."""

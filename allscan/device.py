@@ -25,7 +25,7 @@ one ``shift``, on every rank, also where there is nobody to receive from or to s
 one another on a stream; a block does nothing between ``recv`` and ``send`` that waits for another block. Values are
 float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an
 initial state). The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs
-tiles of at least 32 * num_warps words.
+tiles of at least 32 * num_warps words where it receives by sentinel stores.
 
 Programs that wait hold their place on the GPU, and whoever they wait for may himself be waiting for NCCL, whose blocks
 need a whole multiprocessor. So launch at most ``comm.max_ctas`` programs (by default half the multiprocessors) and let

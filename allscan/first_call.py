@@ -43,6 +43,11 @@ def get_or_create_scan(
     if problem is not None and not at_first and (key in scans or (shape is None and scans)):
         raise problem
     if key not in scans or (agree is not None and not agreed(comm, shape, agree)):
+        if problem is None and comm.streams.capturing():
+            raise RuntimeError(
+                "the first call for a shape asks the other ranks and makes a workspace, which cannot be captured: call "
+                "once before the capture"
+            )
         try:
             answers = comm.exchange(
                 ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"

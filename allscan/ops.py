@@ -37,8 +37,7 @@ def allscan(
 
     state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
     decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
-        number 0 this rank sends each tile before it waits for that tile, so that the next rank does not wait for the
-        previous ones (as far as a GPU holds the tiles' programs at once: about 2 MiB of state).
+        number 0 this rank sends all tiles before it waits for any, so that the next rank waits for this one only.
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
         transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
@@ -48,8 +47,9 @@ def allscan(
     Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
     :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream.
 
-    Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport),
-    AllScanTimeout (an earlier call has timed out), before anything is launched.
+    Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport, a first
+    call in a CUDA graph's capture), MemoryError (arena full), AllScanTimeout (an earlier call has timed out),
+    AllScanOutOfStep (the ranks have not made the same calls), before anything is launched.
 
         >>> comm = allscan.Communicator()
         >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
@@ -184,7 +184,8 @@ def halo(
 
         >>> before = allscan.halo(x, 3, comm=comm)                       # a causal convolution over 4 tokens:
         >>> y = conv(torch.cat([before, x], 1))                          # without padding of its own
-        >>> labels = torch.cat([tokens[:, 1:], allscan.halo(tokens, 1, comm=comm, reverse=True)], 1)
+        >>> after = allscan.halo(tokens, 1, comm=comm, reverse=True)     # 0 behind the last rank's
+        >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
     with comm.call(reverse):
         return _halo(x, n, comm, reverse, cu_seqlens)

@@ -14,7 +14,6 @@ must be found before a number of another call is taken for one's own:
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -88,7 +87,7 @@ class Order:
     def _refuse(self, error: BaseException) -> None:
         self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
         self._refusals = [*self._refusals[-99:], self.refused]
-        self.rendezvous.post("refused", pickle.dumps(self._refusals))
+        self.rendezvous.post("refused", self._refusals)
 
     def _settle(self) -> None:
         """After a call that this rank has refused: go on if every rank has refused it."""
@@ -96,13 +95,13 @@ class Order:
         number, why = self.refused
         deadline = time.monotonic() + min(SETTLE_S, self._timeout)
         while True:
-            words = self.rendezvous.posted("refused").values()
-            if sum(any(number == n for n, _ in pickle.loads(word)) for word in words) == self.rendezvous.size:
+            refused = self.rendezvous.posted("refused").values()
+            if sum(any(number == n for n, _ in of_a_rank) for of_a_rank in refused) == self.rendezvous.size:
                 self.refused = None
                 return
             if time.monotonic() > deadline:
                 break
-            time.sleep(5e-3)
+            time.sleep(2e-2)
         raise self.out_of_step(
             f"rank {self.rendezvous.rank} has refused its call {number} ({why}), and not all ranks have; it would pair "
             f"its calls with others of theirs. {REMEDY}."
@@ -110,8 +109,8 @@ class Order:
 
     def refusals_of_others(self) -> str:
         """What other ranks have refused last, as sentences; "" for nothing."""
-        words = self.rendezvous.posted("refused")
-        return _sentences({p: pickle.loads(word)[-1] for p, word in words.items() if p != self.rendezvous.rank})
+        refused = self.rendezvous.posted("refused")
+        return _sentences({p: of_a_rank[-1] for p, of_a_rank in refused.items() if p != self.rendezvous.rank})
 
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value`` in rank order; see :meth:`Communicator.exchange`."""

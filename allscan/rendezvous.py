@@ -5,10 +5,11 @@ No GPU, no stream and no collective of a back end is involved, and every wait is
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import pickle
+import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +17,18 @@ import torch.distributed as dist
 from .errors import AllScanOutOfStep
 
 EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
+ABSENT_TIMEOUT_S = 10.0  # the same where one of them did not come the last time
+GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all
 
+_DONE, _FAILED, _ABANDONED = "done ", "failed ", "abandoned "  # how a decision begins
+
+_world: Any = None  # torch.distributed's default group that the following are of
 _exchanges: dict[str, int] = {}  # name of a rendezvous -> how many exchanges it has had: equal on all its ranks
+_absent: set[int] = set()  # global ranks that have not come to the last exchange that they were expected at
+
+
+class Abandoned(RuntimeError):
+    """A rank has said that it will not come."""
 
 
 def by_rank(values: Iterable) -> str:
@@ -29,109 +40,165 @@ class Rendezvous:
     """Where some ranks of the job meet. Those who meet make the same exchanges in the same order.
 
     ranks: global ranks, in the group's order; this process is one of them.
-    name: exchanges of different names do not meet; default that of the ranks.
+    name: exchanges of different names do not meet; default one that stands for the ranks.
+
+    What is exchanged is made of Python's literals (numbers, strings, bytes, None, tuples, lists, dicts), and is read
+    with ast.literal_eval, which executes nothing. An exchange is decided once, for all: the first rank, which gathers,
+    and a rank that gives up each try to set one key, by the store's compare_set, and whoever comes first has decided.
+    So an exchange succeeds on all of its ranks or fails on all, and the next one has the same number everywhere: a rank
+    that comes to one that has failed without it goes on to the next.
     """
 
     def __init__(self, ranks: Iterable[int], name: str = "") -> None:
         self.ranks = tuple(ranks)
-        self.name = name or "-".join(map(str, self.ranks))
         self.size = len(self.ranks)
-        self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+        self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
+        self.rank, self._world = 0, None
+        if self.size > 1:
+            self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
 
     def private(self) -> Rendezvous:
         """Another one of the same ranks, whose exchanges meet no others'. After an exchange of this one, whose number
         makes the name."""
-        return Rendezvous(self.ranks, f"{self.name}/{_exchanges.get(self.name, 0)}")
+        return Rendezvous(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
 
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
-        Raises RuntimeError if a rank does not come within EXCHANGE_TIMEOUT_S."""
+        Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S or is interrupted."""
         if self.size == 1:
             return [value]
-        number = _exchanges[self.name] = _exchanges.get(self.name, 0) + 1
-        store, me = _store(), self.ranks[self.rank]
-        try:
-            words = self.gather(f"{number}/", pickle.dumps((what, value)), what)
-        except RuntimeError:
-            _exchanges[self.name] -= 1  # as if this one had not been: the next one is that of ranks that have not come
-            with contextlib.suppress(dist.DistError):
-                store.delete_key(f"{self._prefix}{number}/{me}")
-            raise
-        if self.rank == 0 and number > 1:  # everybody who has come here has read the previous answer
-            for key in (*self.ranks, "all"):
-                store.delete_key(f"{self._prefix}{number - 1}/{key}")
-        kinds, values = zip(*map(pickle.loads, words), strict=True)
+        kinds, values = zip(*self.meet(self._next_topic(what), (what, value), what), strict=True)
         if len(set(kinds)) > 1:
             raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
         return list(values)
 
-    def gather(self, topic: str, word: bytes, what: str) -> list[bytes]:
-        """What every rank has given as ``word`` under ``topic``, in rank order; RuntimeError if one does not come.
+    def _next_topic(self, what: str) -> str:
+        """The number of the next exchange that has not failed yet."""
+        store, counts = self._store(), self._counts()
+        with _store_errors(what):
+            while True:
+                number = counts[self.name] = counts.get(self.name, 0) + 1
+                base = f"{self._prefix}{number}/"
+                if not (store.check([f"{base}decision"]) and store.get(f"{base}decision").decode().startswith(_FAILED)):
+                    return str(number)
+                self._read(store, base)
 
-        The first rank gathers, the others read one answer: O(size) requests. The words stay in the store."""
-        store, prefix = _store(), self._prefix + topic
-        missing = me = self.ranks[self.rank]
-        deadline = time.monotonic() + EXCHANGE_TIMEOUT_S
+    def meet(self, topic: str, value: Any, what: str) -> list:
+        """An exchange that comes once in the life of this rendezvous, under a topic of its own.
+
+        Raises Abandoned on all ranks if one of them has called :meth:`abandon`."""
+        store, base, word = self._store(), f"{self._prefix}{topic}/", repr(value)
         try:
-            store.set(f"{prefix}{me}", word)
-            if self.rank == 0:
-                words = []
-                for rank in self.ranks:
-                    missing = rank
-                    words.append(_wait(store, f"{prefix}{rank}", deadline))
-                store.set(prefix + "all", pickle.dumps(words))
-            missing = self.ranks[0]
-            return pickle.loads(_wait(store, prefix + "all", deadline + 5))
-        except (dist.DistError, TimeoutError) as error:
-            raise RuntimeError(
-                f"{what}: rank {missing} (global) did not come within {EXCHANGE_TIMEOUT_S:g} s. All ranks of a group "
-                "make the same calls in the same order"
-            ) from error
+            with _store_errors(what):
+                store.set(f"{base}{self.rank}", word)
+                decision = self._decision(store, base)
+        except BaseException:
+            self._decide(store, base, f"{_FAILED}rank {self.ranks[self.rank]} (global) was interrupted")
+            self._read(store, base)
+            raise
+        self._read(store, base)
+        if decision.startswith(_ABANDONED):
+            raise Abandoned(f"{what}: {decision.removeprefix(_ABANDONED)}")
+        if decision.startswith(_FAILED):
+            reason = decision.removeprefix(_FAILED)
+            raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
+        words = ast.literal_eval(decision.removeprefix(_DONE))
+        if words[self.rank] != word:
+            raise RuntimeError(f"{what}: the answer is of another exchange, {words[self.rank]} instead of {word}")
+        return [ast.literal_eval(word) for word in words]
 
-    def answer_for_all(self, topic: str, word: bytes) -> None:
-        """End a :meth:`gather` under ``topic`` with ``word`` alone, without waiting for the others."""
+    def abandon(self, topic: str, why: str) -> None:
+        """In place of :meth:`meet`, without waiting for anybody."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            store, base = self._store(), f"{self._prefix}{topic}/"
+            self._decide(store, base, f"{_ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
+            self._read(store, base)
+
+    def _decision(self, store, base: str) -> str:
+        """What has been decided. O(1) requests a rank, but for who is missing where one is."""
+        limit = min(EXCHANGE_TIMEOUT_S, ABSENT_TIMEOUT_S) if _absent & set(self.ranks) else EXCHANGE_TIMEOUT_S
+        keys = [f"{base}{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
+        pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
+        while not store.check([f"{base}decision"]):
+            if self.rank == 0 and store.check(keys):
+                words = [word.decode() for word in store.multi_get(keys)]
+                self._decide(store, base, _DONE + repr(words))
+                break
+            if time.monotonic() > deadline:
+                missing = next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
+                self._decide(store, base, f"{_FAILED}rank {missing} (global) did not come within {limit:g} s")
+                _absent.add(missing)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        decision = store.get(f"{base}decision").decode()
+        if decision.startswith(_DONE):
+            _absent.difference_update(self.ranks)
+        return decision
+
+    @staticmethod
+    def _decide(store, base: str, decision: str) -> None:
+        """Decide, unless somebody else has."""
         with contextlib.suppress(dist.DistError):
-            _store().set(f"{self._prefix}{topic}{self.ranks[self.rank]}", word)
-            if self.rank == 0:
-                _store().set(f"{self._prefix}{topic}all", pickle.dumps([word]))
+            store.compare_set(f"{base}decision", "", decision)
 
-    def post(self, topic: str, word: bytes) -> None:
-        """Leave a word for whoever looks."""
+    def _read(self, store, base: str) -> None:
+        """This rank has read the decision; the last one removes what was written."""
         with contextlib.suppress(dist.DistError):
-            _store().set(f"{self._prefix}{topic}/{self.rank}", word)
+            if store.add(f"{base}read", 1) == self.size:
+                for key in (*range(self.size), "decision", "read"):
+                    store.delete_key(f"{base}{key}")
 
-    def take_back(self, topic: str) -> None:
-        """Remove this rank's word."""
+    def post(self, topic: str, value: Any) -> None:
+        """Leave a value for whoever looks."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                _store().delete_key(f"{self._prefix}{topic}/{self.rank}")
+                self._store().set(f"{self._prefix}{topic}/{self.rank}", repr(value))
 
-    def posted(self, topic: str) -> dict[int, bytes]:
-        """{rank: its word} of those who have left one. Does not wait."""
+    def take_back(self, topic: str) -> None:
+        """Remove what this rank has left."""
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError):
+                self._store().delete_key(f"{self._prefix}{topic}/{self.rank}")
+
+    def posted(self, topic: str) -> dict[int, Any]:
+        """{rank: what it has left}. Does not wait."""
         if self.size == 1:
             return {}
         try:
-            keys = {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
-            return {rank: _store().get(key) for rank, key in keys.items() if _store().check([key])}
-        except dist.DistError:
+            store, keys = self._store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
+            return {r: ast.literal_eval(store.get(key).decode()) for r, key in keys.items() if store.check([key])}
+        except (dist.DistError, RuntimeError):
             return {}
 
     @property
     def _prefix(self) -> str:
         return f"allscan/{self.name}/"
 
+    def _store(self):
+        """Raises RuntimeError if this rendezvous belongs to a job that has ended."""
+        if not dist.is_initialized() or dist.group.WORLD is not self._world:
+            raise RuntimeError("torch.distributed was ended, or begun anew, since this communicator was made")
+        return dist.distributed_c10d._get_default_store()
 
-def _store():
-    return dist.distributed_c10d._get_default_store()
+    @staticmethod
+    def _counts() -> dict[str, int]:
+        """_exchanges, of torch.distributed's present default group."""
+        global _world
+        if dist.is_initialized() and dist.group.WORLD is not _world:
+            _world = dist.group.WORLD
+            _exchanges.clear()
+            _absent.clear()
+        return _exchanges
 
 
-def _wait(store, key: str, deadline: float) -> bytes:
-    """The value of ``key``, or TimeoutError. Not by store.wait, which keeps other threads from the store."""
-    pause = 1e-4
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise TimeoutError(key)
-        time.sleep(pause)
-        pause = min(2 * pause, 5e-3)
-    return store.get(key)
+@contextlib.contextmanager
+def _store_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
+        ) from error

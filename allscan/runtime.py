@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from .bindings.transport import SymmetricHeap
 from .rendezvous import Rendezvous
 
 _heap: SymmetricHeap | None = None
+_job: Any = None  # torch.distributed's default group when the heap was made
+_users: weakref.WeakSet = weakref.WeakSet()  # communicators that were made since
 
 
 def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
@@ -30,11 +34,16 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
 
         >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
     """
-    global _heap
+    global _heap, _job
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     transport = resolve_transport(transport)
     if _heap is not None:
+        if dist.group.WORLD is not _job:
+            raise RuntimeError(
+                "torch.distributed was begun anew: call allscan.finalize() before destroy_process_group(), or at the "
+                "latest now"
+            )
         if heap_bytes is not None and arena_bytes(heap_bytes) != _heap.arena.size:
             raise ValueError(f"the arena exists already with {_heap.arena.size:,} bytes")
         if transport != _heap.transport:
@@ -52,20 +61,31 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     else:
         remember_repeated_work()
         _heap = SharedMemoryHeap(exchange, heap_bytes)
+    _job = dist.group.WORLD
 
 
 def finalize() -> None:
-    """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use."""
-    global _heap
-    if _heap is not None:
-        _heap.close()
-    _heap = None
+    """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use.
+
+    Raises RuntimeError, before anything is given back, if a Communicator is open.
+    """
+    global _heap, _job
+    if _heap is None:
+        return
+    if still_open := [repr(user) for user in _users if not user.closed]:
+        raise RuntimeError(f"finalize() with open communicators: {'; '.join(still_open)}. close() them first")
+    _heap.close()
+    _heap = _job = None
+    _users.clear()
 
 
-def symmetric_heap() -> SymmetricHeap:
-    """What :func:`init` has made. Raises RuntimeError before that."""
+def symmetric_heap(user: Any = None) -> SymmetricHeap:
+    """What :func:`init` has made; ``user``, a communicator, keeps it from being finalized until it is closed. Raises
+    RuntimeError before init."""
     if _heap is None:
         raise RuntimeError("there is no symmetric heap: allscan.init() was not called, or finalize() was")
+    if user is not None:
+        _users.add(user)
     return _heap
 
 

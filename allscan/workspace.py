@@ -107,7 +107,7 @@ def make_workspace(comm: Communicator, spec: Spec | Exception) -> Workspace:
             offsets.append(comm.alloc(workspace_layout(spec, _puts(links, comm.rank))[1]))
     except MemoryError as full:
         error = str(full)
-    specs, all_offsets, errors = zip(*comm.exchange((spec, offsets, error), "making a workspace"), strict=True)
+    specs, all_offsets, errors = zip(*comm.exchange((tuple(spec), offsets, error), "making a workspace"), strict=True)
     problem = _problem(comm, specs, errors)
     if problem is not None:
         for offset in offsets:  # every rank has the same problem, so nobody will write there
@@ -131,10 +131,10 @@ def _problem(comm: Communicator, specs, errors) -> Exception | None:
     if None in specs:
         return ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
     if len(set(specs)) > 1:
-        return ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(map(tuple, specs)))
+        return ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(specs))
     if any(errors):
         return MemoryError(by_rank(error or "ok" for error in errors))
-    protocol = specs[0].protocol
+    protocol = specs[0][-1]
     if protocol in ("sentinel", "signal") and not comm.mapped:
         p = comm.mapped_links.index(False)
         return RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
@@ -183,7 +183,7 @@ def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step
         backwards=mine("backwards"),
         step=comm.step_word,
         ticket=mine("ticket"),
-        info=info.to(comm.device),
+        info=comm.keep(info.to(comm.device)),
         **_constants(spec, recv, send),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 ALIGNMENT = 512
 DEFAULT_BYTES = 256 << 20
@@ -19,6 +20,8 @@ def arena_bytes(requested: int | None) -> int:
             requested = int(text.rstrip("KMG")) * factor
         except ValueError:
             raise ValueError(f"ALLSCAN_HEAP must be a number of bytes such as 512M, got {text!r}") from None
+    if isinstance(requested, bool) or not hasattr(requested, "__index__"):
+        raise TypeError(f"heap_bytes must be an integer, got {requested!r}")
     if requested < ALIGNMENT:
         raise ValueError(f"the arena must hold at least {ALIGNMENT} bytes, got {requested}")
     return -(-requested // ALIGNMENT) * ALIGNMENT
@@ -27,12 +30,15 @@ def arena_bytes(requested: int | None) -> int:
 class Arena:
     """First-fit allocator over the offsets ``0 .. size`` of a heap. Blocks are multiples of 512 bytes.
 
+    ``commit(offset, length)`` is called for each block before it is taken, and may raise MemoryError.
+
     Ranks of different groups allocate at different times, so equal offsets on all ranks are neither needed nor kept:
     whoever wants to reach a peer's block exchanges offsets with it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, commit: Callable[[int, int], None] | None = None) -> None:
         self.size = size
+        self._commit = commit
         self._free = {0: size}  # offset -> length of every free interval
         self._used: dict[int, int] = {}
 
@@ -46,6 +52,8 @@ class Arena:
         for offset in sorted(self._free):
             room = self._free[offset]
             if room >= length:
+                if self._commit is not None:
+                    self._commit(offset, length)
                 del self._free[offset]
                 if room > length:
                     self._free[offset + length] = room - length

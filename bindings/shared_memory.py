@@ -31,12 +31,12 @@ class SharedMemoryHeap:
 
     def __init__(self, exchange, nbytes: int | None = None):
         self.device = torch.device("cpu")
-        self.arena = Arena(arena_bytes(nbytes))
+        self.arena = Arena(arena_bytes(nbytes), self._commit)
         path = os.path.join(_DIRECTORY, f"allscan-{uuid.uuid4().hex}")
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.ftruncate(fd, self.arena.size)  # sparse: pages are taken when they are written
-            os.close(fd)
+            os.ftruncate(fd, self.arena.size)  # sparse: _commit takes the pages
+            self._fd = fd
             peers = exchange((os.uname().nodename, path, self.arena.size))
             if len({node for node, _, _ in peers}) > 1:
                 raise RuntimeError(
@@ -44,6 +44,8 @@ class SharedMemoryHeap:
                     + ", ".join(sorted({node for node, _, _ in peers}))
                     + "; across hosts use GPUs and the transport 'nvshmem' (pip install allscan[cuda13])"
                 )
+            if len({size for _, _, size in peers}) > 1:
+                raise ValueError(f"heap_bytes must be the same on every rank, got {[size for _, _, size in peers]}")
             self._arenas = [self._map(peer_path, size) for _, peer_path, size in peers]
             self._me = [peer_path for _, peer_path, _ in peers].index(path)
             self.pes = list(range(len(peers)))
@@ -52,6 +54,17 @@ class SharedMemoryHeap:
             os.unlink(path)
         self.network = Network([arena.data_ptr() for arena in self._arenas], self._me)
         nvshmem_device.interpreted_network = self.network
+
+    def _commit(self, offset: int, length: int) -> None:
+        """Take the pages of a block now: where there are none left, writing to them would end in SIGBUS."""
+        try:
+            os.posix_fallocate(self._fd, offset, length)
+        except OSError as error:
+            room = os.statvfs(_DIRECTORY)
+            raise MemoryError(
+                f"{_DIRECTORY} is full: {length:,} bytes asked for, {room.f_bavail * room.f_frsize:,} of "
+                f"{room.f_blocks * room.f_frsize:,} free ({error.strerror}). Make it larger: in Docker, --shm-size=1g"
+            ) from error
 
     @staticmethod
     def _map(path: str, size: int) -> torch.Tensor:
@@ -81,6 +94,8 @@ class SharedMemoryHeap:
 
     def close(self) -> None:
         """The segments go when nothing refers to their tensors any more."""
+        os.close(self._fd)
+        self._fd = -1
 
 
 class Network:

@@ -15,9 +15,9 @@ can replay a scan and ranks may run ahead of each other.
 ``links.py`` says how a tile crosses one link, ``wait.py`` how a rank waits and what happens when it waits in vain.
 
 **Credits.** A slot may be written again once its tile was consumed. The launch boundary says that for all tiles at
-once: a launch of epoch e begins by telling prev ``freed = e - 1``, one word a channel. So a channel is used by launches
-that follow one another on a stream, and each of them handles each tile exactly once: ``recv``, then ``send``; or
-``allscan``; or ``shift``.
+once: a launch of epoch e begins by telling prev ``freed = e - 1`` for all tiles (links.py says by which words). So a
+channel is used by launches that follow one another on a stream, and each of them handles each tile exactly once:
+``recv``, then ``send``; or ``allscan``; or ``shift``.
 
 **In step.** Epochs alone cannot tell a rank that has missed a call from one that is merely late: both have counted one
 launch less. So every tile carries a tag of what its sender has counted otherwise, and a tile whose tag differs from the

@@ -2,7 +2,8 @@
 
 **Block-uniform polling.** Triton takes a scalar to be the same in all threads, but warps that load a changing word, or
 read a clock, may see different values and then take different branches around a barrier. So one thread looks, by an
-atomic whose result the block shares; a tile's own words are looked at by all threads and reduced over the block.
+atomic addition of 0, which Triton compiles to a load, and the block shares what it saw; a tile's own words are looked
+at by all threads and reduced over the block.
 
 **Faults.** Every wait ends after ``timeout`` by the clock; a tile that arrives from a rank that is out of step
 (channel.py) is not taken. The first fault of a communicator writes the record below, in memory that the host can read;

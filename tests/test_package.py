@@ -26,8 +26,8 @@ bindings.nvshmem_host bindings.nvshmem_module bindings.nvshmem_device bindings.s
 shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
 shmem_kernels.scan shmem_kernels.transition
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd shmem_kernels
-errors rendezvous runtime streams order communicator
-tiling launching checks workspace collective first_call packing ops
+errors checks rendezvous runtime streams order communicator
+tiling launching workspace collective first_call packing ops
 gla.carrier gla.launches gla.operator gla
 device reference zigzag
 __init__

@@ -155,7 +155,7 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier):
         if q.ndim == v.ndim == 4:
             B = q.shape[0]
             shape = _carried_shape(q, v)
-            agree = ("zeco_gla", B, q.dtype, initial_state is None, cu_seqlens is None)
+            agree = ("zeco_gla", B, str(q.dtype), initial_state is None, cu_seqlens is None)
         _check(q, k, v, g, initial_state, cu_seqlens, comm)
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:

@@ -34,10 +34,10 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     The layers call zeco_gla, whatever their ``mode``, and the tokens that short convolutions look back at come from the
     rank before, so each rank needs at least conv_size - 1 tokens. ``cu_seqlens`` is that of the whole, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
-    is the loss (DistributedDataParallel and FSDP average gradients instead: multiply by their number of ranks).
-    Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A ``criterion`` of
-    the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the tokens, by their
-    ``weight`` if it has one) or "sum".
+    is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
+    ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
+    ``criterion`` of the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the
+    tokens, by their ``weight`` if it has one) or "sum".
 
     With ``use_cache=True`` the cache of the last rank is what the ordinary model goes on from, as a single process:
     ``sequence_parallel(model, comm=None)``. The others' is not to be used.

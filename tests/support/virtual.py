@@ -37,6 +37,9 @@ class VirtualRank:
     def pe(self, rank):
         return rank
 
+    def keep(self, buffer):
+        return buffer
+
 
 class VirtualScan:
     """The All-Scan of ``size`` ranks over states of ``shape``, each rank on a stream of its own."""
