@@ -18,12 +18,26 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return operator.index(value)
 
 
+def boundaries(cu_seqlens: Any) -> torch.Tensor:
+    """cu_seqlens as a tensor of integers [N + 1]. Raises TypeError or ValueError."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        try:
+            cu_seqlens = torch.as_tensor(cu_seqlens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"cu_seqlens must be a tensor or a list of integers: {error}") from error
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [N + 1], got {tuple(cu_seqlens.shape)}")
+    return cu_seqlens
+
+
 def check_tensor(name: str, tensor, shape, device) -> None:
     """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+    if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be float32 and dense, got {tensor.dtype}, {tensor.layout}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != device:

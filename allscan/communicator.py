@@ -150,9 +150,10 @@ class Communicator:
             others = self.order.refusals_of_others()
             kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
             rank, neighbour, tile, expected, seen = found
+            job_ranks = self._ranks[rank], self._ranks[neighbour]
             if kind == wait.OUT_OF_STEP.value:
-                raise different_tags(rank, neighbour, tile, expected, seen, others)
-            raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others)
+                raise different_tags(rank, neighbour, tile, expected, seen, others, job_ranks)
+            raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others, job_ranks)
         if self.order.lost is not None:
             raise AllScanOutOfStep(self.order.lost)
 

@@ -8,23 +8,34 @@ REMEDY = "All ranks: close() this communicator and make a new one, or call resyn
 class AllScanTimeout(RuntimeError):
     """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
 
-    Attributes: ``rank`` waited for ``neighbour``; ``tile``, ``expected`` and ``seen`` (epochs) say for what;
-    ``timeout`` in seconds; ``others``: what other ranks have said of themselves, or "".
+    Attributes: ``rank`` waited for ``neighbour``, both of the group; ``job_ranks``: the two as ranks of the job;
+    ``tile``, ``expected`` and ``seen`` (epochs) say for what; ``timeout`` in seconds; ``others``: what other ranks have
+    said of themselves, or "".
     """
 
     def __init__(
-        self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float, others: str = ""
-    ) -> None:
-        super().__init__(rank, neighbour, tile, expected, seen, timeout, others)
+        self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float, others: str = "",
+        job_ranks: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(rank, neighbour, tile, expected, seen, timeout, others, job_ranks)
         self.rank, self.neighbour, self.tile = rank, neighbour, tile
         self.expected, self.seen, self.timeout, self.others = expected, seen, timeout, others
+        self.job_ranks = job_ranks or (rank, neighbour)
 
     def __str__(self) -> str:
+        own, other = names_of((self.rank, self.neighbour), self.job_ranks)
         return (
-            f"rank {self.rank} waited {self.timeout:g} s for rank {self.neighbour}, tile {self.tile}: expected epoch "
-            f"{self.expected}, saw {self.seen}. Rank {self.neighbour} is late, has ended, or does not make the same "
-            f"calls in the same order. {self.others}{REMEDY}."
+            f"{own} waited {self.timeout:g} s for {other}, tile {self.tile}: expected epoch {self.expected}, saw "
+            f"{self.seen}. {other[0].upper()}{other[1:]} is late, has ended, or does not make the same calls in the "
+            f"same order. {self.others}{REMEDY}."
         )
+
+
+def names_of(ranks: tuple[int, int], job_ranks: tuple[int, int]) -> list[str]:
+    """Two ranks of a group in words, with those of the job where they are others."""
+    if ranks == job_ranks:
+        return [f"rank {rank}" for rank in ranks]
+    return [f"rank {rank} (of the job: {of_job})" for rank, of_job in zip(ranks, job_ranks)]
 
 
 class AllScanOutOfStep(RuntimeError):

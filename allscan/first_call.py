@@ -38,7 +38,7 @@ def get_or_create_scan(
     """
     comm.check()
     scans = cached_on(comm, "scans")
-    shape = shape and tuple(shape)
+    shape = None if shape is None else tuple(shape)
     key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
     if problem is not None and not at_first and (key in scans or (shape is None and scans)):
         raise problem
@@ -87,13 +87,34 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T
     return value
 
 
-def first_token(comm: Communicator, lengths, T: int) -> int:
+def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None) -> int:
     """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
     these ``lengths`` is collective, and the partition that it finds is kept (the last KEPT, alike on every rank).
+    Where the caller says it, ``given``, no other rank is asked, but in debug mode.
 
     Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
-    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture.
+    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With ``given``:
+    ValueError on a rank that can see that it is wrong.
     """
+    if given is not None:
+        end = given + T
+        if lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:])):
+            raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
+        if (
+            not 0 <= given <= end <= lengths[-1]
+            or (comm.rank == 0) > (given == 0)
+            or ((comm.rank == comm.size - 1) > (end == lengths[-1]))
+        ):
+            raise ValueError(
+                f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got "
+                f"{given} and {T}"
+            )
+        if comm.debug:
+            places = comm.exchange((lengths, given, end), "first_token, in debug mode")
+            if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
+                found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
+                raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
+        return given
     # ranks that missed a call before resync() have used them in another order
     partitions = cached_on(comm, f"partitions {comm.order.generation}")
     if lengths in partitions:

@@ -9,12 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .checks import check_tensor, check_transition, decay_target
+from .checks import boundaries, check_tensor, check_transition, decay_target, integer
 from .communicator import Communicator
-from .first_call import cached_table, first_token, get_or_create_scan
+from .first_call import cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
 from .order import PendingBackward, recomputing
-from .packing import boundaries_on_host
+from .packing import boundaries_on_host, to_device
 from .tiling import transition_tile
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
@@ -147,7 +147,10 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
     def tensor(array):
         if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
             raise ValueError("an array with negative strides cannot be shared: make a copy of it")
-        return torch.from_dlpack(array) if hasattr(array, "__dlpack__") else array
+        try:
+            return torch.from_dlpack(array) if hasattr(array, "__dlpack__") else array
+        except BufferError as error:
+            raise TypeError(f"this array cannot be shared: {error}") from error
 
     result = allscan(
         tensor(state), tensor(decay), transition=tensor(transition), comm=comm, initial_state=tensor(initial_state),
@@ -163,8 +166,9 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
 
 @dynamo_disabled
 def halo(
-    x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None
-) -> Xs:
+    x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+) -> Xs:  # fmt: skip
     """The n tokens that precede this rank's part of the sequence: the last n of the rank before. Differentiable.
 
         out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]
@@ -174,8 +178,8 @@ def halo(
     x: [B, T, ...], this rank's T tokens, at least n; T may differ between ranks, other dimensions may not. Floats of
         at most 32 bits, which travel as float32 (-0.0 may arrive as +0.0), or integers, which travel 16 bits a word and
         arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
-    cu_seqlens: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than the one at the
-        cut count as none.
+    cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
+        the one at the cut count as none.
     Returns [B, n, ...] like x, a tuple for a tuple. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
     for its neighbours only. The first call for a shape is collective on the host. For gradients every rank uses the
     result, the first one too, which has zeros: else its own backward does not run, and the next call raises.
@@ -188,10 +192,10 @@ def halo(
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
     with comm.call(reverse):
-        return _halo(x, n, comm, reverse, cu_seqlens)
+        return _halo(x, n, comm, reverse, cu_seqlens, first_token)
 
 
-def _halo(x, n, comm, reverse, cu_seqlens):
+def _halo(x, n, comm, reverse, cu_seqlens, first_token):
     several = isinstance(x, tuple)
     xs, shape, problem = x if several else (x,), None, None
     try:
@@ -199,8 +203,12 @@ def _halo(x, n, comm, reverse, cu_seqlens):
             if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
                 kind = getattr(x, "dtype", type(x).__name__)
                 raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {kind}")
-        if not xs or not isinstance(n, int) or n < 1 or min(x.ndim for x in xs) < 2:
-            raise ValueError(f"x must be [B, T, ...] and n an integer of at least 1, got {_shapes(xs)} and {n!r}")
+        n = integer("n", n)
+        if not xs or min(x.ndim for x in xs) < 2:
+            raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
+        if cu_seqlens is not None:
+            cu_seqlens = boundaries(cu_seqlens)
+            first_token = None if first_token is None else integer("first_token", first_token, 0)
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
@@ -213,12 +221,12 @@ def _halo(x, n, comm, reverse, cu_seqlens):
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
     except (TypeError, ValueError) as error:
         problem = error
-    get_or_create_scan(comm, shape, problem=problem)
+    get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None), problem)
     edges = [_to_words((x[:, :n] if reverse else x[:, T - n :]).reshape(B, n, -1)) for x in xs]
     inside = None
     if cu_seqlens is not None:
-        lengths = boundaries_on_host(torch.as_tensor(cu_seqlens))
-        first = first_token(comm, lengths, T)
+        lengths = boundaries_on_host(cu_seqlens)
+        first = partition_start(comm, lengths, T, first_token)
         key = ("halo", first, T, lengths, n, reverse)
         inside = cached_table(comm, key, lambda: _same_sequence(comm.device, first, first + T, n, reverse, lengths))
     # decay 0: nothing comes from beyond the neighbour
@@ -259,4 +267,4 @@ def _same_sequence(device, first, end, n, reverse, lengths) -> Tensor:
     here = end - 1 if reverse else first  # the token next to the cut
     begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
     places = range(end, end + n) if reverse else range(first - n, first)
-    return torch.tensor([[begin <= t < finish] for t in places], device=device)
+    return to_device(torch.tensor([[begin <= t < finish] for t in places]), device)

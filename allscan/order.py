@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import REMEDY, AllScanOutOfStep
-from .rendezvous import Rendezvous, by_rank
+from .errors import REMEDY, AllScanOutOfStep, names_of
+from .rendezvous import Refused, Rendezvous, by_rank
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
 SETTLE_S = 5.0  # how long a rank that has refused a call waits to hear whether all have
@@ -107,6 +107,15 @@ class Order:
             f"its calls with others of theirs. {REMEDY}."
         )
 
+    def _refused_by_another(self) -> str | None:
+        """Who has refused the call that this rank is in, and why."""
+        number = sum(self.made)
+        for rank, of_a_rank in self.rendezvous.posted("refused").items():
+            why = next((why for n, why in of_a_rank if n == number), None)
+            if why is not None and rank != self.rendezvous.rank:
+                return f"rank {rank} has refused this call: {why}"
+        return None
+
     def refusals_of_others(self) -> str:
         """What other ranks have refused last, as sentences; "" for nothing."""
         refused = self.rendezvous.posted("refused")
@@ -115,7 +124,10 @@ class Order:
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value`` in rank order; see :meth:`Communicator.exchange`."""
         try:
-            answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what)
+            excuse = self._refused_by_another if self.inside else None
+            answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what, excuse)
+        except Refused:
+            raise  # this rank refuses the call, too
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise
@@ -153,9 +165,12 @@ def _sentences(refused: dict[int, tuple[int, str]]) -> str:
     return "".join(f"Rank {p} has refused its call {number}: {why}. " for p, (number, why) in sorted(refused.items()))
 
 
-def different_tags(rank: int, neighbour: int, tile: int, expected: int, seen: int, others: str) -> AllScanOutOfStep:
+def different_tags(
+    rank: int, neighbour: int, tile: int, expected: int, seen: int, others: str, job_ranks: tuple[int, int]
+) -> AllScanOutOfStep:
     """The error for two arrival words of one epoch (shmem_kernels/links.py) whose tags differ."""
     wanted, came = _fields(expected), _fields(seen)
+    own, other = names_of((rank, neighbour), job_ranks)
     if wanted[0] != came[0]:
         why = (
             f"here it is step {wanted[0]}, there it was step {came[0]} (Communicator.step(), modulo {STEPS.value}): "
@@ -163,7 +178,7 @@ def different_tags(rank: int, neighbour: int, tile: int, expected: int, seen: in
         )
     elif wanted[1] != came[1]:
         why = (
-            f"before that call rank {rank} had made {wanted[1]} backward calls of this shape, rank {neighbour} "
+            f"before that call {own} had made {wanted[1]} backward calls of this shape, {other} "
             f"{came[1]} (modulo {BACKWARDS.value}): one of them ignored what a call had returned, or left out its "
             "backward pass"
         )
@@ -173,7 +188,7 @@ def different_tags(rank: int, neighbour: int, tile: int, expected: int, seen: in
             f"{came[2] or 'none'} (modulo {CALLS.value}, the first is 2)"
         )
     return AllScanOutOfStep(
-        f"rank {rank} and rank {neighbour} are in different calls, found by rank {rank} in its call "
+        f"{own} and {other} are in different calls, found by {own} in its call "
         f"{expected & 0xFFFFFFFF} of a shape and direction, tile {tile}: {why}. {others}{REMEDY}."
     )
 

@@ -44,11 +44,18 @@ class Layout:
         begins += [len(segments)] * (states + 1 - len(begins))
         self.num_segments, self.num_chunks = len(segments), len(chunks)
         self.segments, self.chunks, self.first_segments = (
-            torch.tensor(table, dtype=torch.int32).to(device) for table in (segments, chunks, begins)
+            to_device(torch.tensor(table, dtype=torch.int32), device) for table in (segments, chunks, begins)
         )
         distance = torch.arange(BT)[:, None] - torch.arange(BT)  # what gla_blocks.load_weights takes
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
-        self.weights = torch.stack([w.to(torch.bfloat16) for w in weights]).to(device)
+        self.weights = to_device(torch.stack([w.to(torch.bfloat16) for w in weights]), device)
+
+
+def to_device(table: torch.Tensor, device) -> torch.Tensor:
+    """A table made on the host, on the device, without waiting for what runs there."""
+    if torch.device(device).type == "cuda":
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
 
 
 def segment_length(tokens: int, H: int, cuda: bool) -> int:

@@ -9,7 +9,7 @@ import ast
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,9 @@ EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the hos
 ABSENT_TIMEOUT_S = 10.0  # the same where one of them did not come the last time
 GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all
 
-_DONE, _FAILED, _ABANDONED = "done ", "failed ", "abandoned "  # how a decision begins
+EXCUSE_S = 0.2  # how often a rank that waits looks whether another one has said that it will not come
+
+_DONE, _FAILED, _REFUSED, _ABANDONED = "done ", "failed ", "refused ", "abandoned "  # how a decision begins
 
 _world: Any = None  # torch.distributed's default group that the following are of
 _exchanges: dict[str, int] = {}  # name of a rendezvous -> how many exchanges it has had: equal on all its ranks
@@ -29,6 +31,10 @@ _absent: set[int] = set()  # global ranks that have not come to the last exchang
 
 class Abandoned(RuntimeError):
     """A rank has said that it will not come."""
+
+
+class Refused(RuntimeError):
+    """A rank does not come because it has refused the call that the exchange is part of."""
 
 
 def by_rank(values: Iterable) -> str:
@@ -62,13 +68,14 @@ class Rendezvous:
         makes the name."""
         return Rendezvous(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
 
-    def exchange(self, value: Any, what: str) -> list:
+    def exchange(self, value: Any, what: str, excuse: Callable[[], str | None] | None = None) -> list:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
+        ``excuse()``: why a rank will not come, if that is known; then the exchange ends with Refused.
         Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S or is interrupted."""
         if self.size == 1:
             return [value]
-        kinds, values = zip(*self.meet(self._next_topic(what), (what, value), what), strict=True)
+        kinds, values = zip(*self.meet(self._next_topic(what), (what, value), what, excuse), strict=True)
         if len(set(kinds)) > 1:
             raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
         return list(values)
@@ -80,11 +87,12 @@ class Rendezvous:
             while True:
                 number = counts[self.name] = counts.get(self.name, 0) + 1
                 base = f"{self._prefix}{number}/"
-                if not (store.check([f"{base}decision"]) and store.get(f"{base}decision").decode().startswith(_FAILED)):
+                failed = store.check([f"{base}decision"])
+                if not failed or store.get(f"{base}decision").decode().startswith(_DONE):
                     return str(number)
                 self._read(store, base)
 
-    def meet(self, topic: str, value: Any, what: str) -> list:
+    def meet(self, topic: str, value: Any, what: str, excuse: Callable[[], str | None] | None = None) -> list:
         """An exchange that comes once in the life of this rendezvous, under a topic of its own.
 
         Raises Abandoned on all ranks if one of them has called :meth:`abandon`."""
@@ -92,7 +100,7 @@ class Rendezvous:
         try:
             with _store_errors(what):
                 store.set(f"{base}{self.rank}", word)
-                decision = self._decision(store, base)
+                decision = self._decision(store, base, excuse)
         except BaseException:
             self._decide(store, base, f"{_FAILED}rank {self.ranks[self.rank]} (global) was interrupted")
             self._read(store, base)
@@ -100,13 +108,15 @@ class Rendezvous:
         self._read(store, base)
         if decision.startswith(_ABANDONED):
             raise Abandoned(f"{what}: {decision.removeprefix(_ABANDONED)}")
+        if decision.startswith(_REFUSED):
+            raise Refused(f"{what}: {decision.removeprefix(_REFUSED)}")
         if decision.startswith(_FAILED):
             reason = decision.removeprefix(_FAILED)
             raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
-        words = ast.literal_eval(decision.removeprefix(_DONE))
-        if words[self.rank] != word:
-            raise RuntimeError(f"{what}: the answer is of another exchange, {words[self.rank]} instead of {word}")
-        return [ast.literal_eval(word) for word in words]
+        values = ast.literal_eval(decision.removeprefix(_DONE))
+        if repr(values[self.rank]) != word:
+            raise RuntimeError(f"{what}: the answer is of another exchange, {values[self.rank]} instead of {word}")
+        return values
 
     def abandon(self, topic: str, why: str) -> None:
         """In place of :meth:`meet`, without waiting for anybody."""
@@ -115,22 +125,28 @@ class Rendezvous:
             self._decide(store, base, f"{_ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base)
 
-    def _decision(self, store, base: str) -> str:
+    def _decision(self, store, base: str, excuse) -> str:
         """What has been decided. O(1) requests a rank, but for who is missing where one is."""
         limit = min(EXCHANGE_TIMEOUT_S, ABSENT_TIMEOUT_S) if _absent & set(self.ranks) else EXCHANGE_TIMEOUT_S
         keys = [f"{base}{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
         pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)
+        looked = time.monotonic()
         while not store.check([f"{base}decision"]):
             if self.rank == 0 and store.check(keys):
                 words = [word.decode() for word in store.multi_get(keys)]
-                self._decide(store, base, _DONE + repr(words))
+                self._decide(store, base, f"{_DONE}[{', '.join(words)}]")
                 break
             if time.monotonic() > deadline:
                 missing = next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
                 self._decide(store, base, f"{_FAILED}rank {missing} (global) did not come within {limit:g} s")
                 _absent.add(missing)
                 break
+            if excuse is not None and time.monotonic() - looked > EXCUSE_S:
+                looked = time.monotonic()
+                if reason := excuse():
+                    self._decide(store, base, _REFUSED + reason)
+                    break
             time.sleep(pause)
             pause = min(2 * pause, longest)
         decision = store.get(f"{base}decision").decode()
@@ -156,18 +172,22 @@ class Rendezvous:
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
                 self._store().set(f"{self._prefix}{topic}/{self.rank}", repr(value))
+                self._store().set(f"{self._prefix}{topic}/any", "")
 
     def take_back(self, topic: str) -> None:
-        """Remove what this rank has left."""
+        """Remove what this rank has left. After all ranks have seen what is still of interest."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                self._store().delete_key(f"{self._prefix}{topic}/{self.rank}")
+                for key in (self.rank, "any"):
+                    self._store().delete_key(f"{self._prefix}{topic}/{key}")
 
     def posted(self, topic: str) -> dict[int, Any]:
         """{rank: what it has left}. Does not wait."""
         if self.size == 1:
             return {}
         try:
+            if not self._store().check([f"{self._prefix}{topic}/any"]):
+                return {}
             store, keys = self._store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
             return {r: ast.literal_eval(store.get(key).decode()) for r, key in keys.items() if store.check([key])}
         except (dist.DistError, RuntimeError):

@@ -394,3 +394,66 @@ def same_size_case():
 @pytest.mark.cpu
 def test_an_arena_of_the_same_size_is_no_second_one(fresh):
     assert fresh(1).run(same_size_case) == ["ValueError"]
+
+
+def refused_case(group, kind, name):
+    """Rank 1 gives an argument that is wrong in an odd way at a first call. All ranks raise soon, and go on."""
+    import numpy as np
+
+    ones = torch.ones
+    state, x = ones(2, 4, 8), ones(1, 6, 2, 8)
+    packed = torch.tensor([0, 18])
+    wrong = {
+        "negative strides": (np.ones((2, 4, 8), dtype=np.float32)[::-1],),
+        "foreign byte order": (np.ones((2, 4, 8), dtype=">f4"),),
+        "no array": ("state",),
+        "no shape": (ones(()),),
+        "sparse": (state.to_sparse(),),
+        "float64": (state.double(),),
+        "0-d q": (ones(()), x, x, -x),
+        "sparse q": (x.to_sparse(), x, x, -x),
+        "a string for q": ("q", x, x, -x),
+        "scale": (x, x, x, -x, dict(scale="1")),
+        "a string for cu_seqlens": (x, x, x, -x, dict(cu_seqlens="0, 18")),
+        "ragged cu_seqlens": (x, x, x, -x, dict(cu_seqlens=[[0], [1, 2]])),
+        "nested cu_seqlens": (x, 2, dict(cu_seqlens=[[0, 18]])),
+        "float cu_seqlens": (x, 2, dict(cu_seqlens=torch.tensor([0.0, 18.0]))),
+        "cu_seqlens on one rank": (x, 2, dict(cu_seqlens=packed)),
+        "n": (x, 2.0),
+    }[name]
+    right = {"allscan": (state,), "zeco_gla": (x, x, x, -x), "halo": (x, 2)}[kind]
+    options = {}
+    if kind == "zeco_gla" and "cu_seqlens" in name:
+        options = dict(cu_seqlens=packed)
+    elif name in ("nested cu_seqlens", "float cu_seqlens"):
+        options = dict(cu_seqlens=packed)
+    call = getattr(allscan, kind)
+    with allscan.Communicator(group) as comm:
+        allscan.allscan(ones(1, 16), comm=comm)  # so that this is not the communicator's first call
+        start = time.monotonic()
+        if comm.rank == 1:
+            *given, more = wrong if isinstance(wrong[-1], dict) else (*wrong, options)
+            answer = raised(call, *given, comm=comm, **more)
+        else:
+            answer = raised(call, *right, comm=comm, **options)
+        seconds = time.monotonic() - start
+        after = raised(call, *right, comm=comm, **options)
+        comm.barrier()
+        return answer, seconds, after
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "kind, name",
+    [("allscan", n) for n in ("negative strides", "foreign byte order", "no array", "no shape", "sparse", "float64")]
+    + [("zeco_gla", n) for n in ("0-d q", "sparse q", "a string for q", "scale", "a string for cu_seqlens",
+                                 "ragged cu_seqlens")]
+    + [("halo", n) for n in ("nested cu_seqlens", "float cu_seqlens", "cu_seqlens on one rank", "n")],
+)  # fmt: skip
+def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):
+    answers = run(3, refused_case, kind, name)
+    for rank, (answer, seconds, after) in enumerate(answers):
+        assert answer is not None and seconds < 5.0, (rank, answer, seconds)
+        assert after is None, after
+    assert all("rank 1" in answer[1] for answer, _, _ in (answers[0], answers[2])), answers
+    assert answers[1][0][0] in ("TypeError", "ValueError"), answers[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from support.gla import BF16, F16, F32, NAMES, Whole, check, gla_case
+from allscan import rendezvous
+from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
 from support.values import place, raised, relative
 
 
@@ -55,6 +57,37 @@ def test_packed(run, size, name):
     tokens, lengths = PACKED[name]
     for kind in ("mild", "weak"):
         check(run(size, gla_case, tokens, 1, 2, 16, 16, kind, F32, F32, lengths))
+
+
+def first_token_case(group, debug):
+    """New cu_seqlens, and new partitions of them, without an exchange where the caller says where the tokens begin."""
+    with allscan.Communicator(group, debug=debug) as comm:
+        for i, tokens in enumerate(([20, 30, 14], [30, 20, 14], [31, 19, 14])):
+            whole = Whole(i, 64, 1, 1, 16, 16, "weak", F32, F32, comm.device, [0, 11, 34 + 4 * (i > 1), 64])
+            mine = place(comm, tokens)
+            told = functools.partial(allscan.zeco_gla, first_token=mine.start)
+            before = dict(rendezvous._exchanges)
+            answers = [x.detach() for x in whole.ours(comm, mine, told)]
+            expected = [x[:, mine] if n in (0, 2, 3, 4, 5) else x for n, x in enumerate(whole.reference())]
+            assert max(relative(answers[n], expected[n]) for n in (0, 2, 3, 4, 5)) < LIMIT[F32]
+            halo = allscan.halo(whole.v[:, mine], 3, comm=comm, cu_seqlens=whole.lengths, first_token=mine.start)
+            for n, t in enumerate(range(mine.start - 3, mine.start)):
+                same = any(a <= t and mine.start < b for a, b in zip(whole.lengths, whole.lengths[1:]))
+                assert torch.equal(halo[:, n], whole.v[:, t] if same else torch.zeros_like(halo[:, n]))
+            if i and not debug:
+                assert rendezvous._exchanges == before
+        wrong = [dict(first_token=-1), dict(first_token=1.0)]
+        if debug:  # which a rank in the middle cannot see by itself
+            wrong.append(dict(first_token=mine.start + (comm.rank == 1)))
+        messages = [raised(allscan.halo, whole.v[:, mine], 3, comm=comm, cu_seqlens=whole.lengths, **w) for w in wrong]
+        return messages
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_first_token(run, debug):
+    for messages in run(3, first_token_case, debug):
+        assert [kind for kind, _ in messages] == ["ValueError", "TypeError", "ValueError"][: 2 + debug], messages
+        assert not debug or "do not follow one another" in messages[2][1]
 
 
 def unsplit_case(group, tokens):

@@ -10,7 +10,7 @@ import torch
 import allscan
 from allscan import first_call
 from allscan.communicator import cached_on
-from allscan.first_call import first_token
+from allscan.first_call import partition_start
 from allscan.gla.operator import find_layout
 from allscan.packing import Layout, cut, most_segments
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
@@ -72,7 +72,7 @@ def test_at_random(seed):
 def partition_case(group):
     """One cu_seqlens, cut in another way at the second call; then a layout of other segments, on rank 1 alone."""
     with allscan.Communicator(group) as comm:
-        answers = [raised(first_token, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
+        answers = [raised(partition_start, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
         segment = 128 if comm.rank == 1 else 256
         return [*answers, find_layout(comm, 1, 20, torch.tensor([0, 5, 60]), segment).num_segments]  # asks nobody
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,9 @@ import triton
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..checks import check_tensor
+from ..checks import boundaries, check_tensor, integer
 from ..communicator import Communicator
-from ..first_call import agreed, cached_table, first_token
+from ..first_call import agreed, cached_table, partition_start
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host, cut, most_segments, segment_length
 from ..shmem_kernels.gla_blocks import FIRST, LAST
@@ -24,7 +25,7 @@ MOST_CHUNKS = 65535  # what the second axis of a grid holds
 def zeco_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, comm: Communicator, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -44,6 +45,9 @@ def zeco_gla(
         the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one communicator a cu_seqlens has
         one split: each rank has the same T whenever it comes again. A tensor on the GPU is read once, which waits for
         it; do not change its values afterwards other than by torch, and not at all if made in torch.inference_mode.
+    first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
+        cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
+        tokens follow one another is the caller's word; debug mode compares it.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
     the sequence's last token and zeros on the others, or None.
@@ -60,47 +64,56 @@ def zeco_gla(
 
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
-    return zeco_gla_by(AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return zeco_gla_by(
+        AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token
+    )
 
 
 def zeco_gla_by(
     carrier: StateCarrier, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
-    arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens
+    arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token
     if torch.compiler.is_compiling():
         return _zeco_gla(*arguments)
     with carrier.comm.call():
         return _zeco_gla(*arguments)
 
 
-def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    problem = _not_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), cu_seqlens, scale)
+def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token):
+    problem = _not_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
+    try:
+        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+    except (TypeError, ValueError) as error:
+        problem = error
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
-    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
-        cu_seqlens = torch.tensor(cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    o, final_state, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle)
+    o, final_state, *_ = _forward(
+        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token
+    )
     return o, final_state if output_final_state else None
 
 
-def _not_for_an_operator(tensors, cu_seqlens, scale) -> Exception | None:
+def _not_for_an_operator(tensors, scale) -> Exception | None:
     """What is wrong with arguments that a custom op does not take as they are."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not (x is None and name == "initial_state"):
             return TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if not (cu_seqlens is None or isinstance(cu_seqlens, Tensor) or hasattr(cu_seqlens, "__len__")):
-        return TypeError(f"cu_seqlens must be a tensor or a list, got {type(cu_seqlens).__name__}")
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            return TypeError(f"{name} must be dense, got {x.layout}")
     if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
         return NotImplementedError("zeco_gla has no forward-mode derivatives (torch.func.jvp, forward_ad)")
-    if scale is not None and not 0.0 < abs(scale) < float("inf"):
-        return ValueError(f"scale must be finite and not 0, got {scale}")
+    if tensors["q"].ndim != 4:
+        return ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
+    if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
+        return ValueError(f"scale must be a finite number and not 0, got {scale!r}")
     return None
 
 
@@ -128,9 +141,7 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm):
     if q.shape[-1] > 512:
         raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or q.shape[0] != 1:
+        if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {q.shape[0]}")
     if initial_state is not None:
         check_tensor("initial_state", initial_state, _state_shape(q, v, cu_seqlens), comm.device)
@@ -146,7 +157,7 @@ def _state_shape(q, v, cu_seqlens):
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier):
+def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token):
     """The Layout, after all checks."""
     comm = carrier.comm
     shape = agree = problem = None
@@ -155,7 +166,7 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier):
         if q.ndim == v.ndim == 4:
             B = q.shape[0]
             shape = _carried_shape(q, v)
-            agree = ("zeco_gla", B, str(q.dtype), initial_state is None, cu_seqlens is None)
+            agree = ("zeco_gla", B, str(q.dtype), initial_state is None, cu_seqlens is None, first_token is None)
         _check(q, k, v, g, initial_state, cu_seqlens, comm)
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
@@ -163,16 +174,16 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier):
     except (TypeError, ValueError) as error:
         problem = error
     carrier.prepare(shape, agree, problem, at_first=positive)
-    layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q))
+    layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token)
     if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
         raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
     return layout
 
 
-def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int) -> Layout:
-    """The layout of this rank; raises what :func:`first_token` raises."""
+def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None) -> Layout:
+    """The layout of this rank; raises what partition_start raises."""
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
-    first = 0 if lengths is None else first_token(comm, lengths, T)
+    first = 0 if lengths is None else partition_start(comm, lengths, T, first_token)
 
     def make():
         if lengths is None:
@@ -204,13 +215,13 @@ def _state_tensors(q, v, cu_seqlens, final):
 @torch.library.custom_op("allscan::zeco_gla_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, final: bool, handle: int,
+    scale: float, final: bool, handle: int, first_token: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank; the
     number of this call)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
-        layout = _prepare(q, k, v, g, initial_state, cu_seqlens, carrier)
+        layout = _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token)
         return _forward_kernels(
             q, k, v, g, initial_state, cu_seqlens, final, Launcher(q, k, v, g, scale, carrier, layout)
         )
@@ -234,7 +245,7 @@ def _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher):
 
 
 @_forward.register_fake
-def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle):
+def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None):
     return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final), q.new_empty(1, dtype=torch.int64)
 
 
@@ -242,11 +253,12 @@ def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle):
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
     states: Tensor, gates: Tensor, prev: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int,
+    first_token: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dinitial_state or nothing)."""
     carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
-        layout = find_layout(carrier.comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(q))
+        layout = find_layout(carrier.comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(q), first_token)
         launcher = Launcher(q, k, v, g, scale, carrier, layout)
         return _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher)
 
@@ -272,12 +284,12 @@ def _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket,
 
 
 @_backward.register_fake
-def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle):
+def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle, first_token=None):
     return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial)[0]
 
 
 def _save(ctx, inputs, output):
-    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, ctx.handle = inputs
+    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, ctx.handle, ctx.first_token = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.save_for_backward(q, k, v, g, cu_seqlens, *output[2:])
     ctx.set_materialize_grads(False)
@@ -292,8 +304,8 @@ def _gradient(ctx, do, dfinal, *_):
     q, k, v, g, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, ctx.handle)
-    return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None
+    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, ctx.handle, ctx.first_token)
+    return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None, None
 
 
 torch.library.register_autograd("allscan::zeco_gla_forward", _gradient, setup_context=_save)

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from fla.layers import GatedLinearAttention
 from fla.layers.utils import get_layer_cache, update_layer_cache
 
+from ..checks import boundaries
 from ..communicator import Communicator
-from ..first_call import cached_table, first_token
+from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..ops import halo
-from ..packing import TensorKey, boundaries_on_host
+from ..packing import TensorKey, boundaries_on_host, to_device
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
@@ -79,20 +80,20 @@ def _replace(module, name, function):
 
 def _layer(
     layer, comm, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, output_attentions=False,
-    cu_seqlens=None, **_,
+    cu_seqlens=None, first_token=None, **_,
 ):  # fmt: skip
     """GatedLinearAttention.forward, over this rank's tokens."""
     if attention_mask is not None and not _masks_nothing(TensorKey(attention_mask)):
-        raise ValueError("attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
+        _refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
-        raise ValueError("past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+        _refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
-        raise ValueError("packed sequences leave no cache: pass use_cache=False")
+        _refuse(comm, "packed sequences leave no cache: pass use_cache=False")
     x, conv_states = hidden_states, None
     q, k, v, g = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gk_proj(x)
     if layer.use_short_conv:
         convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
-        (q, k, v), conv_states = _convolve(convolutions, (q, k, v), comm, cu_seqlens, use_cache)
+        (q, k, v), conv_states = _convolve(convolutions, (q, k, v), comm, cu_seqlens, first_token, use_cache)
     q, k, g = (y.unflatten(-1, (-1, layer.head_k_dim)) for y in (q, k, g))
     v = v.unflatten(-1, (-1, layer.head_v_dim))
     if layer.num_kv_groups > 1:
@@ -102,7 +103,9 @@ def _layer(
         g = g.clamp_min(layer.clamp_min)
     if layer.feature_map_fn is not None:
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
-    o, state = zeco_gla(q, k, v, g, comm=comm, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
+    o, state = zeco_gla(
+        q, k, v, g, comm=comm, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens, first_token=first_token
+    )
     if use_cache and past_key_values is not None:
         if past_key_values not in _prefilled or not past_key_values.get_seq_length():  # the first layer
             _prefilled[past_key_values] = sum(comm.exchange(x.shape[1], "the first layer of a prefill"))
@@ -119,20 +122,26 @@ def _layer(
     return layer.o_proj(o), None, past_key_values
 
 
+def _refuse(comm, message: str):
+    """Raise ValueError, so that ranks on which the call goes on hear of it."""
+    with comm.call():
+        raise ValueError(message)
+
+
 @functools.lru_cache(maxsize=1)
 def _masks_nothing(mask: TensorKey) -> bool:
     return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
 
 
-def _convolve(convolutions, xs, comm, cu_seqlens, use_cache):
+def _convolve(convolutions, xs, comm, cu_seqlens, first_token, use_cache):
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
     n, T = convolutions[0].kernel_size[0] - 1, xs[0].shape[1]
     if n:
-        before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens)
+        before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens, first_token=first_token)
         xs = [torch.cat(both, 1) for both in zip(before, xs, strict=True)]
     if cu_seqlens is not None:
-        lengths = boundaries_on_host(torch.as_tensor(cu_seqlens))
-        first = first_token(comm, lengths, T)
+        lengths = boundaries_on_host(boundaries(cu_seqlens))
+        first = partition_start(comm, lengths, T, first_token)
         key = ("convolution", first, T, lengths, n)
         cu_seqlens = cached_table(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
     options = dict(output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
@@ -143,7 +152,7 @@ def _convolve(convolutions, xs, comm, cu_seqlens, use_cache):
 def _lengths_here(device, first, lengths, n, T):
     """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens."""
     inside = sorted({n + c - first for c in lengths if first < c < first + T})
-    return torch.tensor([0, *inside, n + T], dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *inside, n + T], dtype=torch.int32), device)
 
 
 def _loss(

@@ -10,13 +10,13 @@ import time
 
 import torch
 
+from ..bindings.arena import arena_bytes
 from ..bindings.nvshmem_module import device_library
 from ..reference import allscan_reference
 from .provenance import installed_version, nvshmem_version, source_hash
 from .ranks import Ranks
 from .timing import copy_kernel, replay_us
 
-HEAP_BYTES = 64 << 20
 STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
 
 
@@ -54,6 +54,15 @@ def report() -> bool:
         if gpus > 1 and not (binding and nvshmem_version()):
             needs.append(f"pip install 'allscan[cuda{cuda}]'      # NVSHMEM, for more than one GPU")
     print("transport   " + _transport(gpus))
+    try:
+        heap = f"{arena_bytes(None):,} bytes a rank (ALLSCAN_HEAP, or allscan.init(heap_bytes=...))"
+    except ValueError as error:
+        heap = str(error)
+        needs.append("export ALLSCAN_HEAP=512M      # or another size")
+    print(f"heap        {heap}")
+    if not gpus:
+        room = os.statvfs("/dev/shm")
+        print(f"/dev/shm    {room.f_bavail * room.f_frsize:,} of {room.f_blocks * room.f_frsize:,} bytes free")
     print("GPU tests   " + _last_run())
     for command in needs:
         print(f"missing     {command}")
@@ -117,7 +126,6 @@ def self_test() -> bool:
 def _self_test_rank() -> dict:
     import allscan
 
-    allscan.init(HEAP_BYTES)
     with allscan.Communicator() as comm:
         shape = STATE if comm.device.type == "cuda" else (2, 16, 16)
         generator = torch.Generator().manual_seed(0)

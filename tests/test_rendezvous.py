@@ -1,0 +1,286 @@
+"""Exchanges on the host: decided once for all ranks, whoever is late, interrupted or gone; and what they cost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allscan
+from allscan import rendezvous
+from allscan.rendezvous import Rendezvous
+from support.values import raised
+
+pytestmark = pytest.mark.cpu
+
+
+class Store:
+    """What a rendezvous uses of torch.distributed's store; counts requests."""
+
+    def __init__(self):
+        self.words, self.lock, self.requests, self.longest_key = {}, threading.Lock(), 0, 0
+
+    def _request(self, *keys):
+        self.requests += 1
+        self.longest_key = max([self.longest_key, *map(len, keys)])
+
+    def set(self, key, word):
+        with self.lock:
+            self._request(key)
+            self.words[key] = word.encode()
+
+    def check(self, keys):
+        with self.lock:
+            self._request(*keys)
+            return all(key in self.words for key in keys)
+
+    def get(self, key):
+        with self.lock:
+            self._request(key)
+            return self.words[key]
+
+    def multi_get(self, keys):
+        with self.lock:
+            self._request(*keys)
+            return [self.words[key] for key in keys]
+
+    def compare_set(self, key, expected, word):
+        assert expected == ""
+        with self.lock:
+            self._request(key)
+            return self.words.setdefault(key, word.encode())
+
+    def add(self, key, n):
+        with self.lock:
+            self._request(key)
+            self.words[key] = self.words.get(key, 0) + n
+            return self.words[key]
+
+    def delete_key(self, key):
+        with self.lock:
+            self._request(key)
+            return self.words.pop(key, None) is not None
+
+
+class ThreadRank(Rendezvous):
+    """A rank that is a thread."""
+
+    def __init__(self, rank, size, store):
+        self.rank, self.size, self.ranks = rank, size, tuple(range(size))
+        self.name, self.store, self.counts = "name", store, {}
+
+    def _store(self):
+        return self.store
+
+    def _counts(self):
+        return self.counts
+
+
+def together(ranks, *functions):
+    """function(rank) of each rank in a thread of its own; what each gave or raised."""
+    answers = [None] * len(ranks)
+
+    def work(i):
+        try:
+            answers[i] = functions[i % len(functions)](ranks[i])
+        except Exception as error:
+            answers[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("count", [8, 64, 512])
+def test_requests_and_keys(count):
+    """An exchange costs a rank a few requests and its polls, whatever the number of ranks, and leaves no key."""
+    store, size = Store(), count
+    ranks = [ThreadRank(rank, size, store) for rank in range(size)]
+    for number in range(1 if size == 512 else 2):
+        before = store.requests
+        start = time.monotonic()
+        answers = together(ranks, lambda rank, number=number: rank.exchange((number, rank.rank), "what"))
+        polls = 4 * size * (1 + (time.monotonic() - start) / (5e-3 * max(1, size // 16)))
+        assert all(answer == [(number, r) for r in range(size)] for answer in answers)
+        assert store.requests - before < 16 * size + polls
+    assert not store.words and store.longest_key < 64
+
+
+@pytest.mark.quick
+def test_an_exchange_fails_on_all_ranks_or_on_none(monkeypatch):
+    """Rank 1 comes first and gives up; 0 and 2 come later, and meet it in the next exchange."""
+    monkeypatch.setattr(rendezvous, "EXCHANGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
+    store = Store()
+    ranks = [ThreadRank(rank, 3, store) for rank in range(3)]
+
+    def late(rank):
+        time.sleep(0.9 + 0.1 * rank.rank)
+        return rank.exchange(("mine", rank.rank), "what")
+
+    def early(rank):
+        with pytest.raises(RuntimeError, match=r"what: rank 0 \(global\) did not come within 0.5 s"):
+            rank.exchange("first", "what")
+        time.sleep(0.5)
+        return rank.exchange("second", "what")
+
+    answers = together(ranks, late, early, late)
+    assert answers == [[("mine", 0), "second", ("mine", 2)]] * 3
+    assert [rank.counts["name"] for rank in ranks] == [2, 2, 2] and not store.words
+
+
+@pytest.mark.quick
+def test_the_first_rank_gives_up(monkeypatch):
+    """Rank 2 does not come in time: all hear who, and of the rank that hears it late the next exchange is theirs."""
+    monkeypatch.setattr(rendezvous, "EXCHANGE_TIMEOUT_S", 0.3)
+    store = Store()
+    ranks = [ThreadRank(rank, 3, store) for rank in range(3)]
+
+    def there(rank):
+        with pytest.raises(RuntimeError, match=r"rank 2 \(global\) did not come"):
+            rank.exchange(1, "what")
+        return rank.exchange(rank.rank, "what")
+
+    def absent(rank):
+        time.sleep(0.4)
+        return rank.exchange(rank.rank, "what")
+
+    try:
+        assert together(ranks, there, there, absent) == [[0, 1, 2]] * 3
+        assert not store.words and not rendezvous._absent
+    finally:
+        rendezvous._absent.clear()
+
+
+@pytest.mark.quick
+def test_who_did_not_come_is_not_waited_for_as_long_again(monkeypatch):
+    monkeypatch.setattr(rendezvous, "EXCHANGE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(rendezvous, "ABSENT_TIMEOUT_S", 0.05)
+    store, times = Store(), []
+    rank = ThreadRank(0, 2, store)
+    try:
+        for _ in range(3):
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match="did not come"):
+                rank.exchange(1, "what")
+            times.append(time.monotonic() - start)
+    finally:
+        rendezvous._absent.clear()
+    assert times[0] > 0.4 and max(times[1:]) < 0.3, times
+
+
+@pytest.mark.quick
+def test_what_is_read_executes_nothing():
+    """A word that is no literal is refused, whoever has written it."""
+    store = Store()
+    ranks = [ThreadRank(rank, 2, store) for rank in range(2)]
+    store.words["allscan/name/refused/0"] = b"__import__('os').system('true')"
+    with pytest.raises(ValueError, match="malformed"):
+        ranks[1].posted("refused")
+
+
+def interrupted_case():
+    """Ctrl-C on rank 1 while it waits: the others do not go on without it, and the next exchange is right."""
+    everybody = Rendezvous(range(3))
+    everybody.exchange(None, "begin")
+    rank = dist.get_rank()
+    if rank == 1:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        try:
+            everybody.exchange(rank, "what")
+        except KeyboardInterrupt:
+            first = "interrupted"
+    elif rank == 0:
+        time.sleep(1.5)
+        first = everybody.exchange(rank, "what")
+    else:
+        first = raised(everybody.exchange, rank, "what")
+        assert "rank 1 (global) was interrupted" in first[1]
+    return first, everybody.exchange(rank, "other")
+
+
+def test_interrupted(fresh):
+    """Rank 0, which had not come, goes on to the next exchange: the ranks are at different calls, and all hear it."""
+    ranks = fresh(3)
+    ranks.start(interrupted_case)
+    for value, error in ranks.results(60.0):
+        assert value is None and "different calls" in str(error), (value, error)
+
+
+def new_job_case():
+    """A default group that is begun anew: said so, and after finalize() everything works in the new one."""
+    comm = allscan.Communicator()
+    store = dist.distributed_c10d._get_default_store()
+    refused = raised(allscan.finalize)
+    assert refused[0] == "RuntimeError" and "open communicators" in refused[1] and "size=2" in refused[1]
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=1 - rank, world_size=2)
+    assert "begun anew" in raised(allscan.Communicator)[1]
+    assert "begun anew" in raised(comm.barrier)[1]
+    assert "begun anew" in raised(comm.close)[1]
+    comm.__exit__(RuntimeError)
+    allscan.finalize()
+    comm.close()
+    with allscan.Communicator() as new:
+        return allscan.allscan(torch.full((1, 16), 1.0 + new.rank), comm=new).sum().item()
+
+
+def test_torch_distributed_begun_anew(fresh):
+    assert fresh(2).run(new_job_case) == [16.0, 0.0]
+
+
+def finalized_case():
+    """Closing a communicator of an arena that is gone frees nothing of the next one."""
+    old = allscan.Communicator()
+    allscan.AllScan(old, (4, 16, 16))
+    old.close()
+    allscan.finalize()
+    allscan.init()
+    with allscan.Communicator() as comm:
+        scan = allscan.AllScan(comm, (4, 16, 16))
+        free = comm.heap.arena.free_bytes
+        old.close()
+        assert comm.heap.arena.free_bytes == free
+        return scan.scan(torch.ones(4, 16, 16)).mean().item()
+
+
+def test_an_arena_after_another(fresh):
+    assert fresh(2).run(finalized_case) == [0.0, 1.0]
+
+
+def keys_case(group):
+    """Keys in the store, before and after the life of some communicators."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+    def keys():
+        dist.barrier(group)
+        n = store.num_keys() if rank == 0 else 0
+        dist.barrier(group)
+        return n
+
+    with allscan.Communicator(group):
+        pass
+    before = keys()
+    for i in range(3):
+        with allscan.Communicator(group) as comm:
+            allscan.allscan(torch.ones(2, 4 + i, 8), comm=comm)
+            refused = raised(allscan.allscan, torch.ones(2), comm=comm)
+            assert refused[0] == "ValueError"
+            comm.barrier()
+            comm.resync()
+    return keys() - before
+
+
+def test_no_key_is_left(run):
+    assert run(3, keys_case) == [0, 0, 0]
