@@ -65,7 +65,7 @@ class Communicator:
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
     :meth:`barrier`, in :meth:`close`, in :meth:`resync`, in ``AllScan.close``, and with ``debug`` at every launch. And
-    for a while where something went wrong: up to 5 s after a call that this rank has refused, and for the neighbour's
+    for a while where something went wrong: up to 10 s after a call that this rank has refused, and for the neighbour's
     next launch after a call with gradients whose backward did not run.
 
     What happens when a rank leaves that order (:class:`allscan.AllScanOutOfStep`, :class:`allscan.AllScanTimeout`):

@@ -25,7 +25,7 @@ from .errors import REMEDY, AllScanOutOfStep, names_of
 from .rendezvous import Refused, Rendezvous, by_rank
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
-SETTLE_S = 5.0  # how long a rank that has refused a call waits to hear whether all have
+SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether all have
 
 
 class Order:

@@ -18,8 +18,24 @@ from allscan.tools.ranks import Ranks, on_first
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+# One or two of each kind, for make check; beside those that are marked so in their files
+QUICK = (
+    "test_package.py::test_layers", "test_package.py::test_no_circle", "test_package.py::test_public",
+    "test_package.py::test_types", "test_packing.py::test_by_hand", "test_packing.py::test_at_random[1",
+    "test_docs.py::test_the_readme_is_short", "test_faults.py::test_heap",
+    "test_scan.py::test_values[shape2-decay_shape2-4]", "test_scan.py::test_depths_and_protocols[2",
+    "test_scan.py::test_gradients[decay_shape1-2]", "test_scan.py::test_one_hop[4]",
+    "test_scan.py::test_dense_transitions[shape0-2]", "test_scan.py::test_a_rank_receives_one_state[False-2]",
+    "test_scan.py::test_memory", "test_halo.py::test_convolutions", "test_gla.py::test_packed[2-at the cut]",
+    "test_gla.py::test_odd_widths[2", "test_order.py::test_a_call_that_one_rank_never_enters",
+    "test_order.py::test_a_call_that_all_ranks_refuse", "test_faults.py::test_whatever_a_rank_is_given",
+    "test_compile.py::test_copy", "test_compile.py::test_scan_tiles",
+)  # fmt: skip
+
+
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
+    parser.addoption("--seeds", type=int, default=6, help="how many seeds each property runs (test_properties.py)")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -27,6 +43,8 @@ def pytest_collection_modifyitems(config, items):
     largest = torch.cuda.device_count() if on_gpu else 8
     kept, dropped = [], []
     for item in items:
+        if any(name in item.nodeid for name in QUICK):
+            item.add_marker("quick")
         size = item.callspec.params.get("size", 1) if hasattr(item, "callspec") else 1
         wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
         (kept if wanted else dropped).append(item)
@@ -38,7 +56,8 @@ def pytest_collection_modifyitems(config, items):
 def pool(request):
     on_gpu = request.config.getoption("--gpu")
     os.environ.setdefault("ALLSCAN_HEAP", "512M")
-    with Ranks(torch.cuda.device_count() if on_gpu else 8, "cuda" if on_gpu else "cpu") as ranks:
+    size = torch.cuda.device_count() if on_gpu else 4 if request.config.option.markexpr == "quick" else 8
+    with Ranks(size, "cuda" if on_gpu else "cpu") as ranks:
         yield ranks
 
 

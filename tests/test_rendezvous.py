@@ -183,6 +183,7 @@ def test_what_is_read_executes_nothing():
     """A word that is no literal is refused, whoever has written it."""
     store = Store()
     ranks = [ThreadRank(rank, 2, store) for rank in range(2)]
+    store.words["allscan/name/refused/any"] = b""
     store.words["allscan/name/refused/0"] = b"__import__('os').system('true')"
     with pytest.raises(ValueError, match="malformed"):
         ranks[1].posted("refused")
