@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
+import pickle
 import signal
 import threading
 import time
@@ -457,3 +460,58 @@ def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):
         assert after is None, after
     assert all("rank 1" in answer[1] for answer, _, _ in (answers[0], answers[2])), answers
     assert answers[1][0][0] in ("TypeError", "ValueError"), answers[1]
+
+
+def captured_case(group):
+    """A first call inside a capture (as if there were one: CPU ranks have no CUDA graphs) takes nothing."""
+    with allscan.Communicator(group) as comm:
+        free, capturing = comm.heap.arena.free_bytes, comm.streams.capturing
+        comm.streams.capturing = lambda: True
+        answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
+        comm.streams.capturing = capturing
+        assert comm.heap.arena.free_bytes == free
+        return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+
+
+@pytest.mark.cpu
+def test_a_first_call_in_a_capture(run):
+    for rank, (answer, total) in enumerate(run(2, captured_case)):
+        assert answer[0] == "RuntimeError" and "cannot be captured" in answer[1]
+        assert total == 32.0 * rank
+
+
+def full_case(group):
+    """The memory of rank 1's host is full: all ranks hear it, and nothing stays taken."""
+    with allscan.Communicator(group) as comm:
+        free, fallocate = comm.heap.arena.free_bytes, os.posix_fallocate
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if comm.rank == 1:
+            os.posix_fallocate = full
+        try:
+            answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
+        finally:
+            os.posix_fallocate = fallocate
+        assert comm.heap.arena.free_bytes == free
+        return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
+
+
+@pytest.mark.cpu
+def test_a_host_without_memory(run):
+    for rank, (answer, total) in enumerate(run(2, full_case)):
+        assert answer[0] == "MemoryError" and "rank 1: /dev/shm is full" in answer[1] and "--shm-size" in answer[1]
+        assert total == 32.0 * rank
+
+
+def pickled_case(group):
+    module = torch.nn.Linear(2, 2)
+    with allscan.Communicator(group) as comm:
+        module.comm = comm
+        return copy.deepcopy(module).comm is comm, raised(pickle.dumps, module)
+
+
+def test_a_communicator_is_not_pickled_but_copied(run):
+    ((same, (kind, text)),) = run(1, pickled_case)
+    assert same and kind == "TypeError" and "state_dict" in text

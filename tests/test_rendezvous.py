@@ -189,6 +189,24 @@ def test_what_is_read_executes_nothing():
         ranks[1].posted("refused")
 
 
+@pytest.mark.quick
+def test_an_answer_without_ones_own_word_is_refused():
+    store = Store()
+    store.words["allscan/name/1/decision"] = b"done [('what', 'another'), ('what', 5)]"
+    with pytest.raises(RuntimeError, match="the answer is of another exchange"):
+        ThreadRank(0, 2, store).exchange("mine", "what")
+
+
+@pytest.mark.quick
+def test_a_dead_store_is_named_as_such():
+    class Dead(Store):
+        def check(self, keys):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(RuntimeError, match="what: the store of torch.distributed does not answer"):
+        ThreadRank(0, 2, Dead()).exchange(1, "what")
+
+
 def interrupted_case():
     """Ctrl-C on rank 1 while it waits: the others do not go on without it, and the next exchange is right."""
     everybody = Rendezvous(range(3))
