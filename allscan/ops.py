@@ -247,15 +247,21 @@ def _to_words(x) -> Tensor:
     """float32 [B, n, words] of [B, n, elements]; whole numbers below 2 ** 16 for integers."""
     if x.dtype.is_floating_point:
         return x.float()
-    x = x.to(torch.int16) if x.dtype.itemsize == 1 else x.contiguous()
-    return (x.view(torch.int16).int() & 0xFFFF).float()
+    x = x.to(torch.int16) if x.dtype.itemsize == 1 else _bits(x, torch.int16)
+    return (x.int() & 0xFFFF).float()
 
 
 def _from_words(words, dtype) -> Tensor:
     if dtype.is_floating_point:
         return words.to(dtype)
     x = words.int().to(torch.int16)  # the low 16 bits
-    return x.to(dtype) if dtype.itemsize == 1 else x.contiguous().view(dtype)
+    return x.to(dtype) if dtype.itemsize == 1 else _bits(x, dtype)
+
+
+def _bits(x, dtype) -> Tensor:
+    """The bits of [B, n, words] as words of another size."""
+    # contiguous() copies nothing where sizes are 1, and may leave strides that view() does not take
+    return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _shapes(xs) -> str:

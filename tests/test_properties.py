@@ -1,0 +1,42 @@
+"""Properties on random cases with fixed seeds, against laws in float64 of the tests' own.
+
+``--seeds N`` makes N cases of each; a failure names its seed, which is the test's id too.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.gla import LIMIT
+from support.properties import cycle_case, gla_calls, gla_case, halo_case, scans_case, size_of
+
+pytestmark = pytest.mark.cpu  # GPUs would compile kernels for every case
+
+
+def pytest_generate_tests(metafunc):
+    if "seed" in metafunc.fixturenames:
+        name, seeds = metafunc.function.__name__, range(metafunc.config.getoption("--seeds"))
+        metafunc.parametrize("seed, size", [pytest.param(s, size_of(name, s), id=str(s)) for s in seeds])
+
+
+def test_scans(run, seed, size):
+    run(size, scans_case, seed)
+
+
+def test_gla(run, seed, size):
+    answers = run(size, gla_case, seed)
+    calls, _ = gla_calls(seed, size)
+    for number, call in enumerate(calls):
+        errors = call.errors([found[number] for found in answers])
+        assert max(errors.values()) < LIMIT[call.dtype], f"SEED {seed}, {size} ranks: {call.text}: {errors}"
+
+
+def test_halos(run, seed, size):
+    run(size, halo_case, seed)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_life_cycles(fresh, request, size):
+    ranks = fresh(size)
+    for seed in range(size - 2, request.config.getoption("--seeds"), 3):
+        ranks.run(cycle_case, seed, timeout=150)
