@@ -98,6 +98,21 @@ def test_a_call_that_one_rank_never_enters(run, size):
     assert "here it is step 5, there it was step 4" in end[1], end
 
 
+def closing_case(group):
+    """The last rank leaves a call out, and nothing else is called before close()."""
+    comm = allscan.Communicator(group)
+    state = torch.ones(1, 16, device=comm.device)
+    for _ in range(2 if comm.rank < comm.size - 1 else 1):
+        allscan.allscan(state, comm=comm)
+    return raised(comm.close), comm.closed
+
+
+def test_a_call_left_out_before_closing(run):
+    for answer, closed in run(2, closing_case):
+        assert closed and answer[0] == "AllScanOutOfStep", answer
+        assert "rank 0: 2 forward and 0 reverse; rank 1: 1 forward and 0 reverse" in answer[1]
+
+
 def all_refuse_case(group):
     """A call that all ranks refuse alike changes nothing."""
     with allscan.Communicator(group) as comm:

@@ -1,0 +1,594 @@
+"""A long training under the conditions of a real one, with everything that may go wrong in it going wrong now and then.
+
+    python -m bench.soak                # all GPUs of this machine, 3,000 steps; without GPUs 100 on 2 CPU ranks
+
+A small GLA language model (a short convolution over allscan.halo, allscan.zeco_gla, MLP) is trained twice from the same
+start on the same data: by all ranks with the sequences cut over them, and then by the first rank alone with whole ones.
+The first training has
+
+* DistributedDataParallel, whose all-reduces run beside the scans of backward; layers that are computed again in
+  backward (activation checkpointing), others in each step;
+* two communicators: the layers', and one on a stream of its own that brings each rank's last label from the next rank;
+* sequences that are packed differently in every step, with ``first_token`` or without, or not packed, and cut in other
+  places every time;
+* ranks that are late;
+* ranks that skip a batch or fail in the middle of it (FAULTS), after which all ranks hear of it, resync() both
+  communicators, and make that step again;
+* checkpoints, in files; half way everything is thrown away and made anew from the last one;
+* validation, under torch.no_grad() and, once, without.
+
+Then it asserts: every loss is that of the rank alone; so are the parameters at every checkpoint; the loss has fallen;
+all ranks have the same parameters; every fault was found by every rank; neither the GPU's memory nor the symmetric
+arena's has grown; no key is left in torch.distributed's store. Exit status 1, with the reason, if not.
+
+The rank alone compares itself with every checkpoint and goes on from it. Over thousands of steps two trainings that
+differ in the last bits part: a relative noise of 1e-6 in zeco_gla's output became 1e-2 of the loss within 400 steps.
+
+How a step fails without a rank that hangs in an all-reduce of DistributedDataParallel: the gradients of the attempts
+that are to fail are not reduced (``no_sync()``). A reducer whose backward ends half way on one rank cannot be used
+again, and the other ranks would have their all-reduces paired with those of the next step. Nobody steps the optimizer
+before all ranks have said, in an all-reduce of one small tensor, that their gradients are good; so the parameters are
+still those from before the step, and making it again takes no more than zeroing the gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import gc
+import itertools
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import allscan
+from allscan.tools.ranks import Ranks, on_first
+
+# What the victim of a step does. "before": skips the batch, and waits for the verdict. "next": skips it, and goes on
+# with another one. "argument": its last layer calls zeco_gla with a wrong dtype. "backward": raises in its backward.
+FAULTS = ("before", "next", "argument", "backward")
+KINDS = ("whole", "packed", "first_token", "first_token")  # of batches, equally often
+TAPS = 2  # tokens before its own that a short convolution sees
+VOCABULARY = 32
+FILLED = 500  # steps after which a communicator's tables of the last 256 batches are full
+TOLERANCE = 1e-3  # of a loss and of the parameters, relative
+GROWTH = 1 << 20  # bytes of a GPU's memory: tables of other lengths take other sizes
+
+
+class SkippedBatch(Exception):
+    """Of a rank that cannot use its batch."""
+
+
+# What happens in which step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step, the same on all ranks."""
+
+    step: int
+    kind: str
+    lengths: tuple[int, ...]  # of sequences: cu_seqlens
+    cuts: tuple[int, ...]  # rank r has tokens cuts[r] .. cuts[r + 1] - 1
+    on_device: bool  # whether cu_seqlens is a tensor on the device, or a list
+    again: tuple[int, ...]  # layers computed again in backward
+    late: tuple[int, float]  # rank, seconds
+    fault: str | None
+    victim: int
+
+
+def plan(options, step, salt="") -> Plan:
+    chance = random.Random(f"{salt}{step}")
+    total = options.ranks * options.tokens
+    number, place = divmod(step, options.fault_every)
+    fault = FAULTS[number % len(FAULTS)] if place == options.fault_every // 2 else None
+    kind = chance.choice(KINDS)
+    if kind == "packed" and fault in ("before", "next") or salt:
+        # Without first_token a rank asks the others for their T, and waits 120 s for one that does not come.
+        kind = "first_token"
+    inner = sorted(
+        chance.randint(0, total) for _ in range(chance.randrange(options.sequences))
+    )  # some sequences may be empty
+    spread = options.tokens // 4
+    if kind == "packed":
+        chance = random.Random(str(inner))  # without first_token the same cu_seqlens come with the same cuts
+    cuts = [r * options.tokens + chance.randint(-spread, spread) for r in range(1, options.ranks)]
+    return Plan(
+        step=step, kind=kind, lengths=(0, *inner, total) if kind != "whole" else (0, total), cuts=(0, *cuts, total),
+        on_device=chance.random() < 0.5, again=tuple(i for i in range(options.layers) if chance.random() < 0.5),
+        late=(chance.randrange(options.ranks), options.late * chance.random() * (chance.random() < 0.2)),
+        fault=fault, victim=(number + number // len(FAULTS)) % options.ranks,
+    )  # fmt: skip
+
+
+def whole_tokens(planned: Plan) -> torch.Tensor:
+    """int64 [total]. Each sequence counts up in strides of its own, so that a token follows from the two before it; one
+    in ten is another."""
+    generator = torch.Generator().manual_seed(planned.step)
+    total = planned.lengths[-1]
+    tokens = torch.empty(total, dtype=torch.long)
+    for begin, end in itertools.pairwise(planned.lengths):
+        first, stride = torch.randint(VOCABULARY, (), generator=generator), torch.randint(1, 4, (), generator=generator)
+        tokens[begin:end] = (first + stride * torch.arange(end - begin)) % VOCABULARY
+    noise = torch.randint(VOCABULARY, (total,), generator=generator)
+    return torch.where(torch.rand(total, generator=generator) < 0.1, noise, tokens)
+
+
+class Batch:
+    """A rank's part of a step."""
+
+    def __init__(self, planned: Plan, comm):
+        """On a communicator of one rank: the whole."""
+        total = planned.lengths[-1]
+        self.first, self.end = (0, total) if comm.size == 1 else planned.cuts[comm.rank : comm.rank + 2]
+        self.tokens = whole_tokens(planned)[self.first : self.end].to(comm.device)[None]
+        sequences = [(begin, end) for begin, end in itertools.pairwise(planned.lengths) if begin < end]
+        self.count = total - len(sequences)  # labels of all ranks: the last token of a sequence has none
+        place = torch.cat([torch.arange(end - begin) for begin, end in sequences])[self.first : self.end]
+        remain = torch.cat([torch.arange(end - begin).flip(0) for begin, end in sequences])[self.first : self.end]
+        self.place, self.last = place.to(comm.device), (remain == 0).to(comm.device)
+        self.packing = {}
+        if planned.kind != "whole":
+            lengths = list(planned.lengths)
+            self.packing["cu_seqlens"] = torch.tensor(lengths, device=comm.device) if planned.on_device else lengths
+        if planned.kind == "first_token":
+            self.packing["first_token"] = self.first
+        self.again = planned.again if comm.size > 1 else ()
+        self.fault = None  # of this rank
+
+    def labels(self, data) -> torch.Tensor:
+        """The tokens one further, the last of them from the next rank over the communicator ``data``."""
+        after = allscan.halo(self.tokens, 1, comm=data, reverse=True, **self.packing)
+        after = after.clamp(
+            0, VOCABULARY - 1
+        )  # of a call that has timed out anything; a GPU's cross_entropy would abort
+        return torch.cat([self.tokens[:, 1:], after], 1).masked_fill(self.last, -100)
+
+
+# The model
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_heads = nn.RMSNorm(width), nn.RMSNorm(width // heads)
+        self.taps = nn.Parameter(torch.randn(TAPS, width) / 4)
+        self.qkvg, self.out = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x, batch, comm, wrong=False):
+        h = self.norm(x)
+        h = h + self.convolution(h, batch, comm)
+        q, k, v, g = (t.unflatten(-1, (self.heads, -1)) for t in self.qkvg(h).chunk(4, -1))
+        if wrong:
+            v = v.double()
+        o, _ = allscan.zeco_gla(q, F.normalize(k, dim=-1), v, F.logsigmoid(g + 3) / 4, comm=comm, **batch.packing)
+        x = x + self.out(self.norm_heads(o).flatten(-2))
+        return x + self.mlp(x)
+
+    def convolution(self, h, batch, comm):
+        T = h.shape[1]
+        before = allscan.halo(h, TAPS, comm=comm, **batch.packing)  # 0 where another sequence is
+        longer = torch.cat([before, h], 1)
+        own = torch.arange(T, device=h.device)
+        total = 0.0
+        for tap in range(1, TAPS + 1):
+            other = (batch.place < tap) & (batch.place < own)  # before a sequence that begins behind the first token
+            total = total + longer[:, TAPS - tap : TAPS - tap + T].masked_fill(other[:, None], 0.0) * self.taps[tap - 1]
+        return total
+
+
+class Model(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, options.width)
+        self.layers = nn.ModuleList(Layer(options.width, options.heads) for _ in range(options.layers))
+        self.norm, self.head = nn.RMSNorm(options.width), nn.Linear(options.width, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=options.width**-0.5)
+        if not options.untied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, batch, labels, comm):
+        """This rank's share of the loss, the mean over all labels of the step."""
+        x = self.embedding(batch.tokens)
+        for i, layer in enumerate(self.layers):
+            wrong = batch.fault == "argument" and i == len(self.layers) - 1
+            if i in batch.again and torch.is_grad_enabled():
+                x = checkpoint(layer, x, batch, comm, wrong, use_reentrant=False)
+            else:
+                x = layer(x, batch, comm, wrong)
+            if batch.fault == "backward" and i == 0:
+                x.register_hook(_fail)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten(), reduction="sum") / batch.count
+
+
+def _fail(gradient):
+    raise SkippedBatch("in backward")
+
+
+# Training
+
+
+class Training:
+    """What a rank trains with; everything that a checkpoint brings back, and the communicators.
+
+    group: the ranks that share sequences; control: of the same ranks, for what the loop itself says.
+    """
+
+    def __init__(self, options, group, control, timeout):
+        self.options, self.control = options, control
+        self.comm = allscan.Communicator(group, timeout=timeout)
+        self.data = allscan.Communicator(group, timeout=timeout)
+        self.device = self.comm.device
+        self.side = torch.cuda.Stream() if self.device.type == "cuda" else None
+        torch.manual_seed(0)
+        self.model = Model(options).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr, eps=1e-4)  # eps: see train_text.py
+        self.wrapped: nn.Module = self.model
+        if self.comm.size > 1:
+            self.wrapped = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
+
+    def save(self, path) -> None:
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+
+    def load(self, path) -> float:
+        """Go on from a checkpoint; how far the parameters have been from it, relative."""
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        before = self.parameters()
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return ((before - self.parameters()).norm() / before.norm()).item()
+
+    def parameters(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    def close(self) -> None:
+        self.comm.close()
+        self.data.close()
+
+    def labels(self, batch):
+        if self.side is None:
+            return batch.labels(self.data)
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            labels = batch.labels(self.data)
+        current.wait_stream(self.side)
+        labels.record_stream(current)
+        batch.tokens.record_stream(self.side)
+        return labels
+
+    def begin(self) -> None:
+        """Of an iteration, before anything that may raise."""
+        self.data.step()
+        self.comm.step()
+
+    def forward_backward(self, batch) -> torch.Tensor:
+        """This rank's share of the loss."""
+        loss = self.wrapped(batch, self.labels(batch), self.comm)
+        (loss * self.comm.size).backward()  # DistributedDataParallel takes the mean of what should be a sum
+        return loss.detach()
+
+    def agree(self, loss, failed: bool) -> tuple[float, int]:
+        """The loss of all ranks, and on how many of them the step has failed."""
+        said = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in (loss, failed)])
+        if self.comm.size > 1:
+            dist.all_reduce(said, group=self.control)
+        loss, failed = said.tolist()
+        return loss, int(failed)
+
+    def step(self, planned: Plan) -> float:
+        """A step without a fault; its loss."""
+        batch = Batch(planned, self.comm)
+        self.begin()
+        self.be_late(planned)
+        loss, failed = self.agree(self.forward_backward(batch), False)
+        assert not failed
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def be_late(self, planned: Plan) -> None:
+        if self.comm.size > 1 and planned.late[0] == self.comm.rank:
+            time.sleep(planned.late[1])
+
+    def failing_step(self, planned: Plan) -> str:
+        """A step in which ``planned.victim`` fails, on every rank until all know; what this rank has raised."""
+        batch, other = Batch(planned, self.comm), Batch(plan(self.options, planned.step, "other"), self.comm)
+        error = None
+        self.begin()
+        try:
+            # no_sync(): see above
+            with self.wrapped.no_sync() if self.comm.size > 1 else contextlib.nullcontext():
+                if self.comm.rank == planned.victim:
+                    if planned.fault == "before":
+                        raise SkippedBatch("before its first call")
+                    if planned.fault == "next":
+                        self.begin()
+                        batch = other
+                    batch.fault = planned.fault
+                self.forward_backward(batch)
+            self.synchronize()
+            self.data.check()
+            self.comm.check()
+        except (RuntimeError, TypeError, ValueError, SkippedBatch) as problem:
+            error = type(problem).__name__  # the object itself would keep the tensors of this attempt
+        _, failed = self.agree(0.0, error is not None)
+        if failed != self.comm.size:
+            raise AssertionError(
+                f"step {planned.step}, where rank {planned.victim} fails ({planned.fault}), was found by {failed} of "
+                f"{self.comm.size} ranks; here: {error}"
+            )
+        self.optimizer.zero_grad()
+        self.comm.resync()
+        self.data.resync()
+        assert error is not None
+        return error
+
+    def validate(self, planned: Plan, gradients: bool) -> float:
+        """The loss of a batch that is not trained on. Not through DistributedDataParallel, whose forward with
+        ``gradients`` expects a backward."""
+        with torch.set_grad_enabled(gradients):
+            batch = Batch(planned, self.comm)
+            loss = self.model(batch, self.labels(batch), self.comm).detach()
+        return self.agree(loss, False)[0]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def memory(self) -> dict:
+        """Between two steps: bytes allocated on the GPU, and free in the arena."""
+        self.synchronize()
+        gc.collect()
+        gpu = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        return dict(gpu=gpu, arena=self.comm.heap.arena.free_bytes)
+
+
+def validation_kind(options, step) -> str | None:
+    """None, "no_grad", or, once, "gradients"; after this step."""
+    if (step + 1) % options.validate_every:
+        return None
+    return "gradients" if (step + 1) // options.validate_every == 2 else "no_grad"
+
+
+def alone(group, options, folder) -> tuple[list[float], list[float], list[float]]:
+    """(losses by step, losses of validation, how far the parameters are from each checkpoint) of whole sequences on one
+    rank, without faults."""
+    training = Training(options, group, group, 30.0)
+    losses, validations, apart = [], [], []
+    for step in range(options.steps):
+        losses.append(training.step(plan(options, step)))
+        if validation_kind(options, step):
+            validations.append(training.validate(plan(options, step, "validation"), False))
+        if (step + 1) % options.checkpoint_every == 0:
+            apart.append(training.load(checkpoint_file(folder, step)))
+            os.remove(checkpoint_file(folder, step))
+    training.close()
+    return losses, validations, apart
+
+
+def checkpoint_file(folder, step) -> str:
+    return os.path.join(folder, f"{step + 1}.pt")
+
+
+def together(options, folder) -> dict:
+    """The same over all ranks with all that happens; what is asserted, by this rank."""
+    allscan.init()
+    group, control = dist.group.WORLD, dist.new_group()
+    warm_up(options, group, control)
+    gc.collect()
+    keys, free = keys_in_store(group), None
+    losses, validations, errors = [], [], collections.Counter()
+    skipped = resyncs = checkpoints = 0
+    warm, half = None, options.steps // 2 // options.checkpoint_every * options.checkpoint_every
+    training = Training(options, group, control, options.timeout)
+    free = training.comm.heap.arena.free_bytes  # before a first call
+    start = time.perf_counter()
+    for step in range(options.steps):
+        planned = plan(options, step)
+        if planned.fault:
+            errors[training.failing_step(planned)] += 1
+            skipped += planned.victim == training.comm.rank
+            resyncs += 1
+        losses.append(training.step(planned))
+        if kind := validation_kind(options, step):
+            validations.append(training.validate(plan(options, step, "validation"), kind == "gradients"))
+        if step + 1 == warm_steps(options):
+            warm = training.memory()
+        if (step + 1) % options.checkpoint_every == 0:
+            checkpoints += 1
+            if training.comm.rank == 0:
+                training.save(checkpoint_file(folder, step))
+        if step + 1 == half:
+            training.close()
+            training = None
+            gc.collect()
+            dist.barrier(group)  # the file is there
+            training = Training(options, group, control, options.timeout)
+            training.load(checkpoint_file(folder, step))
+        if training.comm.rank == 0 and (step + 1) % (options.steps // 10) == 0:
+            print(f"  step {step + 1:5d}  loss {losses[-1]:.4f}  {time.perf_counter() - start:.0f} s", flush=True)
+    seconds = time.perf_counter() - start
+    end = training.memory()
+    spread = spread_of_parameters(training, group)
+    training.close()
+    closed, heap = training.comm.heap.arena.free_bytes, training.comm.heap.arena
+    del training
+    return dict(
+        losses=losses, validations=validations, errors=errors, skipped=skipped, resyncs=resyncs, spread=spread,
+        checkpoints=checkpoints, seconds=seconds, warm=warm, end=end, free=free, closed=closed, arena=heap.size,
+        keys=keys_in_store(group) - keys,
+    )  # fmt: skip
+
+
+def warm_steps(options) -> int:
+    return FILLED if options.steps >= 2 * FILLED else options.steps // 4
+
+
+def warm_up(options, group, control) -> None:
+    """Every kind of step, with a time-out that allows for compilation; and connections of all groups."""
+    training = Training(options, group, control, 120.0)
+    by_kind = {plan(options, step).kind: step for step in range(64)}
+    for step in by_kind.values():
+        training.step(plan(options, step))
+    training.validate(plan(options, 0), False)
+    training.close()
+
+
+def keys_in_store(group) -> int:
+    """On the first rank how many keys torch.distributed's store has, while nobody does anything; on others 0."""
+    dist.barrier(group)
+    number = dist.distributed_c10d._get_default_store().num_keys() if dist.get_rank() == 0 else 0
+    dist.barrier(group)
+    return number
+
+
+def spread_of_parameters(training, group) -> float:
+    """The largest difference between two ranks."""
+    most, least = training.parameters(), training.parameters()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return (most - least).max().item()
+
+
+# The verdict
+
+
+def difference(found, expected) -> float:
+    """The largest relative difference of two lists of losses; a NaN counts as infinite."""
+    assert len(found) == len(expected)
+    apart = [abs(a / b - 1) for a, b in zip(found, expected)]
+    return max((x if x == x else float("inf") for x in apart), default=0.0)
+
+
+def check(options, expected, answers) -> None:
+    """AssertionError with what is wrong."""
+    losses, validations, apart_at_checkpoints = expected
+    for number, apart in enumerate(apart_at_checkpoints, 1):
+        step = number * options.checkpoint_every
+        assert apart < TOLERANCE, f"the parameters after {step} steps differ by {apart:.1e} from those of one rank"
+    for rank, found in enumerate(answers):
+        who = f"rank {rank}"
+        apart = [i for i, pair in enumerate(zip(found["losses"], losses)) if not difference(*zip(pair)) < TOLERANCE]
+        assert not apart, (
+            f"{who}: {len(apart)} of {options.steps} losses differ from those of one rank, first in step {apart[0]}: "
+            f"{found['losses'][apart[0]]} instead of {losses[apart[0]]}"
+        )
+        worst = difference(found["validations"], validations)
+        assert worst < TOLERANCE, f"{who}: a loss of validation differs by {worst:.1e}"
+        assert found["spread"] == 0, f"the ranks' parameters differ by up to {found['spread']:.1e}"
+        warm, end = found["warm"], found["end"]
+        assert end["arena"] == warm["arena"], (
+            f"{who}: {warm['arena']} bytes of the arena were free after {warm_steps(options)} steps, {end['arena']} at "
+            "the end"
+        )
+        assert found["closed"] == found["free"], (
+            f"{who}: {found['free']} bytes of the arena were free at the start, {found['closed']} after close()"
+        )
+        if memory_is_checked(options):
+            grown = end["gpu"] - warm["gpu"]
+            assert abs(grown) <= GROWTH, f"{who}: the GPU's memory has grown by {grown} bytes from {warm['gpu']}"
+    keys = answers[0]["keys"]
+    assert keys == 0, f"{keys} keys are left in the store"
+    tenth = max(1, options.steps // 10)
+    first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+    assert last < first, f"nothing was learnt: the loss went from {first:.4f} to {last:.4f}"
+
+
+def memory_is_checked(options) -> bool:
+    return options.steps >= 2 * FILLED
+
+
+def summary(options, expected, answers) -> str:
+    found = answers[0]
+    errors = sum((answer["errors"] for answer in answers), collections.Counter())
+    skipped = sum(answer["skipped"] for answer in answers)
+    raised = ", ".join(f"{count} {name}" for name, count in sorted(errors.items()))
+    worst = difference(found["losses"] + found["validations"], expected[0] + expected[1])
+    memory = f"{found['end']['gpu'] - found['warm']['gpu']:+d} bytes" if memory_is_checked(options) else "not checked"
+    return (
+        f"{len(found['losses'])} steps on {len(answers)} ranks in {found['seconds']:.0f} s, "
+        f"{options.steps / found['seconds']:.1f} steps/s; {skipped} batches skipped ({raised}), {found['resyncs']} "
+        f"resyncs, {found['checkpoints']} checkpoints, 1 resumed, {len(found['validations'])} validations; losses "
+        f"{sum(found['losses'][:10]) / 10:.3f} to {sum(found['losses'][-10:]) / 10:.3f}, at most {worst:.1e} from one "
+        f"rank's, parameters {max(expected[2]):.1e}; the GPU's memory since step {warm_steps(options)}: {memory}"
+    )
+
+
+def soak(options) -> tuple[str, list[dict]]:
+    """(the summary, what each rank has found), after all checks."""
+    with Ranks(options.ranks, options.device) as ranks, tempfile.TemporaryDirectory() as folder:
+        answers = ranks.run(together, options, folder, timeout=options.limit)
+        start = time.perf_counter()
+        expected = ranks.run(on_first, 1, alone, options, folder, timeout=options.limit)[0]
+        print(f"  one rank alone: {time.perf_counter() - start:.0f} s", flush=True)
+    text = summary(options, expected, answers)
+    print(text, flush=True)
+    check(options, expected, answers)
+    return text, answers
+
+
+def parsed(arguments=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs, or 2 CPU processes")
+    parser.add_argument("--steps", type=int, help="default 3000, on CPUs 100; at least 40")
+    parser.add_argument("--tokens", type=int, help="of a rank, on average; default 1024, on CPUs 16")
+    parser.add_argument("--layers", type=int, help="default 2, on CPUs 1")
+    parser.add_argument("--width", type=int, help="default 256, on CPUs 16")
+    parser.add_argument("--heads", type=int, help="default 4, on CPUs 1")
+    parser.add_argument("--sequences", type=int, help="most of a packed batch; default 6, on CPUs 2")
+    parser.add_argument("--untied", action="store_true", help="a head that is not the embedding")
+    parser.add_argument("--lr", type=float, help="default 1e-4, on CPUs 1e-2")
+    parser.add_argument("--fault-every", type=int, help="steps; default 100, on CPUs 25")
+    parser.add_argument("--checkpoint-every", type=int, help="steps; default 50, on CPUs 20")
+    parser.add_argument("--validate-every", type=int, help="steps; default 100, on CPUs 20")
+    parser.add_argument("--late", type=float, default=0.05, help="most seconds that a rank is late")
+    parser.add_argument("--timeout", type=float, help="of the communicators, seconds; default 2, on CPUs 6")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each of the two trainings")
+    options = parser.parse_args(arguments)
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+    cuda = options.device == "cuda"
+    defaults = dict(
+        ranks=(torch.cuda.device_count(), 2), steps=(3000, 100), tokens=(1024, 16), layers=(2, 1), width=(256, 16),
+        heads=(4, 1), lr=(1e-4, 1e-2), fault_every=(100, 25), checkpoint_every=(50, 20), validate_every=(100, 20),
+        timeout=(2.0, 6.0), sequences=(6, 2),
+    )  # fmt: skip
+    for name, (on_gpus, on_cpus) in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, on_gpus if cuda else on_cpus)
+    if options.ranks < 2 or options.steps < 40 or options.tokens < 8:
+        parser.error("at least 2 ranks, 40 steps and 8 tokens")
+    if options.checkpoint_every > options.steps // 2:
+        parser.error("a checkpoint in the first half of the steps")
+    return options
+
+
+def main() -> int:
+    options = parsed()
+    where = "GPUs" if options.device == "cuda" else "CPU processes, kernels in Triton's interpreter"
+    print(f"{options.steps} steps of {options.tokens} tokens a rank on {options.ranks} {where}")
+    try:
+        soak(options)
+    except AssertionError as problem:
+        print(f"FAILED: {problem}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""bench.soak, which GPUs run for thousands of steps: as many as the interpreter makes in a minute and a half."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from bench import soak
+
+STEPS = 48  # 100 take the interpreter more than two minutes on two cores
+
+
+@pytest.mark.cpu
+def test_soak():
+    """soak() asserts what it has found; here, that what should happen has happened."""
+    every = [word for name in ("fault", "checkpoint", "validate") for word in (f"--{name}-every", str(STEPS // 4))]
+    options = soak.parsed(["--device", "cpu", "--steps", str(STEPS), *every])
+    planned = [soak.plan(options, step) for step in range(STEPS)]
+    assert {p.kind for p in planned} == set(soak.KINDS) and {p.fault for p in planned} == {None, *soak.FAULTS}
+    assert any(p.again for p in planned) and any(p.late[1] for p in planned)
+    text, answers = soak.soak(options)
+    assert sum(found["skipped"] for found in answers) == 4, text
+    for found in answers:
+        counts = found["resyncs"], found["checkpoints"], len(found["losses"]), len(found["validations"])
+        assert counts == (4, 4, STEPS, 4), text
+        assert sum(found["errors"].values()) == 4
+    raised = sum((found["errors"] for found in answers), Counter())
+    assert raised["SkippedBatch"] == 2 and raised["TypeError"] == 1, raised  # of the victims
+    assert raised["AllScanTimeout"] + raised["AllScanOutOfStep"] + raised["Refused"] == 5, raised
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(losses=[3.0, 2.0, float("nan"), 1.0]), "1 of 4 losses differ from those of one rank, first in step 2"),
+        (dict(losses=[3.0, 2.0, 2.0, 1.01]), "1 of 4 losses differ from those of one rank, first in step 3"),
+        (dict(validations=[1.002]), "a loss of validation differs"),
+        (dict(spread=1e-9), "the ranks' parameters differ"),
+        (dict(end=dict(gpu=0, arena=90)), "90 at the end"),
+        (dict(closed=90), "90 after close"),
+        (dict(keys=1), "1 keys are left"),
+    ],
+)
+def test_what_the_verdict_sees(wrong, message):
+    options = soak.parsed(["--device", "cpu"])
+    options.steps = 4
+    memory = dict(gpu=0, arena=100)
+    good = dict(
+        losses=[3.0, 2.0, 2.0, 1.0], validations=[1.0], spread=0.0, warm=memory, end=memory, free=100, closed=100,
+        keys=0,
+    )  # fmt: skip
+    expected = good["losses"], good["validations"], [1e-6]
+    soak.check(options, expected, [good, good])
+    with pytest.raises(AssertionError, match=message):
+        soak.check(options, expected, [good | wrong, good])
+    with pytest.raises(AssertionError, match="the parameters after 40 steps differ by 2.0e-03"):
+        soak.check(options, (*expected[:2], [1e-6, 2e-3]), [good, good])
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+def test_memory_that_grows_is_seen():
+    options = soak.parsed(["--device", "cpu", "--steps", str(2 * soak.FILLED)])
+    losses = [2.0 - i / options.steps for i in range(options.steps)]
+    warm = dict(gpu=5 << 20, arena=100)
+    found = dict(losses=losses, validations=[], spread=0.0, warm=warm, end=warm, free=100, closed=100, keys=0)
+    soak.check(options, (losses, [], []), [found, found])
+    more = found | dict(end=warm | dict(gpu=(6 << 20) + 512))
+    with pytest.raises(AssertionError, match="memory has grown by 1049088 bytes"):
+        soak.check(options, (losses, [], []), [found, more])
