@@ -515,3 +515,13 @@ def pickled_case(group):
 def test_a_communicator_is_not_pickled_but_copied(run):
     ((same, (kind, text)),) = run(1, pickled_case)
     assert same and kind == "TypeError" and "state_dict" in text
+
+
+def test_the_store_of_ranks_listens_on_the_loopback_address_only(pool):
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as file:
+            listening += [line.split()[1] for line in file.readlines()[1:] if line.split()[3] == "0A"]
+    assert [address for address in listening if int(address.split(":")[1], 16) == pool._store.port] == [
+        f"0100007F:{pool._store.port:04X}"
+    ]

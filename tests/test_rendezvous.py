@@ -99,8 +99,7 @@ def together(ranks, *functions):
     return answers
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("count", [8, 64, 512])
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.quick) for n in (8, 64)), 512])
 def test_requests_and_keys(count):
     """An exchange costs a rank a few requests and its polls, whatever the number of ranks, and leaves no key."""
     store, size = Store(), count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ..runtime import init
 
+LOOPBACK = "127.0.0.1"
 _groups: dict[int, Any] = {}  # of on_first, by number of ranks
 
 
@@ -33,7 +35,11 @@ class Ranks:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         if self.device == "cuda" and size > torch.cuda.device_count():
             raise ValueError(f"{size} ranks need {size} GPUs, this machine has {torch.cuda.device_count()}")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        listening = socket.create_server((LOOPBACK, 0))  # TCPStore's own would listen on every address
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         context = multiprocessing.get_context("spawn")
         # A child imports this package, and with it the kernels, before it runs any code of ours.
         changed = {"TRITON_INTERPRET": "1" if self.device == "cpu" else "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -122,7 +128,7 @@ def on_first(count: int, function, *arguments):
 def _serve(rank, size, device, backend, port, pipe, path):
     """What a rank's process does: run what comes through the pipe."""
     sys.path[:] = path
-    store = dist.TCPStore("127.0.0.1", port)
+    store = dist.TCPStore(LOOPBACK, port)
     where = {}
     if device == "cuda":
         torch.cuda.set_device(rank)
