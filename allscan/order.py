@@ -235,5 +235,7 @@ class PendingBackward:
 
     def __del__(self) -> None:
         scan = self._scan()
-        if scan is not None and scan.backwards == self._backwards:
+        if scan is None or scan.comm.order.generation != self.generation:
+            return
+        if scan.backwards == self._backwards:
             scan.dropped[self._reverse] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from datetime import timedelta
 
@@ -96,6 +97,22 @@ def test_a_call_that_one_rank_never_enters(run, size):
     assert found[:4] == [10.0 * i * (size - 1) for i in range(1, 4)] + ["OutOfMemoryError"], found
     assert not any(isinstance(x, float) and x == x for x in found[4:])
     assert "here it is step 5, there it was step 4" in end[1], end
+
+
+def stale_case(group):
+    """A graph from before resync() goes after it."""
+    with allscan.Communicator(group) as comm:
+        prev = allscan.allscan(torch.ones(1, 16, device=comm.device, requires_grad=True), comm=comm)
+        comm.resync()
+        with pytest.raises(RuntimeError, match="before Communicator.resync"):
+            prev.sum().backward()
+        del prev
+        gc.collect()
+        return [scan.dropped for scan in comm.collectives]
+
+
+def test_a_graph_from_before_resync_is_not_missed(run):
+    assert run(2, stale_case) == [[[False, False]]] * 2
 
 
 def closing_case(group):

@@ -8,7 +8,7 @@ import pytest
 
 from bench import soak
 
-STEPS = 32  # 100 take the interpreter more than two minutes on two cores
+STEPS = 40  # 100 take the interpreter more than two minutes on two cores
 
 
 @pytest.mark.cpu
