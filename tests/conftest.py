@@ -35,7 +35,7 @@ QUICK = (
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
-    parser.addoption("--seeds", type=int, default=6, help="how many seeds each property runs (test_properties.py)")
+    parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
 
 
 def pytest_collection_modifyitems(config, items):
