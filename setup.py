@@ -21,6 +21,7 @@ setup(
         "allscan.bindings",
     ],
     package_dir={"allscan.shmem_kernels": "shmem_kernels", "allscan.bindings": "bindings"},
+    package_data={"allscan": ["py.typed"]},
     install_requires=["torch>=2.6", "triton>=3.6,<3.8", "numpy"],
     extras_require={
         "cuda13": ["nvshmem4py-cu13>=0.3,<0.5", f"nvidia-nvshmem-cu13{NVSHMEM}", "cupy-cuda13x>=13.6"],

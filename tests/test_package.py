@@ -116,6 +116,7 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
     )
     assert all(path.startswith(target) for path in done.stdout.split())
     assert sorted(name for name in os.listdir(target) if not name.endswith("info") and name != "bin") == ["allscan"]
+    assert os.path.exists(os.path.join(target, "allscan", "py.typed"))
 
 
 def test_public_things_are_documented():
