@@ -129,6 +129,8 @@ class AllScan:
             comm.exchange("close", f"AllScan.close, of shape {self.shape}")
             for offset in self._workspace.offsets:
                 comm.free(offset)
+            for channel in self._channels:
+                comm.release(channel.info)
             comm.collectives.discard(self)
         self._closed = True
 

@@ -113,7 +113,9 @@ class Communicator:
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         self._offsets: set[int] = set()
-        self._buffers: list[torch.Tensor] = [self.record, self.fault, self.step_word]  # that kernels may still use
+        self._buffers: dict[int, torch.Tensor] = {}  # by id: what kernels may still use
+        for buffer in (self.record, self.fault, self.step_word):
+            self.keep(buffer)
         _communicators[self.handle] = self
         self._ranks = rendezvous.ranks
         neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
@@ -245,7 +247,7 @@ class Communicator:
                 self.heap.arena.free(offset)
         self.attributes.clear()
         self._closed = True
-        if self.order.refused is not None:
+        if self.order.has_refused:
             self.order.rendezvous.take_back("refused")
         if len(set(made)) > 1 and self.order.lost is None:
             raise AllScanOutOfStep("the ranks have made different numbers of calls: " + by_rank(made))
@@ -309,8 +311,12 @@ class Communicator:
 
     def keep(self, buffer: torch.Tensor) -> torch.Tensor:
         """``buffer``, alive as long as kernels of this communicator may use it."""
-        self._buffers.append(buffer)
+        self._buffers[id(buffer)] = buffer
         return buffer
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """No kernel uses a buffer of :meth:`keep` any more."""
+        del self._buffers[id(buffer)]
 
     def pe(self, rank: int) -> int:
         """What the transport calls ``rank`` of this group."""

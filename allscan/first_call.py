@@ -97,23 +97,7 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
     ValueError on a rank that can see that it is wrong.
     """
     if given is not None:
-        end = given + T
-        if lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:])):
-            raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
-        if (
-            not 0 <= given <= end <= lengths[-1]
-            or (comm.rank == 0) > (given == 0)
-            or ((comm.rank == comm.size - 1) > (end == lengths[-1]))
-        ):
-            raise ValueError(
-                f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got "
-                f"{given} and {T}"
-            )
-        if comm.debug:
-            places = comm.exchange((lengths, given, end), "first_token, in debug mode")
-            if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
-                found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
-                raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
+        _check_given(comm, lengths, given, given + T)
         return given
     # ranks that missed a call before resync() have used them in another order
     partitions = cached_on(comm, f"partitions {comm.order.generation}")
@@ -133,7 +117,7 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
             ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
         )
     tokens = [answer[1] for answer in answers]
-    if lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:])) or lengths[-1] != sum(tokens):
+    if not _rises_from_0(lengths) or lengths[-1] != sum(tokens):
         problem = (
             f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
         )
@@ -142,3 +126,25 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
         del partitions[next(iter(partitions))]
     partitions[lengths] = tokens
     return sum(tokens[: comm.rank])
+
+
+def _rises_from_0(lengths: tuple[int, ...]) -> bool:
+    return lengths[0] == 0 and all(a <= b for a, b in zip(lengths, lengths[1:]))
+
+
+def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int) -> None:
+    """Raise ValueError if this rank can see that its tokens are not begin .. end - 1; in debug mode ask the others."""
+    if not _rises_from_0(lengths):
+        raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
+    inside = 0 <= begin <= end <= lengths[-1]
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    if not inside or (first and begin != 0) or (last and end != lengths[-1]):
+        raise ValueError(
+            f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got {begin} "
+            f"and {end - begin}"
+        )
+    if comm.debug:
+        places = comm.exchange((lengths, begin, end), "first_token, in debug mode")
+        if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
+            found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
+            raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))

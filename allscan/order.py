@@ -51,6 +51,11 @@ class Order:
         self._refusals: list[tuple[int, str]] = []  # a rank that has settled one may refuse the next before others have
         self.lost: str | None = None  # why this rank is out of step for certain
 
+    @property
+    def has_refused(self) -> bool:
+        """Whether this rank has posted a refusal, settled or not."""
+        return bool(self._refusals)
+
     def calls_made(self) -> str:
         return f"{self.made[0]} forward and {self.made[1]} reverse"
 

@@ -2,7 +2,7 @@
 
 As it is (Triton 3.6 and 3.7), it puts its own functions into ``triton.language`` again at every call of a device
 function from another one, and works out every block's type and shape again at every operation. Here both are
-remembered. Where an attribute of Triton that is used here is missing, nothing is changed.
+remembered. What needs an attribute that a version of Triton lacks is left as it is.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _patch_languages_once(interpreter) -> None:
 
 
 def _remember_types(core, interpreter) -> None:
-    block_type_init = core.block_type.__init__
+    block_type_init, np_dtype_of = core.block_type.__init__, interpreter._get_np_dtype
     block_types: dict = {}
     shapes: dict = {}
 
@@ -83,7 +83,7 @@ def _remember_types(core, interpreter) -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
-    np_dtypes, np_dtype_of = {}, interpreter._get_np_dtype
+    np_dtypes: dict = {}
 
     def np_dtype(tt_dtype):
         name = tt_dtype.scalar.name

@@ -296,7 +296,8 @@ def keys_case(group):
             refused = raised(allscan.allscan, torch.ones(2), comm=comm)
             assert refused[0] == "ValueError"
             comm.barrier()
-            comm.resync()
+            if i:  # close() alone takes back what was refused, too
+                comm.resync()
     return keys() - before
 
 

@@ -322,14 +322,14 @@ def memory_case(group):
     """What an AllScan takes is what size_hint says, and comes back: by close(), by ``with``, and after a refusal."""
     with allscan.Communicator(group) as comm:
         arena, shape = comm.heap.arena, (3, 40, 24)
-        free = arena.free_bytes
+        free, buffers = arena.free_bytes, len(comm._buffers)
         for options in ({}, {"depth": 1}, {"protocol": "put"}, {"tile": (8, 8), "max_ctas": 2}):
             hint = allscan.AllScan.size_hint(comm, shape, **options)
             with allscan.AllScan(comm, shape, **options) as scan:
                 assert scan.workspace_bytes == hint == free - arena.free_bytes, options
                 state = torch.rand(shape, device=comm.device)
                 scan.scan(state)
-            assert scan.closed and arena.free_bytes == free
+            assert scan.closed and arena.free_bytes == free and len(comm._buffers) == buffers
             with pytest.raises(RuntimeError, match="this AllScan is closed"):
                 scan.scan(state)
             scan.close()
