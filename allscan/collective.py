@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .checks import check_tensor, check_transition, decay_rows, integer, share_memory
 from .communicator import Communicator
-from .errors import REMEDY
+from .errors import REMEDY, Problem
 from .launching import dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
@@ -76,11 +76,11 @@ class AllScan:
         comm.check()
         self.comm = comm
         self.max_ctas = comm.max_ctas if max_ctas is None else max_ctas
-        spec: Spec | Exception
+        spec: Spec | Problem
         try:
             spec = _spec(comm, shape, depth, protocol, tile, self.max_ctas)
         except (TypeError, ValueError) as error:
-            spec = error  # which the other ranks are to hear of
+            spec = Problem(error)  # which the other ranks are to hear of
         self._workspace = make_workspace(comm, spec)
         assert isinstance(spec, Spec)
         self.spec: Spec = spec

@@ -5,6 +5,25 @@ from __future__ import annotations
 REMEDY = "All ranks: close() this communicator and make a new one, or call resync()"
 
 
+class Problem:
+    """What is wrong with this rank's arguments: an exception that is raised when the other ranks have heard of it.
+
+    A frame must not hold the exception itself. An exception holds the frames that it came through, and such a cycle
+    keeps their tensors, and the hooks of torch's activation checkpointing, until Python looks for cycles: the next
+    step's backward would then compute a layer of this one again.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+        self.text = f"{type(error).__name__}: {error}"
+
+    def take(self) -> Exception:
+        """The exception, for the one ``raise``."""
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
+
 class AllScanTimeout(RuntimeError):
     """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from .collective import AllScan
 from .communicator import Communicator, cached_on
+from .errors import Problem
 from .rendezvous import by_rank
 
 KEPT = 256  # partitions of cu_seqlens, and tables, that a communicator keeps
@@ -25,7 +26,7 @@ def remember_agreement(comm: Communicator, shape, agree) -> None:
 
 
 def get_or_create_scan(
-    comm: Communicator, shape, agree=None, problem: Exception | None = None, tile: tuple[int, int] | None = None,
+    comm: Communicator, shape, agree=None, problem: Problem | None = None, tile: tuple[int, int] | None = None,
     at_first: bool = False, max_ctas: int | None = None,
 ) -> AllScan:  # fmt: skip
     """The AllScan that ``comm`` keeps for a shape (tile, max_ctas), made at the first call, which is collective.
@@ -41,7 +42,7 @@ def get_or_create_scan(
     shape = None if shape is None else tuple(shape)
     key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
     if problem is not None and not at_first and (key in scans or (shape is None and scans)):
-        raise problem
+        raise problem.take()
     if key not in scans or (agree is not None and not agreed(comm, shape, agree)):
         if problem is None and comm.streams.capturing():
             raise RuntimeError(
@@ -49,19 +50,18 @@ def get_or_create_scan(
                 "once before the capture"
             )
         try:
-            answers = comm.exchange(
-                ((key, agree), problem and f"{type(problem).__name__}: {problem}"), "the first call for a shape"
-            )
+            answers = comm.exchange(((key, agree), problem and problem.text), "the first call for a shape")
         except RuntimeError as nobody_came:
             if problem is not None:
-                raise problem from nobody_came
+                raise problem.take() from nobody_came
             raise
         if problem is None and any(answer != ((key, agree), None) for answer in answers):
-            problem = ValueError("ranks call with different arguments: " + by_rank(e or k for k, e in answers))
+            different = "ranks call with different arguments: " + by_rank(e or k for k, e in answers)
+            raise comm.order.raised_everywhere(ValueError(different))
         if problem is not None:
-            comm.order.raised_everywhere(problem)
+            raise comm.order.raised_everywhere(problem.take())
     if problem is not None:
-        raise problem
+        raise problem.take()
     if key not in scans:
         scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas)
     remember_agreement(comm, shape, agree)

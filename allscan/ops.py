@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .checks import boundaries, check_tensor, check_transition, decay_target, integer
 from .communicator import Communicator
+from .errors import Problem
 from .first_call import cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
 from .order import PendingBackward, recomputing
@@ -78,7 +79,7 @@ def _allscan(state, decay, comm, transition, initial_state, reverse, out):
         if out is not None and (wanted or not out.is_contiguous()):
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
     except (TypeError, ValueError) as error:
-        problem = error
+        problem = Problem(error)
     scan = get_or_create_scan(comm, state.shape, problem=problem, tile=tile)
     if wanted:
         return _AllScan.apply(state, decay, transition, initial_state, scan, reverse)
@@ -220,7 +221,7 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token):
             if x.device != comm.device:
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
     except (TypeError, ValueError) as error:
-        problem = error
+        problem = Problem(error)
     get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None), problem)
     edges = [_to_words((x[:, :n] if reverse else x[:, T - n :]).reshape(B, n, -1)) for x in xs]
     inside = None

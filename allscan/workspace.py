@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .bindings.arena import ALIGNMENT
 from .communicator import Communicator
+from .errors import Problem
 from .rendezvous import by_rank
 from .shmem_kernels import wait
 from .shmem_kernels.channel import Channel
@@ -80,18 +81,18 @@ def workspace_bytes(comm: Communicator, spec: Spec) -> int:
     return 2 * -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def make_workspace(comm: Communicator, spec: Spec | Exception) -> Workspace:
-    """Collective over the group; ``spec`` must be equal on all ranks, or an exception: this rank's arguments are wrong.
+def make_workspace(comm: Communicator, spec: Spec | Problem) -> Workspace:
+    """Collective over the group; ``spec`` must be equal on all ranks, or a Problem: this rank's arguments are wrong.
 
     Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full),
     RuntimeError (protocol).
     """
-    if isinstance(spec, Exception):
+    if isinstance(spec, Problem):
         try:
-            comm.exchange((None, [], f"{type(spec).__name__}: {spec}"), "making a workspace")
+            comm.exchange((None, [], spec.text), "making a workspace")
         except RuntimeError as nobody_came:
-            raise spec from nobody_came
-        raise comm.order.raised_everywhere(spec)
+            raise spec.take() from nobody_came
+        raise comm.order.raised_everywhere(spec.take())
     if comm.size == 1:
         constants = _constants(spec, NONE.value, NONE.value)
         words = torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device)
@@ -101,18 +102,20 @@ def make_workspace(comm: Communicator, spec: Spec | Exception) -> Workspace:
 
     links = _links(comm, spec.protocol)
     offsets: list[int] = []
-    error = None
+    full = None
     try:
         for _ in range(2):
             offsets.append(comm.alloc(workspace_layout(spec, _puts(links, comm.rank))[1]))
-    except MemoryError as full:
-        error = str(full)
-    specs, all_offsets, errors = zip(*comm.exchange((tuple(spec), offsets, error), "making a workspace"), strict=True)
-    problem = _problem(comm, specs, errors)
-    if problem is not None:
-        for offset in offsets:  # every rank has the same problem, so nobody will write there
+    except MemoryError as error:
+        full = str(error)
+    specs, all_offsets, errors = zip(*comm.exchange((tuple(spec), offsets, full), "making a workspace"), strict=True)
+    try:
+        _check_alike(comm, specs, errors)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        for offset in offsets:  # every rank raises, so nobody will write there
             comm.free(offset)
-        raise comm.order.raised_everywhere(problem)
+        comm.order.raised_everywhere(error)
+        raise
 
     channels = []
     for direction, step in enumerate((1, -1)):
@@ -126,19 +129,18 @@ def make_workspace(comm: Communicator, spec: Spec | Exception) -> Workspace:
     return Workspace((channels[0], channels[1]), tuple(offsets))
 
 
-def _problem(comm: Communicator, specs, errors) -> Exception | None:
-    """What all ranks raise, but those whose arguments are wrong."""
+def _check_alike(comm: Communicator, specs, errors) -> None:
+    """Raise, as all ranks do, unless they can all make the same workspace."""
     if None in specs:
-        return ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
+        raise ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
     if len(set(specs)) > 1:
-        return ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(specs))
+        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(specs))
     if any(errors):
-        return MemoryError(by_rank(error or "ok" for error in errors))
+        raise MemoryError(by_rank(error or "ok" for error in errors))
     protocol = specs[0][-1]
     if protocol in ("sentinel", "signal") and not comm.mapped:
         p = comm.mapped_links.index(False)
-        return RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
-    return None
+        raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
 
 
 def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step: int) -> Channel:

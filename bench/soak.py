@@ -107,7 +107,9 @@ def plan(options, step, salt="") -> Plan:
     cuts = [r * options.tokens + chance.randint(-spread, spread) for r in range(1, options.ranks)]
     return Plan(
         step=step, kind=kind, lengths=(0, *inner, total) if kind != "whole" else (0, total), cuts=(0, *cuts, total),
-        on_device=chance.random() < 0.5, again=tuple(i for i in range(options.layers) if chance.random() < 0.5),
+        on_device=chance.random() < 0.5, again=tuple(
+            i for i in range(options.layers) if chance.random() < 0.5 or fault == "argument"
+        ),
         late=(chance.randrange(options.ranks), options.late * chance.random() * (chance.random() < 0.2)),
         fault=fault, victim=(number + number // len(FAULTS)) % options.ranks,
     )  # fmt: skip

@@ -19,7 +19,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def test_example(command, tmp_path):
     script, *options = command.format(folder=tmp_path).split()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = ROOT  # a bare checkout
+    environment["PYTHONPATH"] = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])  # a bare checkout
     result = subprocess.run(
         [sys.executable, os.path.join(ROOT, "examples", script), *options],
         env=environment, capture_output=True, text=True, timeout=240,

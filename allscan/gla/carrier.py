@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..collective import AllScan
 from ..communicator import Communicator, communicator_of
+from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..order import PendingBackward
 
@@ -22,7 +23,7 @@ class StateCarrier(Protocol):
     comm: Communicator
     handle: int  # stands for this object where torch wants a number
 
-    def prepare(self, shape, agree=None, problem: Exception | None = None, *, at_first: bool = False) -> object:
+    def prepare(self, shape, agree=None, problem: Problem | None = None, *, at_first: bool = False) -> object:
         """Before every forward call for a state of this shape; see first_call.get_or_create_scan."""
 
     def stream(self) -> AbstractContextManager[Callable[[], None]]:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ..checks import boundaries, check_tensor, integer
 from ..communicator import Communicator
+from ..errors import Problem
 from ..first_call import agreed, cached_table, partition_start
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host, cut, most_segments, segment_length
@@ -83,12 +84,13 @@ def zeco_gla_by(
 
 
 def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token):
-    problem = _not_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
+    problem = None
     try:
+        _check_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
-    except (TypeError, ValueError) as error:
-        problem = error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        problem = Problem(error)
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -101,20 +103,19 @@ def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_
     return o, final_state if output_final_state else None
 
 
-def _not_for_an_operator(tensors, scale) -> Exception | None:
-    """What is wrong with arguments that a custom op does not take as they are."""
+def _check_for_an_operator(tensors, scale) -> None:
+    """Raise for arguments that a custom op does not take as they are."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not (x is None and name == "initial_state"):
-            return TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if isinstance(x, Tensor) and x.layout != torch.strided:
-            return TypeError(f"{name} must be dense, got {x.layout}")
+            raise TypeError(f"{name} must be dense, got {x.layout}")
     if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
-        return NotImplementedError("zeco_gla has no forward-mode derivatives (torch.func.jvp, forward_ad)")
+        raise NotImplementedError("zeco_gla has no forward-mode derivatives (torch.func.jvp, forward_ad)")
     if tensors["q"].ndim != 4:
-        return ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
+        raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
     if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
-        return ValueError(f"scale must be a finite number and not 0, got {scale!r}")
-    return None
+        raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
 
 
 def _has_tangent(x) -> bool:
@@ -172,7 +173,7 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token):
         if positive:
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:
-        problem = error
+        problem = Problem(error)
     carrier.prepare(shape, agree, problem, at_first=positive)
     layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token)
     if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences

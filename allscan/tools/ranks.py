@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -68,26 +69,35 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((self._calls, function, arguments))
 
-    def results(self, timeout: float = 300.0) -> list:
-        """(value, None) or (None, exception) of every rank for the last call; a dead process gives a ProcessError."""
-        deadline = time.monotonic() + timeout
-        return [self._answer(rank, deadline, timeout) for rank in range(len(self._pipes))]
+    def results(self, timeout: float = 300.0, after_failure: float | None = None) -> list:
+        """(value, None) or (None, exception) of every rank for the last call; a dead process gives a ProcessError.
 
-    def _answer(self, rank, deadline, timeout):
-        pipe = self._pipes[rank]
-        try:
-            while pipe.poll(max(0.0, deadline - time.monotonic())):
-                call, answer = pipe.recv()
-                if call == self._calls:  # else it is a late answer to an earlier call that was given up
-                    return answer
-        except (EOFError, ConnectionError):
-            return None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")
-        return None, TimeoutError(f"rank {rank} did not answer within {timeout:g} s")
+        after_failure: seconds that the others still have once a rank has failed, since they may wait for it for ever.
+        """
+        deadline, limit = time.monotonic() + timeout, f"within {timeout:g} s"
+        answers: dict[int, tuple[Any, Exception | None]] = {}
+        while waiting := [rank for rank in range(len(self._pipes)) if rank not in answers]:
+            pipes = [self._pipes[rank] for rank in waiting]
+            ready = multiprocessing.connection.wait(pipes, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                answers |= {rank: (None, TimeoutError(f"rank {rank} did not answer {limit}")) for rank in waiting}
+            for rank in (rank for rank in waiting if self._pipes[rank] in ready):
+                try:
+                    call, answer = self._pipes[rank].recv()
+                    if call != self._calls:
+                        continue  # a late answer to an earlier call that was given up
+                except (EOFError, ConnectionError):
+                    answer = None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")
+                answers[rank] = answer
+                if answer[1] is not None and after_failure is not None and time.monotonic() + after_failure < deadline:
+                    deadline, limit = time.monotonic() + after_failure, f"{after_failure:g} s after rank {rank} failed"
+        return [answers[rank] for rank in range(len(self._pipes))]
 
     def run(self, function, *arguments, timeout: float = 300.0) -> list:
-        """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed."""
+        """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed. The
+        others are then given 30 s more."""
         self.start(function, *arguments)
-        answers = self.results(timeout)
+        answers = self.results(timeout, after_failure=30.0)
         failures = [
             f"rank {rank}: {getattr(error, 'text', error)}"
             for rank, (_, error) in enumerate(answers)

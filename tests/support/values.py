@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 
 import torch
 
@@ -53,6 +55,29 @@ def raised(function, *arguments, **options):
     except Exception as problem:
         return type(problem).__name__, str(problem)
     return None
+
+
+class _Held:
+    pass
+
+
+def raised_and_freed(function, *arguments, **options):
+    """The same of a call that raises, which must leave no cycle of an exception, its traceback and a frame: such a
+    cycle keeps tensors, and the hooks of torch's activation checkpointing, until Python looks for cycles."""
+    held = _Held()
+    alive = weakref.ref(held)
+
+    def call(held):
+        function(*arguments, **options)
+
+    gc.disable()
+    try:
+        answer = raised(call, held)
+        del held
+        assert alive() is None, f"{answer} keeps the frames that it came through"
+    finally:
+        gc.enable()
+    return answer
 
 
 def relative(actual, expected):

@@ -1,0 +1,86 @@
+"""Every kernel under NVIDIA's compute-sanitizer: reads and writes outside of allocations, races in shared memory.
+
+    compute-sanitizer --tool memcheck python tests/gpu/test_sanitizer.py
+
+One GPU. Each tensor is an allocation of its own, so that a read behind its end is not one of its neighbour's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+if __name__ == "__main__":
+    sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+
+import torch  # noqa: E402
+
+import allscan  # noqa: E402
+from allscan.reference import allscan_reference  # noqa: E402
+from allscan.shmem_kernels.links import SIGNAL  # noqa: E402
+from support.gla import BF16, F32, NAMES, Whole  # noqa: E402
+from support.values import relative_all  # noqa: E402
+from support.virtual import VirtualScan  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+# T, B, H, K, V, gates, dtype, boundaries of packed sequences
+GLA = [
+    (150, 1, 2, 64, 48, "mixed", BF16, None),
+    (130, 1, 1, 128, 128, "mild", BF16, (0, 1, 64, 64, 130)),
+    (70, 2, 1, 40, 24, "strong", F32, None),
+    (70, 1, 1, 256, 64, "mixed", BF16, None),
+]
+
+
+def every_kernel() -> None:
+    """Each kernel in shapes that fill no block, checked against float64."""
+    with allscan.Communicator() as comm:
+        for T, B, H, K, V, kind, dtype, lengths in GLA:
+            whole = Whole(0, T, B, H, K, V, kind, dtype, F32, comm.device, lengths)
+            errors = relative_all(NAMES, whole.ours(comm, slice(None)), whole.reference())
+            assert max(errors.values()) < (1e-5 if dtype == F32 else 2e-2), (K, V, kind, errors)
+        for K, V in ((24, 40), (128, 128), (200, 64)):
+            state, transition = (torch.randn(3, K, width, device="cuda") for width in (V, K))
+            tile = allscan.tiling.transition_tile(K)
+            with allscan.AllScan(comm, (3, K, V), tile=tile) as scan:
+                for reverse, adjoint in itertools.product((False, True), repeat=2):
+                    scan.scan(state, transition=transition, adjoint=adjoint, initial_state=state, reverse=reverse)
+    for link, shape in itertools.product((0, SIGNAL.value), ((3, 20, 36), (2, 64, 128))):
+        scan = VirtualScan(3, shape, 4, link=link)
+        for reverse in (False, True, False, True, False):
+            states, decays = torch.randn(3, *shape, device="cuda"), torch.rand(3, *shape[:2], device="cuda")
+            outs = torch.full_like(states, float("nan"))
+            torch.cuda.synchronize()
+            for rank in range(3)[:: -1 if reverse else 1]:  # nobody waits: the sanitizer may run one kernel at a time
+                scan.launch(rank, states[rank], decays[rank], outs[rank], reverse)
+                torch.cuda.synchronize()
+            assert not any(scan.broken())
+            expected = allscan_reference(list(states), list(decays), reverse=reverse)
+            assert max((out - e).abs().max() for out, e in zip(outs, expected)) < 1e-5
+    print("every kernel has run")
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_no_kernel_is_caught(tool):
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not os.path.exists(sanitizer):
+        pytest.skip("compute-sanitizer is not installed")
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, os.path.abspath(__file__)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    said = ran.stdout + ran.stderr
+    if "Device not supported" in said:
+        pytest.skip("compute-sanitizer does not run on this machine")
+    assert ran.returncode == 0 and "every kernel has run" in said, said[-4000:]
+
+
+if __name__ == "__main__":
+    every_kernel()
