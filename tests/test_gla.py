@@ -62,7 +62,9 @@ def test_packed(run, size, name):
 def first_token_case(group, debug):
     """New cu_seqlens, and new partitions of them, without an exchange where the caller says where the tokens begin."""
     with allscan.Communicator(group, debug=debug) as comm:
-        for i, tokens in enumerate(([20, 30, 14], [30, 20, 14], [31, 19, 14])):
+        for i, cuts in enumerate(([20, 50], [30, 50], [31, 50])):
+            edges = [0, *cuts[: comm.size - 1], 64]
+            tokens = [b - a for a, b in zip(edges, edges[1:])]
             whole = Whole(i, 64, 1, 1, 16, 16, "weak", F32, F32, comm.device, [0, 11, 34 + 4 * (i > 1), 64])
             mine = place(comm, tokens)
             told = functools.partial(allscan.zeco_gla, first_token=mine.start)
@@ -83,9 +85,9 @@ def first_token_case(group, debug):
         return messages
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_first_token(run, debug):
-    for messages in run(3, first_token_case, debug):
+@pytest.mark.parametrize("size, debug", [(2, False), (3, False), (3, True)])
+def test_first_token(run, size, debug):
+    for messages in run(size, first_token_case, debug):
         assert [kind for kind, _ in messages] == ["ValueError", "TypeError", "ValueError"][: 2 + debug], messages
         assert not debug or "do not follow one another" in messages[2][1]
 

@@ -474,10 +474,9 @@ def mixed_case(group):
     return worst, kinds
 
 
-def test_a_chain_of_both_kinds_of_links(run, pool):
-    if len(pool.processes) < 4:
-        pytest.skip("needs 4 GPUs")
-    answers = run(4, mixed_case)
+@pytest.mark.parametrize("size", [4])
+def test_a_chain_of_both_kinds_of_links(run, size):
+    answers = run(size, mixed_case)
     none, sentinel, put = -1, 0, 2
     assert [kinds for _, kinds in answers] == [[none, sentinel], [sentinel, put], [put, sentinel], [sentinel, none]]
     assert max(worst for worst, _ in answers) < 1e-6
