@@ -15,6 +15,7 @@ setup(
     packages=[
         "allscan",
         "allscan.gla",
+        "allscan.delta",
         "allscan.integrations",
         "allscan.tools",
         "allscan.shmem_kernels",

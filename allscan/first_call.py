@@ -8,7 +8,9 @@ from typing import TypeVar
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
+from .packing import Layout, Piece, boundaries_on_host, cut
 from .rendezvous import by_rank
+from .shmem_kernels.gla_blocks import FIRST, LAST
 
 KEPT = 256  # partitions of cu_seqlens, and tables, that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
@@ -148,3 +150,19 @@ def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
         if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
             found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
             raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
+
+
+def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None) -> Layout:
+    """The layout of this rank; raises what partition_start raises."""
+    lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
+    first = 0 if lengths is None else partition_start(comm, lengths, T, first_token)
+
+    def make():
+        if lengths is None:
+            flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
+            pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
+        else:
+            pieces = cut(lengths, first, T)
+        return Layout(pieces, B, segment, comm.device)
+
+    return cached_table(comm, (B, T, first, lengths, segment), make)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .shmem_kernels.gla_blocks import FIRST, LAST
+from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 
 KEPT = 256  # boundaries read from the GPU
 CHUNK_TOKENS = 64  # BT
@@ -34,15 +34,20 @@ class Layout:
         for piece in pieces:
             while len(begins) <= piece.state_index:
                 begins.append(len(segments))
+            beyond = ENTERED.value * (not piece.flags & FIRST.value) | LEFT.value * (not piece.flags & LAST.value)
             starts = range(piece.start, piece.end, segment) or [piece.start]  # an empty sequence has an empty segment
             for start in starts:
                 end = min(start + segment, piece.end)
                 first, last = start == piece.start, end == piece.end
-                flags = (FIRST.value * first | LAST.value * last) & piece.flags
+                flags = (FIRST.value * first | LAST.value * last) & piece.flags | beyond
                 segments.append((start, end, len(chunks), piece.state_index, piece.sequence, flags))
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
         begins += [len(segments)] * (states + 1 - len(begins))
         self.num_segments, self.num_chunks = len(segments), len(chunks)
+        self.passed = any(piece.flags == 0 for piece in pieces)  # by a state that enters this rank and leaves it
+        self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
+        self.left = any(not piece.flags & LAST.value for piece in pieces)
+        self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         self.segments, self.chunks, self.first_segments = (
             to_device(torch.tensor(table, dtype=torch.int32), device) for table in (segments, chunks, begins)
         )

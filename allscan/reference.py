@@ -66,3 +66,38 @@ def gla_reference(
         state = g[:, t].exp()[..., None] * state + k[:, t][..., None] * v[:, t][..., None, :]
         outputs.append(scale * (q[:, t][..., None] * state).sum(-2))
     return torch.stack(outputs, 1) if outputs else v, state
+
+
+def delta_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Delta rules token by token: S = diag(exp(g_t)) S_{t-1}, S_t = S + beta_t k_t^T (v_t - k_t S),
+    o_t = scale * q_t S_t.
+
+    q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K] (KDA) or [B, T, HV] (Gated DeltaNet); beta: [B, T, HV];
+    initial_state: [B or N, HV, K, V] or None; cu_seqlens: N + 1 boundaries of packed sequences (B = 1) or None.
+    Returns (o, final_state [B or N, HV, K, V]), float64.
+    """
+    if cu_seqlens is not None:
+        cuts = [int(cut) for cut in cu_seqlens]
+        initial = [None] * (len(cuts) - 1) if initial_state is None else initial_state.split(1)
+        parts = [
+            delta_reference(*(x[:, a:b] for x in (q, k, v, g, beta)), scale, first)
+            for a, b, first in zip(cuts, cuts[1:], initial)
+        ]
+        o, final_state = zip(*parts)
+        return torch.cat(o, 1), torch.cat(final_state)
+    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    heads = v.shape[2]
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    state = q.new_zeros(q.shape[0], heads, q.shape[3], v.shape[3]) if initial_state is None else initial_state.double()
+    outputs = []
+    for t in range(q.shape[1]):
+        decay = g[:, t].exp()
+        state = (decay[..., None] if g.ndim == 4 else decay[..., None, None]) * state
+        error = v[:, t] - (k[:, t][..., None] * state).sum(-2)
+        state = state + (beta[:, t][..., None] * k[:, t])[..., None] * error[..., None, :]
+        outputs.append(scale * (q[:, t][..., None] * state).sum(-2))
+    return torch.stack(outputs, 1) if outputs else v, state

@@ -1,18 +1,20 @@
 """Run every example of the documentation that is complete: python docs/check_examples.py [name ...]
 
 An example is a fenced python block of docs/**/*.md whose first line is ``# runs on one process``. Each runs in a
-process of its own, in Triton's interpreter, with the root of the repository (or the folder in ALLSCAN_SOURCE) on
-PYTHONPATH. With names, only pages whose path contains one of them. The exit status is 1 if an example fails.
+process of its own, in Triton's interpreter, with the root of the repository (or the folder in ALLSCAN_SOURCE) on the
+path. With names, only pages whose path contains one of them. The exit status is 1 if an example fails.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import traceback
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -31,27 +33,40 @@ def examples(names: list[str]) -> list[tuple[str, str]]:
     return found
 
 
+def _run(path: str) -> None:
+    """In the example's own process, which begins as a copy of this one: torch and allscan are imported."""
+    folder = os.path.dirname(path)
+    os.chdir(folder)
+    with open("output", "w", encoding="utf-8", buffering=1) as output:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            try:
+                runpy.run_path(path, run_name="__main__")
+            except BaseException:
+                traceback.print_exc()
+                sys.exit(1)
+
+
 def run(program: str) -> tuple[bool, str]:
     """(whether it has ended well, its output)."""
-    source = os.environ.get("ALLSCAN_SOURCE", str(DOCS.parent))
-    options = dict(TRITON_INTERPRET="1", PYTHONPATH=source, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "example.py")  # Triton reads the source of a kernel, so it must lie in a file
         path.write_text(program, encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [sys.executable, str(path)], env=dict(os.environ, **options), cwd=folder, timeout=TIMEOUT_S,
-                capture_output=True, text=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(str(path),))
+        process.start()
+        process.join(TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
             return False, f"no end within {TIMEOUT_S} s"
-    return done.returncode == 0, done.stdout + done.stderr
+        return process.exitcode == 0, Path(folder, "output").read_text(encoding="utf-8")
 
 
 def main() -> int:
     found = examples(sys.argv[1:])
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run, [program for _, program in found]))
+    os.environ |= dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    sys.path.insert(0, os.environ.get("ALLSCAN_SOURCE", str(DOCS.parent)))
+    import allscan  # noqa: F401
+
+    results = [run(program) for _, program in found]
     failed = [(name, output) for (name, _), (ok, output) in zip(found, results, strict=True) if not ok]
     for name, output in failed:
         print(f"FAILED {name}\n{output}")

@@ -14,10 +14,12 @@ END = tl.constexpr(1)  # behind its last token
 FIRST_CHUNK = tl.constexpr(2)  # its first chunk
 STATE_INDEX = tl.constexpr(3)
 SEQUENCE = tl.constexpr(4)  # row of initial_state and final_state
-FLAGS = tl.constexpr(5)  # FIRST, LAST
+FLAGS = tl.constexpr(5)  # FIRST, LAST, ENTERED, LEFT
 SEGMENT_WORDS = tl.constexpr(6)
 FIRST = tl.constexpr(1)  # its sequence begins with this segment
 LAST = tl.constexpr(2)  # its sequence ends with this segment
+ENTERED = tl.constexpr(4)  # its sequence began on a rank before this one
+LEFT = tl.constexpr(8)  # its sequence goes on behind this rank
 
 # Tables of weights
 HALVES = tl.constexpr(0)  # half the sum of a token and those before it, less half the sum of those after it

@@ -10,8 +10,7 @@ import torch
 import allscan
 from allscan import first_call
 from allscan.communicator import cached_on
-from allscan.first_call import partition_start
-from allscan.gla.operator import find_layout
+from allscan.first_call import find_layout, partition_start
 from allscan.packing import Layout, cut, most_segments
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from support.values import raised

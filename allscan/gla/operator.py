@@ -13,10 +13,9 @@ from torch.autograd import forward_ad
 from ..checks import boundaries, check_tensor, integer
 from ..communicator import Communicator
 from ..errors import Problem
-from ..first_call import agreed, cached_table, partition_start
+from ..first_call import agreed, find_layout
 from ..order import recomputing
-from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host, cut, most_segments, segment_length
-from ..shmem_kernels.gla_blocks import FIRST, LAST
+from ..packing import CHUNK_TOKENS, most_segments, segment_length
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Launcher
 
@@ -179,22 +178,6 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token):
     if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
         raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
     return layout
-
-
-def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None) -> Layout:
-    """The layout of this rank; raises what partition_start raises."""
-    lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
-    first = 0 if lengths is None else partition_start(comm, lengths, T, first_token)
-
-    def make():
-        if lengths is None:
-            flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
-            pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
-        else:
-            pieces = cut(lengths, first, T)
-        return Layout(pieces, B, segment, comm.device)
-
-    return cached_table(comm, (B, T, first, lengths, segment), make)
 
 
 def _segment_length(q) -> int:

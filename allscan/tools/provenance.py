@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 
-FOLDERS = ("shmem_kernels", "bindings", "", "gla", "tools", "integrations")  # of the package, that have *.py
+FOLDERS = ("shmem_kernels", "bindings", "", "gla", "delta", "tools", "integrations")  # of the package, that have *.py
 
 
 def installed_version(*packages: str) -> str | None:

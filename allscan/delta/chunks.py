@@ -1,0 +1,149 @@
+"""What happens inside the chunks of KDA and Gated DeltaNet, by flash-linear-attention's kernels (tested with 0.6.0).
+
+Everything that is taken from fla for delta rules is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..packing import CHUNK_TOKENS, Layout, to_device
+from .passes import StatePass
+
+
+class Local(NamedTuple):
+    """What fla's functions are told of this rank's sequences; nothing if they are not packed."""
+
+    cu_seqlens: Tensor | None
+    chunk_indices: Tensor | None
+
+    def options(self) -> dict[str, Any]:
+        return dict(cu_seqlens=self.cu_seqlens, chunk_indices=self.chunk_indices, chunk_size=CHUNK_TOKENS)
+
+
+def local(layout: Layout, packed: bool, device) -> Local:
+    """Kept with the layout."""
+    if not packed:
+        return Local(None, None)
+    if not hasattr(layout, "for_fla"):
+        pieces = list(zip(layout.boundaries, layout.boundaries[1:]))
+        indices = [(i, n) for i, (a, b) in enumerate(pieces) for n in range(-(-(b - a) // CHUNK_TOKENS))]
+        tables = (torch.tensor(table, dtype=torch.int64) for table in (layout.boundaries, indices))
+        layout.for_fla = Local(*(to_device(table, device) for table in tables))
+    return layout.for_fla
+
+
+def log2_sums(g: Tensor, tables: Local) -> Tensor:
+    """Sums of the gates from each chunk's first token on, times log2(e), float32."""
+    from fla.ops.utils import chunk_local_cumsum
+    from fla.ops.utils.constant import RCP_LN2
+
+    return chunk_local_cumsum(g, scale=RCP_LN2, **tables.options())
+
+
+def _suffix_sums(dg: Tensor, tables: Local) -> Tensor:
+    from fla.ops.utils import chunk_local_cumsum
+
+    return chunk_local_cumsum(dg, reverse=True, **tables.options())
+
+
+def _of_heads(x: Tensor, HK: int) -> Tensor:
+    """The sum over the value heads of each key head."""
+    return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
+
+
+class KDA:
+    """Kimi delta attention: a gate for each channel of the keys."""
+
+    scalar = False
+
+    @staticmethod
+    def forward(states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
+        """(o, sums of the gates, and what else backward takes: Aqk, Akk)."""
+        from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+        from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+
+        sums, options = log2_sums(g, tables), tables.options()
+        w, u, _, kg, scores, solved = chunk_kda_fwd_intra(q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **options)
+        h, v_new = states.forward(kg, w, u, sums, initial, final, kept)
+        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=_by_batch(h, q, tables), scale=scale, **options)
+        return o, sums, scores, solved
+
+    @staticmethod
+    def backward(states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables):
+        """Gradients of q, k, v, g, beta; dinitial is filled."""
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
+        from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
+        from fla.ops.kda.wy_fast import recompute_w_u_fwd
+
+        options = tables.options()
+        indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
+        w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
+        leaves = states.leaves(qg, kg, w, sums, do, scores, dfinal, scale)
+        with states.comm.streams.side() as join:
+            entering = states.carry_back(leaves, dfinal, kept)
+        try:  # nothing of this needs the other ranks
+            h, v_new = states.again(kg, w, u, sums, kept)
+            d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
+        finally:
+            join()
+        dh, dv = states.backward(qg, kg, w, sums, do, dv, scale, entering, dinitial)
+        del w, u, qg, kg
+        h, dh = _by_batch(h, q, tables), _by_batch(dh, q, tables)
+        of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
+        dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
+            q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
+        )
+        dq, dk, dbeta, dg = chunk_kda_bwd_intra(
+            q=q, k=k, g=sums, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg, **options
+        )
+        return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(dg, tables), dbeta
+
+
+class GatedDeltaNet:
+    """The gated delta rule: one gate a head."""
+
+    scalar = True
+
+    @staticmethod
+    def forward(states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
+        from fla.ops.common.chunk_o import chunk_fwd_o
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+
+        sums, options = log2_sums(g, tables), tables.options()
+        w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
+        h, v_new = states.forward(k, w, u, sums, initial, final, kept)
+        o = chunk_fwd_o(q=q, k=k, v=v_new, h=_by_batch(h, q, tables), g=sums, scale=scale, **options)
+        return o, sums, solved.new_empty(0), solved
+
+    @staticmethod
+    def backward(states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables):
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
+        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
+
+        options = tables.options()
+        indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
+        dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
+        leaves = states.leaves(q, k, w, sums, do, None, dfinal, scale, dv=dv)
+        with states.comm.streams.side() as join:
+            entering = states.carry_back(leaves, dfinal, kept)
+        try:
+            h, v_new = states.again(k, w, u, sums, kept)
+        finally:
+            join()
+        dh, dv = states.backward(q, k, w, sums, do, dv, scale, entering, dinitial)
+        h, dh = _by_batch(h, q, tables), _by_batch(dh, q, tables)
+        of_states = dict(h=h, dv=dv, do=do, dh=dh, scale=scale)
+        dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, k=k, v=v_new, w=w, g=sums, **of_states, **options)
+        dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
+        dk, dg = dk + dk2, dg + dg2
+        return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(dg, tables), dbeta
+
+
+def _by_batch(states: Tensor, q: Tensor, tables: Local) -> Tensor:
+    """[B, chunks of each, H, K, V], as fla takes it."""
+    return states[None] if tables.cu_seqlens is not None else states.unflatten(0, (q.shape[0], -1))

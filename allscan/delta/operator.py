@@ -1,0 +1,291 @@
+"""zeco_kda and zeco_gated_delta_rule: delta rules over a sequence that is cut over the ranks of a communicator."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..checks import boundaries, check_tensor, integer
+from ..communicator import Communicator, communicator_of
+from ..errors import Problem
+from ..first_call import agreed, find_layout
+from ..order import PendingBackward, recomputing
+from ..packing import CHUNK_TOKENS, most_segments
+from .chunks import KDA, GatedDeltaNet, local
+from .passes import Kept, StatePass, delta_segment_length, prepare
+
+RULES = {"kda": KDA, "gated_delta_rule": GatedDeltaNet}
+MOST_CHUNKS = 65535  # what the second axis of a grid holds
+
+
+def zeco_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
+
+        S_t = (1 - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
+
+    q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; bfloat16, float16 or float32, all
+        three alike. K up to 256. T may differ between ranks, nothing else may.
+    g: [B, T, HV, K], natural logarithm of the decay, at most 0 and finite; float32, or like q. beta: [B, T, HV], any
+        float type.
+    use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
+    scale, initial_state, output_final_state, cu_seqlens, first_token: as in :func:`allscan.zeco_gla`; states are
+        [B or N, HV, K, V] float32.
+
+    Returns (o, final_state), as zeco_gla does. Differentiable in q, k, v, g, beta and initial_state. One scan forward,
+    with the K x K transition that a rank's tokens make, and one in reverse in backward, each moving one state of
+    B * HV * K * V float32 words from a rank to the next. What happens inside of chunks of 64 tokens is done by
+    flash-linear-attention, which must be installed (``pip install flash-linear-attention``); arguments that
+    ``fla.ops.kda.chunk_kda`` has and this has not are to be applied before.
+
+    Raises what :func:`allscan.zeco_gla` raises, and ImportError without fla, before anything is launched.
+    Source: Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
+
+        >>> o, _ = allscan.zeco_kda(q, k, v, g, beta, comm=comm)         # q[:, t0:t1], ... of the whole sequence
+    """
+    return _call(
+        "kda", q, k, v, g, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+        first_token,
+    )  # fmt: skip
+
+
+def zeco_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
+
+        S_t = exp(g_t) (1 - beta_t k_t k_t^T) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
+
+    g: [B, T, HV], natural logarithm of the decay of a head. All else as in :func:`zeco_kda`. On Hopper GPUs fla refuses
+    this rule's backward with Triton 3.4 to 3.7.0.
+    Source: Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
+
+        >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
+    """
+    return _call(
+        "gated_delta_rule", q, k, v, g, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, first_token,
+    )  # fmt: skip
+
+
+def _call(
+    rule, q, k, v, g, beta, comm, scale, initial_state, output_final_state, normalize, cu_seqlens, first_token
+):  # fmt: skip
+    arguments = rule, q, k, v, g, beta, comm, scale, initial_state, output_final_state, normalize, cu_seqlens
+    if torch.compiler.is_compiling():
+        return _delta(*arguments, first_token)
+    with comm.call():
+        return _delta(*arguments, first_token)
+
+
+def _delta(
+    rule, q, k, v, g, beta, comm, scale, initial_state, output_final_state, normalize, cu_seqlens, first_token
+):  # fmt: skip
+    problem = None
+    try:
+        _check_for_an_operator(dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state), scale)
+        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        problem = Problem(error)
+    if problem is not None:
+        prepare(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if normalize:
+        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    o, final_state, *_ = _forward(
+        q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token
+    )
+    return o, final_state if output_final_state else None
+
+
+def _check_for_an_operator(tensors, scale) -> None:
+    """Raise for arguments that a custom op does not take as they are."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and not (x is None and name == "initial_state"):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            raise TypeError(f"{name} must be dense, got {x.layout}")
+        if not torch.compiler.is_compiling() and x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("delta rules have no forward-mode derivatives (torch.func.jvp, forward_ad)")
+    if tensors["q"].ndim != 4:
+        raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
+    if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
+        raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
+
+
+def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
+    """Raise TypeError or ValueError for arguments that are wrong on this rank."""
+    for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items():
+        if x.device != comm.device:
+            raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must have a float type, got {x.dtype}")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if g.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
+    if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or min(*q.shape, *v.shape) < 1:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in dict(q=q, k=k, v=v).items())
+        raise ValueError(f"q, k must be [B, T, H, K] and v [B, T, HV, V] with no empty dimension, got {shapes}")
+    B, T, H, K = q.shape
+    HV = v.shape[2]
+    if HV % H:
+        raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
+    if K > 256:
+        raise ValueError(f"K must be at most 256, got {K}")
+    wanted = dict(g=(B, T, HV, K) if rule == "kda" else (B, T, HV), beta=(B, T, HV))
+    for name, x in dict(g=g, beta=beta).items():
+        if x.shape != wanted[name]:
+            raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
+    if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
+        raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, _state_shape(v, K, cu_seqlens), comm.device)
+
+
+def _state_shape(v, K, cu_seqlens):
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return sequences, v.shape[2], K, v.shape[3]
+
+
+def _carried_shape(q, v):
+    """Of what travels over the ranks."""
+    return q.shape[0] * v.shape[2], q.shape[3], v.shape[3]
+
+
+def _segment_length(v) -> int:
+    return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.device.type == "cuda")
+
+
+def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token):
+    """The Layout, after all checks."""
+    shape = agree = problem = None
+    positive = False
+    try:
+        if q.ndim == v.ndim == 4:
+            shape = _carried_shape(q, v)
+            given = initial_state is None, cu_seqlens is None, first_token is None
+            agree = (rule, q.shape[0], q.shape[2], str(q.dtype), *given)
+        _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm)
+        positive = not agreed(comm, shape, agree) and bool((g > 0).any())
+        if positive:
+            raise ValueError(f"g must be at most 0, got {g.max().item():g}")
+        import fla.ops.kda  # noqa: F401
+    except (TypeError, ValueError, ImportError) as error:
+        problem = Problem(error)
+    prepare(comm, shape, agree, problem, positive)
+    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
+
+
+def _state_pass(rule, layout, q, v, comm) -> StatePass:
+    HV, scalar = v.shape[2], RULES[rule].scalar
+    shape = q.shape[0], HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3]
+    return StatePass(comm, layout, *shape, q.dtype, scalar)
+
+
+def _kept_tensors(q, v, cu_seqlens, final):
+    """Uninitialised (final_state, transitions, what enters each segment, ticket); more segments than there may be."""
+    shape = _state_shape(v, q.shape[3], cu_seqlens)
+    segments = most_segments(q.shape[0], q.shape[1], shape[0], _segment_length(v))
+    H, K = shape[1:3]
+    final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
+    transitions = q.new_empty(segments, H, K, K, dtype=torch.float32)
+    enters = q.new_empty(segments, *shape[1:], dtype=torch.float32)
+    return final_state, transitions, enters, q.new_empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("allscan::zeco_delta_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    rule: str, scale: float, final: bool, handle: int, first_token: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or nothing, and for backward: sums of gates, scores and solved of chunks.py, and Kept)."""
+    comm = communicator_of(handle)
+    with comm.call():
+        layout = _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token)
+        tables = local(layout, cu_seqlens is not None, comm.device)
+        final_state, *kept = _kept_tensors(q, v, cu_seqlens, final)
+        o, sums, scores, solved = RULES[rule].forward(
+            _state_pass(rule, layout, q, v, comm), q, k, v, g, beta, scale, initial_state,
+            final_state if final else None, Kept(*kept), tables,
+        )  # fmt: skip
+        return o, final_state, sums, scores, solved, *kept
+
+
+@_forward.register_fake
+def _(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None):
+    final_state, *kept = _kept_tensors(q, v, cu_seqlens, final)
+    chunk = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
+    scores = chunk if rule == "kda" else k.new_empty(0)
+    return torch.empty_like(v), final_state, torch.empty_like(g, dtype=torch.float32), scores, chunk.clone(), *kept
+
+
+@torch.library.custom_op("allscan::zeco_delta_backward", mutates_args=())
+def _backward(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None,
+    sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor, rule: str,
+    scale: float, initial: bool, handle: int, first_token: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dg, dbeta, dinitial_state or nothing)."""
+    comm = communicator_of(handle)
+    with comm.call(reverse=True):
+        layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
+        tables = local(layout, cu_seqlens is not None, comm.device)
+        dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
+        grads = RULES[rule].backward(
+            _state_pass(rule, layout, q, v, comm), q, k, v, sums, beta, scores, solved, scale, do, dfinal,
+            dinitial if initial else None, Kept(transitions, enters, ticket), tables,
+        )  # fmt: skip
+        like = q, k, v, sums, beta
+        return *(x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)), dinitial
+
+
+@_backward.register_fake
+def _(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, rule, scale, initial,
+      handle, first_token=None):  # fmt: skip
+    dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
+    return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
+
+
+def _save(ctx, inputs, output):
+    q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, ctx.handle, ctx.first_token = inputs
+    ctx.initial = initial_state is not None and initial_state.requires_grad
+    ctx.gate_dtype = g.dtype
+    ctx.save_for_backward(q, k, v, beta, cu_seqlens, *output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
+    ctx.pending = None
+    if not no_node:
+        ctx.pending = PendingBackward(prepare(communicator_of(ctx.handle), _carried_shape(q, v)), False)
+
+
+def _gradient(ctx, do, dfinal, *_):
+    if ctx.pending is not None:
+        ctx.pending.run()
+    q, k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    given = ctx.rule, ctx.scale, ctx.initial, ctx.handle, ctx.first_token
+    dq, dk, dv, dg, dbeta, dinitial = _backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
+    dinitial = dinitial if ctx.initial else None
+    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, None, None, None, None, None, None
+
+
+torch.library.register_autograd("allscan::zeco_delta_forward", _gradient, setup_context=_save)

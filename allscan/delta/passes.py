@@ -1,0 +1,164 @@
+"""The passes of a delta rule over the states of a rank's chunks, forward and backward, with All-Scan over the ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..collective import AllScan
+from ..communicator import Communicator
+from ..errors import Problem
+from ..first_call import get_or_create_scan
+from ..packing import CHUNK_TOKENS, Layout
+from ..shmem_kernels.delta import adjoint_kernel, delta_carry_kernel, delta_states_kernel, summary_kernel
+from ..tiling import transition_tile
+
+PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
+PROGRAMS = 256  # about as many as a GPU holds at a time, of the passes over segments
+
+
+def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
+    """Tokens of a segment, whole chunks: few and long, since each has a transition, yet enough to fill a GPU."""
+    if not cuda:
+        return 2 * CHUNK_TOKENS
+    number = max(1, min(32, PROGRAMS // H))
+    return max(4 * CHUNK_TOKENS, triton.cdiv(triton.cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
+
+
+def prepare(comm: Communicator, shape, agree=None, problem: Problem | None = None, at_first: bool = False) -> AllScan:
+    """The All-Scan with transitions of a state of this shape [.., K, V]; see get_or_create_scan."""
+    tile = None if shape is None else transition_tile(shape[-2])
+    return get_or_create_scan(comm, shape, agree, problem, tile, at_first)
+
+
+class Kept(NamedTuple):
+    """What backward takes from forward."""
+
+    transitions: Tensor  # [segments, H, K, K]
+    enters: Tensor  # [segments, H, K, V], what has entered each
+    ticket: Tensor  # number of the call
+
+
+class StatePass:
+    """Forward and backward through the states of this rank's chunks, for one call.
+
+    layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel. scalar: gates are
+    one number a token and head, and k and q, of HK heads, come without them. dtype: of k, w, u.
+    """
+
+    def __init__(
+        self, comm: Communicator, layout: Layout, B: int, H: int, HK: int, K: int, V: int, dtype: torch.dtype,
+        scalar: bool,
+    ) -> None:  # fmt: skip
+        self.comm, self.layout, self.B, self.H, self.K, self.V = comm, layout, B, H, K, V
+        self.cuda = comm.device.type == "cuda"
+        BK = max(16, triton.next_power_of_2(K))
+        self.common = dict(H=H, K=K, V=V, BK=BK)
+        self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
+        self.BJ = min(32, BK) if self.cuda else BK
+        widest = max(16, triton.next_power_of_2(V))
+        narrow = dtype == torch.bfloat16 and BK <= 128
+        self.BV = min(64 if narrow else 32, widest) if self.cuda else widest
+        self.BV_summary = min(128 if BK <= 128 else 64, widest) if self.cuda else widest
+        self.BR = min(64 if BK <= 128 else 32, BK) if self.cuda else BK
+        self.stages = dict(num_stages=2) if self.cuda else {}
+
+    def empty(self, *shape, dtype=torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.comm.device)
+
+    def zeros(self, *shape) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.comm.device)
+
+    def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept, most: int | None = None):
+        """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
+        ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
+        layout = self.layout
+        if self.comm.size > 1 or layout.num_segments > self.B:
+            self._summaries(k, w, u, g, kept)
+        through, prev = self._carry(kept.transitions, kept.enters, initial, kept.ticket, reverse=False)
+        return self._states(k, w, u, g, kept.enters, through, prev, final)
+
+    def _summaries(self, k, w, u, g, kept) -> None:
+        grid = triton.cdiv(self.K, self.BR) * triton.cdiv(self.V, self.BV_summary), self.layout.num_segments, self.H
+        summary_kernel[grid](
+            k, w, u, g, self.layout.segments, kept.transitions, kept.enters,
+            **self.common, **self.chunked, BR=self.BR, BV=self.BV_summary, num_warps=4, **self.stages,
+        )  # fmt: skip
+
+    def _carry(self, transitions, states, outside, ticket, reverse):
+        """Turn what each segment leaves into what enters it from this rank's tokens; (by which matrix what enters the
+        rank comes to each segment, what enters the rank), None on one rank."""
+        comm, layout, B, H, K, V = self.comm, self.layout, self.B, self.H, self.K, self.V
+        own = self.empty(B * H, K, V)
+        crossed = comm.size > 1 and (layout.left if reverse else layout.entered)
+        through = self.empty(layout.num_segments, H, K, K) if crossed else states
+        dense = self.empty(B * H, K, K) if crossed else states
+        BC = min(32 if K <= 128 else 16, self.common["BK"]) if self.cuda else max(16, triton.next_power_of_2(max(K, V)))
+        columns = triton.cdiv(V, BC) + triton.cdiv(K, BC) * crossed
+        delta_carry_kernel[(columns, B * H)](
+            transitions, states, layout.segments, layout.first_segments, states if outside is None else outside,
+            states, through, own, dense,
+            **self.common, BC=BC, BJ=self.BJ, HAS_OUTSIDE=outside is not None, REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
+        if comm.size == 1:
+            return None, None
+        scan = prepare(comm, own.shape)
+        channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
+        passing = dict(transition=dense) if layout.passed else dict(decay=0)  # else nothing of it goes on from here
+        prev = scan.scan(own, **passing, reverse=reverse, channel=channel)
+        return (through, prev) if crossed else (None, None)
+
+    def _entering(self, states, through, prev) -> tuple:
+        return (states, *(states if x is None else x for x in (through, prev)))
+
+    def _grid(self):
+        return triton.cdiv(self.V, self.BV), self.layout.num_segments, self.H
+
+    def _states(self, k, w, u, g, enters, through, prev, final):
+        h, v_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(u)
+        delta_states_kernel[self._grid()](
+            k, w, u, g, self.layout.segments, *self._entering(enters, through, prev), h, v_new,
+            h if final is None else final,
+            **self.common, **self.chunked, BV=self.BV, BJ=self.BJ, HAS_PREV=prev is not None,
+            HAS_FINAL=final is not None, num_warps=4, **self.stages,
+        )  # fmt: skip
+        return h, v_new
+
+    def again(self, k, w, u, g, kept: Kept):
+        """(h, v_new) of forward."""
+        return self._states(k, w, u, g, kept.enters, None, None, None)
+
+    def leaves(self, q, k, w, g, do, scores, dfinal, scale, *, dv: Tensor | None = None) -> Tensor:
+        """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
+        from zero. ``dv``, or scores Aqk to make it of."""
+        leaves = self.empty(self.layout.num_segments, self.H, self.K, self.V)
+        given = scores if dv is None else dv
+        nothing = leaves, None, None, (leaves, leaves), leaves
+        self._adjoint(q, k, w, g, do, given, scale, *nothing, dfinal, from_scores=dv is None)
+        return leaves
+
+    def carry_back(self, leaves, dfinal, kept: Kept):
+        """What enters each segment from behind, for :meth:`backward`. ``leaves`` is written over."""
+        through, next_ = self._carry(kept.transitions, leaves, dfinal, kept.ticket, reverse=True)
+        return leaves, through, next_
+
+    def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
+        """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is
+        filled where a sequence begins here."""
+        dh, dv_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(dv)
+        out = dh if dinitial is None else dinitial
+        written = (dh, dv_new), out
+        self._adjoint(q, k, w, g, do, dv, scale, *entering, *written, every=True, final=dinitial is not None)
+        return dh, dv_new
+
+    def _adjoint(self, q, k, w, g, do, dv, scale, enters, through, prev, written, out, outside=None, *,
+                 every=False, final=False, from_scores=False) -> None:  # fmt: skip
+        adjoint_kernel[self._grid()](
+            q, k, w, g, do, dv, self.layout.segments, *self._entering(enters, through, prev), *written, out,
+            out if outside is None else outside, scale,
+            **self.common, **self.chunked, BV=self.BV, BJ=self.BJ, HAS_PREV=prev is not None, EVERY_CHUNK=every,
+            HAS_OUTSIDE=outside is not None, HAS_FINAL=final, FROM_SCORES=from_scores, num_warps=4, **self.stages,
+        )  # fmt: skip

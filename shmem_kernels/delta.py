@@ -1,0 +1,312 @@
+"""Delta rules from chunk to chunk: what KDA and Gated DeltaNet do between the chunks, over segments and ranks.
+
+With w, u, kg, qg of a chunk of BT tokens in the WY form (w, u = T (beta k e^G), T (beta v); kg = k e^(G_C - G);
+qg = q e^G, G the sums of the chunk's gates) and D = e^G_C:
+
+    v_new = u - w S         S' = D S + kg^T v_new                                    forward, S [K, V]
+    dv' = dv + kg dS        dS' = D dS + scale * qg^T do - w^T dv'                   backward, dv = Aqk^T do
+
+Forward:
+1. summary_kernel        each segment by itself: what it leaves from zero, R [K, V], and its transition M [K, K]
+2. delta_carry_kernel    through the segments of this rank: what enters each from its own tokens, and by which matrix
+                         that depends on what enters the rank; of the last one, what the rank leaves and its transition
+3. All-Scan over the ranks with that transition (transition.py): only a state travels
+4. delta_states_kernel   each segment from what enters it: the state that enters each chunk, and v_new
+Backward, the same from the last rank to the first with the transposed transitions of forward:
+1. adjoint_kernel        each segment from zero: what it leaves
+   (the last one of a sequence from the gradient of its final state, so that its transition is needed nowhere)
+2. delta_carry_kernel, 3. All-Scan with the transposed transition
+4. adjoint_kernel        each segment from what enters it: the gradient of what leaves each chunk, and dv'
+
+Gates G are sums from the chunk's first token on, times log2(e), float32: KDA's [tokens, H, K], or with SCALAR Gated
+DeltaNet's [tokens, H], where k and q come without their decays, from HK heads; then kg = e^(G_C - G) k, as a factor of
+the rows of v_new and kg dS. Products take operands in PRECISION, "bf16" or "tf32x3", and sum in float32; R, M and the
+states between segments are float32, and their products of three TF32 parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gla_blocks import (
+    ENTERED,
+    FIRST,
+    FLAGS,
+    LAST,
+    LEFT,
+    SEGMENT_WORDS,
+    SEQUENCE,
+    STATE_INDEX,
+    cast,
+    exp2,
+    fine_product,
+    load,
+    loop_bound,
+    lower,
+    product,
+    rows,
+    segment,
+    state_at,
+)
+
+
+@triton.jit
+def chunk_decay(p_g, h, start, end, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                SCALAR: tl.constexpr):  # fmt: skip
+    """D of the chunk that begins with token ``start``, [BK]; with SCALAR all alike."""
+    last = (tl.minimum(start + BT, end) - 1).to(tl.int64) * H + h
+    k = tl.arange(0, BK)
+    if SCALAR:
+        return exp2(tl.load(p_g + last + 0 * k))
+    return exp2(tl.load(p_g + last * K + k, mask=k < K, other=0.0))
+
+
+@triton.jit
+def token_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
+    """With SCALAR, for the tokens of a chunk: (the decay up to the token, that behind it) [BT]; 0 beyond ``end``."""
+    t = start + tl.arange(0, BT)
+    last = (tl.minimum(start + BT, end) - 1).to(tl.int64) * H + h
+    b_g = tl.load(p_g + t.to(tl.int64) * H + h, mask=t < end, other=0.0)
+    return tl.where(t < end, exp2(b_g), 0.0), tl.where(t < end, exp2(tl.load(p_g + last) - b_g), 0.0)
+
+
+@triton.jit
+def summary_kernel(
+    p_k, p_w, p_u, p_g, p_segments, p_transition, p_leaves,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BR rows of a segment's transition M [NS, H, K, K] and BV columns of the same rows of R [NS, H, K, V], which it
+    leaves from zero. A segment with which its sequence ends has neither.
+
+    By rows, from the last chunk to the first, since one product serves both:
+        A = Z kg^T,  R = R + A u,  Z = Z D - A w,     Z from the identity; in the end Z = M.
+    The diagonal of Z, which is near 1 where little decays, is not rounded in the product.
+    """
+    NR: tl.constexpr = (K + BR - 1) // BR
+    i_r, i_v, s, h = tl.program_id(0) % NR, tl.program_id(0) // NR, tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    if (tl.load(p_segment + FLAGS) & LAST) != 0:
+        return
+    r, k = i_r * BR + tl.arange(0, BR), tl.arange(0, BK)
+    diagonal = r[:, None] == k[None, :]
+    b_z = tl.where(diagonal, 1.0, 0.0)
+    b_leaves = tl.zeros([BR, BV], tl.float32)
+    for i in range(loop_bound(num_chunks)):
+        first = start + (num_chunks - 1 - i) * BT
+        at, inside = rows(h, first, end, H, K, BT, BK)
+        at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
+        at_u, inside_u = rows(h, first, end, H, V, BT, BV, i_v)
+        b_k = load(p_k, at_k, inside_k)
+        if PRECISION == "bf16":
+            at_r, inside_r = rows(h // (H // HK), first, end, HK, K, BT, BR, i_r)
+            b_a = tl.sum(tl.where(diagonal, b_z, 0.0), 1)[:, None] * tl.trans(load(p_k, at_r, inside_r)).to(tl.float32)
+            b_a = product(tl.where(diagonal, 0.0, b_z), tl.trans(b_k), b_a, PRECISION)  # [BR, BT]
+        else:
+            b_a = product(b_z, tl.trans(b_k), tl.zeros([BR, BT], tl.float32), PRECISION)
+        if SCALAR:
+            b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
+            b_a *= b_behind[None, :]
+        b_leaves = product(b_a, load(p_u, at_u, inside_u), b_leaves, PRECISION)
+        b_decay = chunk_decay(p_g, h, first, end, H, K, BT, BK, SCALAR)
+        b_z = product(-b_a, load(p_w, at, inside), b_z * b_decay[None, :], PRECISION)
+    row = (s * H + h).to(tl.int64) * K + r
+    v = i_v * BV + tl.arange(0, BV)
+    tl.store(p_leaves + row[:, None] * V + v[None, :], b_leaves, mask=(r < K)[:, None] & (v < V)[None, :])
+    if i_v == 0:
+        tl.store(p_transition + row[:, None] * K + k[None, :], b_z, mask=(r < K)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def times(p_matrix, p_x, b_sum, k, c, stride_i, stride_j, stride_x, K: tl.constexpr, C, BJ: tl.constexpr):
+    """matrix x + sum: [K, K] by the columns c of [K, C], both in memory, BJ columns of the matrix at a time."""
+    for n in tl.range((K + BJ - 1) // BJ, num_stages=2):
+        j = n * BJ + tl.arange(0, BJ)
+        at = k[:, None] * stride_i + j[None, :] * stride_j
+        b_matrix = tl.load(p_matrix + at, mask=(k < K)[:, None] & (j < K)[None, :], other=0.0)
+        at = j[:, None] * stride_x + c[None, :]
+        b_x = tl.load(p_x + at, mask=(j < K)[:, None] & (c < C)[None, :], other=0.0)
+        b_sum = tl.dot(b_matrix, b_x, b_sum, input_precision="tf32x3")
+    return b_sum
+
+
+@triton.jit
+def delta_carry_kernel(
+    p_transition, p_leaves, p_segments, p_first_segments, p_outside, p_enters, p_through, p_own, p_dense,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
+    HAS_OUTSIDE: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Through the segments of one travelling state and head: X = M X + R. A program has BC columns of one of two X.
+
+    The state, from what this rank's tokens leave: p_enters [NS, H, K, V], what enters each segment; p_own [B, H, K, V],
+    what the rank leaves. And, if the state enters this rank, the identity without R: p_through [NS, H, K, K], by which
+    what enters the rank comes to each segment; p_dense [B, H, K, K], by which it leaves the rank, if it does.
+    p_outside: the states at the beginning of each sequence. REVERSE: from the last segment to the first, M transposed,
+    ends for beginnings.
+    """
+    NV: tl.constexpr = (V + BC - 1) // BC
+    i_c, i = tl.program_id(0), tl.program_id(1)
+    index, h = i // H, i % H
+    s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
+    BEGIN: tl.constexpr = LAST if REVERSE else FIRST
+    FINISH: tl.constexpr = FIRST if REVERSE else LAST
+    COMES: tl.constexpr = LEFT if REVERSE else ENTERED
+    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # adjoint_kernel began with what enters the last one
+    stride_i, stride_j = 1 if REVERSE else K, K if REVERSE else 1
+    state = i_c < NV
+    C = tl.where(state, V, K)
+    k, c = tl.arange(0, BK), tl.where(state, i_c, i_c - NV) * BC + tl.arange(0, BC)
+    inside = (k < K)[:, None] & (c < C)[None, :]
+    offsets = k[:, None] * C + c[None, :]
+
+    b_x = tl.zeros([BK, BC], tl.float32)
+    if i_c >= NV:
+        b_x = tl.where(k[:, None] == c[None, :], 1.0, 0.0)
+    n = s_first * 0
+    while n < s_end - s_first:
+        s = s_end - 1 - n if REVERSE else s_first + n
+        row = (s * H + h).to(tl.int64) * K
+        flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
+        if state:
+            if HAS_OUTSIDE:
+                begins = (flags & BEGIN) != 0
+                sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
+                p_begin = p_outside + (sequence * H + h) * (K * V) + offsets
+                b_x = tl.where(begins, tl.load(p_begin, mask=inside & begins, other=0.0), b_x)
+            p_here = p_enters + row * V
+            b_next = tl.load(p_leaves + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
+        else:
+            p_here = p_through + row * K
+            b_next = tl.zeros([BK, BC], tl.float32)
+        if state | ((flags & COMES) != 0):
+            tl.store(p_here + offsets, b_x, mask=inside)
+            tl.debug_barrier()  # times() reads all of it
+            if (flags & KNOWN) == 0:
+                b_next = times(p_transition + row * K, p_here, b_next, k, c, stride_i, stride_j, C, K, C, BJ)
+            b_x = b_next
+            n += 1
+        else:
+            n = s_end - s_first
+    if state:
+        tl.store(p_own + i.to(tl.int64) * (K * V) + offsets, b_x, mask=inside)
+    else:
+        tl.store(p_dense + i.to(tl.int64) * (K * K) + offsets, b_x, mask=inside)
+
+
+@triton.jit
+def load_entering(
+    p_enters, p_through, p_prev, p_segment, s, h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, COMES: tl.constexpr,
+):  # fmt: skip
+    """The state that enters a segment [BK, BV], from this rank's tokens and from the other ranks; p_enters, which had
+    the first part, then has it too."""
+    at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+    b_state = load(p_enters, at, inside)
+    if HAS_PREV:
+        if (tl.load(p_segment + FLAGS) & COMES) != 0:
+            k, v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+            prev = (tl.load(p_segment + STATE_INDEX) * H + h).to(tl.int64) * (K * V)
+            dense = (s * H + h).to(tl.int64) * (K * K)
+            b_state = times(p_through + dense, p_prev + prev, b_state, k, v, K, 1, V, K, V, BJ)
+            tl.store(p_enters + at, b_state, mask=inside)
+    return b_state
+
+
+@triton.jit
+def delta_states_kernel(
+    p_k, p_w, p_u, p_g, p_segments, p_enters, p_through, p_prev, p_states, p_v_new, p_final,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, HAS_FINAL: tl.constexpr, SCALAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Through the chunks of one segment, from what enters it: the state that enters each chunk (p_states [NC, H, K, V])
+    and v_new [tokens, H, V]; p_final [N, H, K, V], the state behind the last token of a sequence that ends here."""
+    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    for n in range(loop_bound(num_chunks)):
+        first = start + n * BT
+        at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+        tl.store(p_states + at_s, cast(b_state, p_states.dtype.element_ty), mask=inside_s)
+        at, inside = rows(h, first, end, H, K, BT, BK)
+        at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
+        at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
+        b_v = load(p_u, at_v, inside_v).to(tl.float32)
+        b_v -= product(load(p_w, at, inside), b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+        tl.store(p_v_new + at_v, cast(b_v, p_v_new.dtype.element_ty), mask=inside_v)
+        if SCALAR:
+            b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
+            b_v *= b_behind[:, None]
+        b_state *= chunk_decay(p_g, h, first, end, H, K, BT, BK, SCALAR)[:, None]
+        b_state = product(tl.trans(load(p_k, at_k, inside_k)), b_v, b_state, PRECISION)
+    if HAS_FINAL:
+        if (tl.load(p_segment + FLAGS) & LAST) != 0:
+            at, inside = state_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+            tl.store(p_final + at, b_state, mask=inside)
+
+
+@triton.jit
+def adjoint_kernel(
+    p_q, p_k, p_w, p_g, p_do, p_dv, p_segments, p_enters, p_through, p_prev, p_dstates, p_dv_new, p_leaves, p_outside,
+    scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, EVERY_CHUNK: tl.constexpr, HAS_OUTSIDE: tl.constexpr,
+    HAS_FINAL: tl.constexpr, FROM_SCORES: tl.constexpr, SCALAR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state through the chunks of one segment, from the last to the first.
+
+    From zero, or where its sequence ends from p_outside [N, H, K, V] if there is one, it writes what the segment leaves
+    (p_leaves [NS, H, K, V]), unless its sequence begins with it.
+    EVERY_CHUNK: from what enters the segment, it writes the gradient of the state that leaves each chunk (p_dstates
+    [NC, H, K, V]) and dv' [tokens, H, V]; with HAS_FINAL, p_leaves [N, H, K, V] takes the gradients of the states
+    before the first token of each sequence that begins here. FROM_SCORES: p_dv is Aqk [tokens, H, BT] instead.
+    """
+    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
+    b_state = tl.zeros([BK, BV], tl.float32)
+    if EVERY_CHUNK:
+        b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT)
+    elif begins:
+        return
+    elif HAS_OUTSIDE:
+        ends = (tl.load(p_segment + FLAGS) & LAST) != 0
+        at, inside = state_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+        b_state = load(p_outside, at, inside & ends)
+    for i in range(loop_bound(num_chunks)):
+        n = num_chunks - 1 - i
+        first = start + n * BT
+        at, inside = rows(h, first, end, H, K, BT, BK)
+        at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
+        at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
+        b_dv = product(load(p_k, at_k, inside_k), b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
+        if SCALAR:
+            b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
+            b_dv *= b_behind[:, None]
+        b_do = load(p_do, at_v, inside_v)
+        if FROM_SCORES:
+            at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+            b_scores = tl.where(lower(BT, 0), load(p_dv, at_a, inside_a), 0.0)
+            b_dv = product(tl.trans(b_scores), b_do, b_dv, PRECISION)
+        else:
+            b_dv += load(p_dv, at_v, inside_v).to(tl.float32)
+        if EVERY_CHUNK:
+            at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+            tl.store(p_dstates + at_s, cast(b_state, p_dstates.dtype.element_ty), mask=inside_s)
+            tl.store(p_dv_new + at_v, cast(b_dv, p_dv_new.dtype.element_ty), mask=inside_v)
+        b_state *= chunk_decay(p_g, h, first, end, H, K, BT, BK, SCALAR)[:, None]
+        if SCALAR:
+            b_q = load(p_q, at_k, inside_k).to(tl.float32) * (b_before * scale)[:, None]
+            b_state = fine_product(tl.trans(b_q), b_do, b_state, PRECISION)
+        else:
+            b_q = load(p_q, at, inside)
+            b_state += scale * product(tl.trans(b_q), b_do, tl.zeros([BK, BV], tl.float32), PRECISION)
+        b_state = product(tl.trans(load(p_w, at, inside)), -b_dv, b_state, PRECISION)
+    if EVERY_CHUNK:
+        if HAS_FINAL:
+            if begins:
+                at, inside = state_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+                tl.store(p_leaves + at, b_state, mask=inside)
+    else:
+        at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+        tl.store(p_leaves + at, b_state, mask=inside)

@@ -1,0 +1,200 @@
+"""Delta rules chunk by chunk in float64, and against the token-by-token recurrence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+import allscan
+from allscan.delta.operator import _state_pass
+from allscan.delta.passes import Kept, delta_segment_length
+from allscan.first_call import find_layout
+from allscan.packing import CHUNK_TOKENS
+from allscan.reference import delta_reference
+
+from .gla import F32, owners
+from .values import place, relative, relative_all
+
+LOG2_E = 1.4426950408889634
+NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
+
+
+def gates(kind, shape, generator):
+    g = F.logsigmoid(torch.randn(shape, generator=generator))
+    if kind == "mixed":
+        return g * torch.tensor([0.0, 1e-4, 0.1, 1.0, 20.0])[torch.randint(0, 5, shape, generator=generator)]
+    return g * {"zero": 0.0, "weak": 1 / 64, "mild": 1.0, "strong": 30.0}[kind]
+
+
+class Whole:
+    """The whole sequence with all that belongs to it, the same on every rank."""
+
+    def __init__(self, rule, total, B, H, HV, K, V, kind, dtype, device, lengths=None, beta=None, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(device)
+
+        self.rule, self.lengths, sequences = rule, lengths, B if lengths is None else len(lengths) - 1
+        self.q, self.k = (F.normalize(normal(B, total, H, K), dim=-1).to(dtype) for _ in "qk")
+        self.v, self.do = (normal(B, total, HV, V).to(dtype) for _ in "vo")
+        self.g = gates(kind, (B, total, HV, K) if rule == "kda" else (B, total, HV), generator).to(device)
+        self.beta = normal(B, total, HV).sigmoid() if beta is None else torch.full((B, total, HV), beta, device=device)
+        self.initial, self.dfinal = normal(sequences, HV, K, V), normal(sequences, HV, K, V)
+
+    def tensors(self):
+        return self.q, self.k, self.v, self.g, self.beta
+
+    def reference(self):
+        """NAMES in float64."""
+        leaves = [x.double().requires_grad_() for x in (*self.tensors(), self.initial)]
+        o, final = delta_reference(*leaves[:5], initial_state=leaves[5], cu_seqlens=self.lengths)
+        return [o, final, *torch.autograd.grad(self.loss(o, final, self.do), leaves)]
+
+    def loss(self, o, final, do):
+        return (o * do.to(o.dtype)).sum() + (final * self.dfinal.to(final.dtype)).sum()
+
+    def ours(self, comm, mine, **options):
+        own = [x[:, mine].clone().requires_grad_() for x in self.tensors()]
+        own.append(self.initial.clone().requires_grad_())
+        call = allscan.zeco_kda if self.rule == "kda" else allscan.zeco_gated_delta_rule
+        packed = None if self.lengths is None else torch.tensor(self.lengths, device=comm.device)
+        given = dict(initial_state=own[5], output_final_state=True, cu_seqlens=packed)
+        o, final = call(*own[:5], comm=comm, **(given | options))
+        return [o, final, *torch.autograd.grad(self.loss(o, final, self.do[:, mine]), own)]
+
+
+def of_rank(expected, comm, tokens, lengths, B):
+    """Of the reference what a rank is to have: a state where its sequence begins or ends."""
+    mine = place(comm, tokens)
+    first, last = owners(tokens, lengths, B)
+    expected = [x if i in (1, 7) else x[:, mine] for i, x in enumerate(expected)]
+    for i, ranks in ((1, last), (7, first)):
+        has = torch.tensor([r == comm.rank for r in ranks], device=comm.device)
+        expected[i] = torch.where(has[:, None, None, None], expected[i], 0.0)
+    return expected
+
+
+def operator_case(group, rule, tokens, B, H, HV, K, V, kind, dtype=F32, lengths=None, beta=None):
+    """Relative error by tensor."""
+    from .fla import import_fla
+
+    import_fla()
+    with allscan.Communicator(group) as comm:
+        whole = Whole(rule, sum(tokens), B, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
+        expected = of_rank(whole.reference(), comm, tokens, lengths, B)
+        return relative_all(NAMES, whole.ours(comm, place(comm, tokens)), expected)
+
+
+class Chunk:
+    """The WY form of one chunk in float64, of all heads: [H, C, ...]."""
+
+    def __init__(self, whole, dtype, begin, end):
+        q, k, v, g, beta = (x[0, begin:end].double().movedim(1, 0) for x in whole.tensors())
+        self.scalar, heads = g.ndim == 2, v.shape[0]
+        q, k = (x.repeat_interleave(heads // x.shape[0], 0) for x in (q, k))
+        self.begin, self.end, self.scale = begin, end, q.shape[-1] ** -0.5
+        sums = g.cumsum(1)
+        wide = sums[..., None].expand_as(k) if self.scalar else sums
+        pairs = (wide[:, :, None] - wide[:, None]).clamp(max=0).exp()
+        scores = self.scale * torch.einsum("htc,hsc,htsc->hts", q, k, pairs).tril()
+        among = torch.einsum("ht,htc,hsc,htsc->hts", beta, k, k, pairs).tril(-1)
+        solved = torch.linalg.inv(torch.eye(end - begin, dtype=torch.float64, device=q.device) + among)
+        onward = (wide[:, -1:] - wide).exp()
+
+        def rounded(x):
+            return x.to(dtype).double()
+
+        self.w, self.u = rounded(solved @ (beta[..., None] * k * wide.exp())), rounded(solved @ (beta[..., None] * v))
+        self.scores, self.do = rounded(scores), whole.do[0, begin:end].double().movedim(1, 0)
+        self.dv = rounded(self.scores.mT @ self.do)
+        self.sums, self.decay = sums * LOG2_E, wide[:, -1].exp()[..., None]
+        # as the kernels take them, and as the law does
+        self.q, self.k = (q, k) if self.scalar else (rounded(q * wide.exp()), rounded(k * onward))
+        self.qg, self.kg = (q * wide.exp(), k * onward) if self.scalar else (self.q, self.k)
+
+    def through(self, state):
+        v_new = self.u - self.w @ state
+        return v_new, self.decay * state + self.kg.mT @ v_new
+
+    def back(self, dstate):
+        dv = self.dv + self.kg @ dstate
+        return dv, self.decay * dstate + self.scale * self.qg.mT @ self.do - self.w.mT @ dv
+
+
+def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=None):
+    """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in ``dtype``."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(rule, sum(tokens), 1, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
+        edges, mine = [sum(tokens[:r]) for r in range(comm.size + 1)], place(comm, tokens)
+        expected = {name: [] for name in ("h", "v_new", "dh", "dv")}
+        final, dinitial = torch.zeros_like(whole.initial).double(), torch.zeros_like(whole.initial).double()
+        own = []
+        for i, (first, end) in enumerate(pairwise(lengths or (0, sum(tokens)))):
+            cuts = sorted({first, end, *(e for e in edges if first < e < end)})
+            chunks = [
+                Chunk(whole, dtype, a, min(a + CHUNK_TOKENS, b))
+                for a0, b in pairwise(cuts) for a in range(a0, b, CHUNK_TOKENS)
+            ]  # fmt: skip
+            state, dstate, states, dstates = whole.initial[i].double(), whole.dfinal[i].double(), [], []
+            for c in chunks:
+                v_new, after = c.through(state)
+                states.append((state, v_new))
+                state = after
+            for c in reversed(chunks):
+                dv, before = c.back(dstate)
+                dstates.append((dstate, dv))
+                dstate = before
+            final[i], dinitial[i] = state, dstate
+            for c, (h, v_new), (dh, dv) in zip(chunks, states, reversed(dstates), strict=True):
+                if mine.start <= c.begin < mine.stop:
+                    own.append(c)
+                    for name, x in dict(h=h, v_new=v_new, dh=dh, dv=dv).items():
+                        expected[name].append(x)
+
+        def joined(name, like=dtype):
+            return torch.cat([getattr(c, name) for c in own], 1).movedim(0, 1)[None].to(like).contiguous()
+
+        q, k, w, u, do, dv, scores = (joined(n) for n in ("q", "k", "w", "u", "do", "dv", "dv"))
+        if rule != "kda":
+            q, k = (x[:, mine].contiguous() for x in (whole.q, whole.k))
+        T = w.shape[1]
+        scores = torch.zeros(1, T, HV, CHUNK_TOKENS, dtype=dtype, device=comm.device)
+        for c in own:
+            at = slice(c.begin - mine.start, c.end - mine.start)
+            scores[0, at, :, : c.end - c.begin] = c.scores.movedim(0, 1).to(dtype)
+        sums = joined("sums", F32)
+        segment = delta_segment_length(T, HV, comm.device.type == "cuda")
+        cu_seqlens = None if lengths is None else torch.tensor(lengths)
+        layout = find_layout(comm, 1, T, cu_seqlens, segment)
+        passes = _state_pass(rule, layout, whole.q, whole.v, comm)
+        from allscan.delta.passes import prepare
+
+        prepare(comm, (HV, K, V))
+        found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
+        kept = Kept(
+            passes.empty(layout.num_segments, HV, K, K), passes.empty(layout.num_segments, HV, K, V),
+            passes.empty(1, dtype=torch.int64),
+        )  # fmt: skip
+        h, v_new = passes.forward(k, w, u, sums, whole.initial, found_final, kept)
+        again = passes.again(k, w, u, sums, kept)
+        assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
+        scale = K**-0.5
+        leaves = [passes.leaves(q, k, w, sums, do, scores, whole.dfinal, scale, dv=x) for x in (None, dv)]
+        begun = layout.segments[:, 5].cpu() % 2 == 0  # what nothing precedes leaves nothing
+        if begun.any() and dtype == F32:
+            assert relative(leaves[0][begun], leaves[1][begun].double()) < 1e-5
+        entering = passes.carry_back(leaves[0], whole.dfinal, kept)
+        dh, dv_new = passes.backward(q, k, w, sums, do, dv, scale, entering, found_dinitial)
+        comm.barrier()
+        first, last = owners(tokens, lengths, 1)
+        for x, ranks in ((final, last), (dinitial, first)):
+            x[[r != comm.rank for r in ranks]] = 0.0
+        tokens_of = {name: torch.cat(expected[name], 1).movedim(0, 1)[None] for name in ("v_new", "dv")}
+        wanted = [torch.stack(expected["h"]), tokens_of["v_new"], final, torch.stack(expected["dh"]), tokens_of["dv"]]
+        return relative_all(
+            ("h", "v_new", "final", "dh", "dv", "dinitial"),
+            (h, v_new, found_final, dh, dv_new, found_dinitial), (*wanted, dinitial),
+        )  # fmt: skip
