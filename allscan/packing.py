@@ -47,6 +47,7 @@ class Layout:
         self.passed = any(piece.flags == 0 for piece in pieces)  # by a state that enters this rank and leaves it
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
+        self.tables: dict[str, object] = {}  # that others have made of it
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         self.segments, self.chunks, self.first_segments = (
             to_device(torch.tensor(table, dtype=torch.int32), device) for table in (segments, chunks, begins)

@@ -83,7 +83,7 @@ def delta_reference(
         cuts = [int(cut) for cut in cu_seqlens]
         initial = [None] * (len(cuts) - 1) if initial_state is None else initial_state.split(1)
         parts = [
-            delta_reference(*(x[:, a:b] for x in (q, k, v, g, beta)), scale, first)
+            delta_reference(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], beta[:, a:b], scale, first)
             for a, b, first in zip(cuts, cuts[1:], initial)
         ]
         o, final_state = zip(*parts)

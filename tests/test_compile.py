@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import triton
 import triton.language as tl
 
 from allscan.bindings import nvshmem_device as nvshmem
+from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.packing import Layout, Piece
-from allscan.shmem_kernels import gla_bwd, gla_fwd, gla_strong
+from allscan.shmem_kernels import delta, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
@@ -23,13 +25,13 @@ from support.sm90 import Compiled, channel_type
 pytestmark = pytest.mark.cpu
 
 
-def types(names, kind):
+def pointers(names, kind):
     return dict.fromkeys(names.split(), kind)
 
 
 def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True, one_hop=False, num_warps=1, adjoint=False):
     channel, constants = channel_type(recv.value, send.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
-    arguments = types("p_state p_decay p_initial p_out", "*fp32") | types("stride_g stride_k", "i32")
+    arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
     libraries = nvshmem.extern_libs() if PUT.value in (recv.value, send.value) else None
     values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": decay, "HAS_INITIAL": initial, "ONE_HOP": one_hop}
     return Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=num_warps, extern_libs=libraries)
@@ -78,7 +80,7 @@ def test_scan_tiles_do_not_spill(tile):
 def test_transitions(K, one):
     BK, BV = transition_tile(K)
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=BK, BV=BV)
-    arguments = types("p_state p_transition p_initial p_out", "*fp32") | types("stride_i stride_j", "i32")
+    arguments = pointers("p_state p_transition p_initial p_out", "*fp32") | pointers("stride_i stride_j", "i32")
     del arguments[one]
     blocks = transition_blocks(K)
     values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1, "BJ": blocks.pop("BJ")}
@@ -90,7 +92,7 @@ def test_transitions(K, one):
 
 def test_a_tile_too_small_for_its_warps_is_refused():
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
-    arguments = types("p_state p_decay p_initial p_out", "*fp32") | types("stride_g stride_k", "i32")
+    arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
     values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": True, "HAS_INITIAL": False, "ONE_HOP": False}
     with pytest.raises(triton.compiler.errors.CompilationError) as caught:
         Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=4)
@@ -108,7 +110,7 @@ def test_scan_over_nvshmem_links_the_device_library():
 
 
 def test_copy():
-    arguments = types("p_dst p_src", "*fp32") | {"numel": "i32"}
+    arguments = pointers("p_dst p_src", "*fp32") | {"numel": "i32"}
     assert Compiled(copy_kernel, arguments, {"BLOCK": 2048}).spilled_bytes == 0
 
 
@@ -142,6 +144,24 @@ class NoCarrier:
         pass
 
 
+def compiled_launches(most_spilled=None):
+    """(kernel, Compiled) of each different launch that was made."""
+    kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+    seen = []
+    for kernel, values, options in Launches.made:
+        names = kernel.arg_names[: len(values)]
+        arguments = {n: "fp32" if isinstance(x, float) else kinds[x.dtype] for n, x in zip(names, values)}
+        launch = {n: options.pop(n) for n in ("num_warps", "num_stages") if n in options}
+        if (kernel, arguments, options) in seen:
+            continue
+        seen.append((kernel, arguments, options))
+        compiled = Compiled(kernel, arguments, options, **launch)
+        assert compiled.shared <= 227 << 10
+        assert not compiled.unset_registers(), (kernel, options)
+        assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
+        yield kernel, compiled
+
+
 @pytest.mark.parametrize(
     "K, V, dtype", [(128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (64, 128, torch.float16),
                     (256, 256, torch.float32), (16, 24, torch.bfloat16), (32, 32, torch.bfloat16),
@@ -165,25 +185,57 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
     initial = torch.zeros(1, H, K, V)
     _, final, *states = operator._forward._init_fn(q, k, v, g, initial, None, 0.1, True, 0)
     operator._backward._init_fn(do, final, q, k, v, g, None, *states, 0.1, True, 0)
-    kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
-    seen = []
-    for kernel, values, options in Launches.made:
-        names = kernel.arg_names[: len(values)]
-        arguments = {n: "fp32" if isinstance(x, float) else kinds[x.dtype] for n, x in zip(names, values)}
-        launch = {n: options.pop(n) for n in ("num_warps", "num_stages") if n in options}
-        if (kernel, arguments, options) in seen:
-            continue
-        seen.append((kernel, arguments, options))
-        compiled = Compiled(kernel, arguments, options, **launch)
-        assert compiled.shared <= 227 << 10
-        assert not compiled.unset_registers(), (kernel, options)
+    seen = set()
+    for kernel, compiled in compiled_launches():
+        seen.add(kernel)
         if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
-    assert {kernel for kernel, _, _ in seen} == {
+    assert seen == {
         gla_fwd.keys_kernel, gla_fwd.queries_kernel, gla_fwd.state_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel,
         gla_fwd.output_kernel, gla_bwd.da_kernel, gla_bwd.grad_kernel,
         gla_strong.strong_decay_kernel, gla_strong.strong_decay_grad_kernel,
     }  # fmt: skip
+
+
+class NoScan:
+    """Stands for the AllScan of a StatePass."""
+
+    def channel(self, *_, **__):
+        return None
+
+    def scan(self, state, **_):
+        return state
+
+
+@pytest.mark.parametrize(
+    "K, V, scalar, most_spilled", [(128, 128, False, 0), (128, 128, True, 0), (256, 512, True, 64)]
+)
+def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
+    """All kernels between the chunks, forward and backward, with the block sizes of a GPU."""
+    for name, kernel in list(vars(passes).items()):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(passes, name, Launches(kernel))
+    dtype, H, T = torch.bfloat16, 4, 130
+    monkeypatch.setattr(passes, "blocks_of_cpus", lambda BK, widest: passes.blocks(BK, widest, dtype, scalar))
+    monkeypatch.setattr(passes, "prepare", lambda *_: NoScan())
+    monkeypatch.setattr(Launches, "made", [])
+    layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
+    comm = types.SimpleNamespace(size=3, device=torch.device("cpu"))
+    states = passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
+    narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
+    sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
+    outside = torch.zeros(1, H, K, V)
+    kept = passes.Kept(states.empty(3, H, K, K), states.empty(3, H, K, V), states.empty(1, dtype=torch.int64))
+    states.forward(narrow, narrow, wide, sums, outside, outside, kept)
+    given = narrow, narrow, narrow, sums, wide
+    scores = torch.zeros(1, T, H, 64, dtype=dtype)
+    leaves = states.leaves(*given, scores, outside, 0.1, dv=wide if scalar else None)
+    states.backward(*given, wide, 0.1, states.carry_back(leaves, outside, kept), outside)
+    seen = set()
+    for kernel, compiled in compiled_launches(most_spilled):
+        seen.add(kernel)
+        assert compiled.count("wgmma.mma"), kernel
+    assert seen == {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
 
 
 @triton.jit
@@ -205,7 +257,7 @@ def every_function_kernel(p_dst, p_src, p_signal, p_out, nbytes, op):
 
 
 def test_every_nvshmem_function_links():
-    arguments = types("p_dst p_src", "*fp32") | types("p_signal p_out", "*i64") | {"nbytes": "i64", "op": "i32"}
+    arguments = pointers("p_dst p_src", "*fp32") | pointers("p_signal p_out", "*i64") | {"nbytes": "i64", "op": "i32"}
     compiled = Compiled(every_function_kernel, arguments, {}, extern_libs=nvshmem.extern_libs())
     assert "nvshmemi_device_state_d" in compiled.ptx
     assert not compiled.count(r"\.extern \.func .*nvshmem")  # nothing is left unresolved

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.utils.checkpoint
 
-from support.delta import operator_case, pass_case
+import allscan
+from allscan.reference import delta_reference
+from support.delta import NAMES, Whole, of_rank, operator_case, pass_case
+from support.fla import import_fla
 from support.gla import BF16, F32
+from support.values import place, raised, relative, relative_all
 
 LIMIT = {F32: 1e-5, BF16: 8e-3}
 PACKED = {
@@ -59,3 +65,96 @@ def test_gated_delta_rule(run, size):
 def test_packed_gated_delta_rule(run, size, name):
     tokens, lengths = PACKED[name]
     check(run(size, operator_case, "gated_delta_rule", tokens, 1, 1, 1, 16, 16, "weak", F32, lengths))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_kda(run, size):
+    tokens = [(40, 30, 10)[rank] for rank in range(size)]
+    check(run(size, operator_case, "kda", tokens, 1, 1, 1, 16, 16, "mild", F32))
+
+
+def test_packed_kda(run, size=2):
+    check(run(size, operator_case, "kda", [25, 30], 1, 1, 1, 16, 16, "weak", F32, [0, 5, 40, 40, 55]))
+
+
+def modes_case(group):
+    """Compiled, recomputed by activation checkpointing, and without anything that is optional."""
+    import_fla()
+    with allscan.Communicator(group) as comm:
+        tokens = [30, 45]
+        whole = Whole("gated_delta_rule", 75, 1, 1, 1, 16, 16, "weak", F32, comm.device)
+        mine = place(comm, tokens)
+        expected = of_rank(whole.reference(), comm, tokens, None, 1)
+        call = allscan.zeco_gated_delta_rule
+
+        def checkpointed(*x, **options):
+            return torch.utils.checkpoint.checkpoint(call, *x, **options, use_reentrant=False)
+
+        calls = call, torch.compile(call, fullgraph=True, backend="aot_eager"), checkpointed
+        errors = [relative_all(NAMES, whole.ours(comm, mine, call=c), expected) for c in calls]
+        plain = call(*(x[:, mine] for x in whole.tensors()), comm=comm, scale=0.5, use_qk_l2norm_in_kernel=True)
+        q, k, *others = whole.tensors()
+        other, _ = delta_reference(3 * q, k, *others, scale=0.5 / 3)
+        again = call(3 * q[:, mine], k[:, mine], *(x[:, mine] for x in others), comm=comm, scale=0.5 / 3)
+        assert plain[1] is None and again[1] is None
+        return errors, relative(plain[0], other[:, mine]), relative(again[0], other[:, mine])
+
+
+def test_compiled_checkpointed_and_options(run):
+    for errors, plain, again in run(2, modes_case):
+        for of_a_call in errors:
+            assert max(of_a_call.values()) < LIMIT[F32], errors
+        assert max(plain, again) < LIMIT[F32]
+
+
+WRONG = {
+    "dtypes": (TypeError, "alike", lambda x: x | dict(v=x["v"].double())),
+    "heads": (ValueError, "multiple", lambda x: x | dict(v=x["v"][:, :, :1].repeat(1, 1, 3, 1))),
+    "gates of another rule": (ValueError, "g must be", lambda x: x | dict(g=x["g"][..., None])),
+    "positive gate": (ValueError, "at most 0", lambda x: x | dict(g=-x["g"])),
+    "beta": (ValueError, "beta must be", lambda x: x | dict(beta=x["beta"][0])),
+    "no tensor": (TypeError, "must be a tensor", lambda x: x | dict(beta=0.5)),
+    "initial state": (ValueError, "initial_state", lambda x: x | dict(initial_state=torch.zeros(1, 2, 4, 4))),
+    "scale": (ValueError, "scale", lambda x: x | dict(scale=0)),
+}
+
+
+def wrong_case(group, name):
+    """Rank 1 is wrong at a first call: every rank raises, and all go on; then all are wrong, at a later call."""
+    import_fla()
+    with allscan.Communicator(group) as comm:
+        right = dict(q=torch.ones(1, 6, 2, 8), k=torch.ones(1, 6, 2, 8), v=torch.ones(1, 6, 2, 8))
+        right |= dict(g=-torch.ones(1, 6, 2), beta=torch.zeros(1, 6, 2))
+        wrong = WRONG[name][2](right)
+        call = allscan.zeco_gated_delta_rule
+        first = raised(call, **(wrong if comm.rank == 1 else right), comm=comm)
+        o, _ = call(**right, comm=comm)
+        comm.barrier()
+        return first, raised(call, **wrong, comm=comm), bool(o.any())
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(run, name):
+    kind, words, _ = WRONG[name]
+    for rank, (first, later, any_output) in enumerate(run(2, wrong_case, name)):
+        assert first is not None and (rank == 0 or first[0] == kind.__name__ and words in first[1]), first
+        assert name == "positive gate" or later[0] == kind.__name__ and words in later[1], later
+        assert not any_output  # beta is 0
+
+
+def without_fla_case(group):
+    import sys
+
+    sys.modules["fla.ops.kda"] = None
+    try:
+        with allscan.Communicator(group) as comm:
+            x, y = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
+            return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm)
+    finally:
+        del sys.modules["fla.ops.kda"]
+
+
+@pytest.mark.cpu
+def test_without_fla(run):
+    assert all(answer[0] in ("ImportError", "ModuleNotFoundError") for answer in run(2, without_fla_case))

@@ -5,7 +5,8 @@ Everything that is taken from fla for delta rules is imported here.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,12 +29,12 @@ def local(layout: Layout, packed: bool, device) -> Local:
     """Kept with the layout."""
     if not packed:
         return Local(None, None)
-    if not hasattr(layout, "for_fla"):
-        pieces = list(zip(layout.boundaries, layout.boundaries[1:]))
+    if "fla" not in layout.tables:
+        pieces = list(pairwise(layout.boundaries))
         indices = [(i, n) for i, (a, b) in enumerate(pieces) for n in range(-(-(b - a) // CHUNK_TOKENS))]
         tables = (torch.tensor(table, dtype=torch.int64) for table in (layout.boundaries, indices))
-        layout.for_fla = Local(*(to_device(table, device) for table in tables))
-    return layout.for_fla
+        layout.tables["fla"] = Local(*(to_device(table, device) for table in tables))
+    return cast(Local, layout.tables["fla"])
 
 
 def log2_sums(g: Tensor, tables: Local) -> Tensor:

@@ -19,7 +19,7 @@ from ..packing import CHUNK_TOKENS, most_segments
 from .chunks import KDA, GatedDeltaNet, local
 from .passes import Kept, StatePass, delta_segment_length, prepare
 
-RULES = {"kda": KDA, "gated_delta_rule": GatedDeltaNet}
+RULES: dict[str, type[KDA | GatedDeltaNet]] = {"kda": KDA, "gated_delta_rule": GatedDeltaNet}
 MOST_CHUNKS = 65535  # what the second axis of a grid holds
 
 

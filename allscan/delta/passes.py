@@ -28,6 +28,32 @@ def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
     return max(4 * CHUNK_TOKENS, triton.cdiv(triton.cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
 
 
+def blocks(BK: int, widest: int, dtype: torch.dtype, scalar: bool) -> dict[str, dict[str, int]]:
+    """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/test_compile.py)."""
+    wide = BK > 128 or dtype != torch.bfloat16
+    states = min(32 if wide else 64, widest)
+    several = dict(BV=states, BJ=32 if BK > 16 else 16, num_stages=1 if wide else 2)
+    return dict(
+        summary=dict(
+            BR=min(64, BK), BV=min(64 if wide else 128, widest), num_warps=8 if wide or scalar else 4,
+            num_stages=1 if wide else 2,
+        ),
+        carry=dict(BC=min(32, BK), BJ=32 if BK > 16 else 16, num_warps=8 if BK > 64 else 4),
+        states=several | dict(num_warps=8 if wide else 4),
+        leaves=several | dict(num_warps=8 if wide or scalar else 4),
+        adjoint=several | dict(num_warps=8),
+    )  # fmt: skip
+
+
+def blocks_of_cpus(BK: int, widest: int) -> dict[str, dict[str, int]]:
+    """The same for the interpreter, which pays by the operation."""
+    several = dict(BV=widest, BJ=BK)
+    return dict(
+        summary=dict(BR=BK, BV=widest), carry=dict(BC=max(BK, widest), BJ=BK), states=several, leaves=several,
+        adjoint=several,
+    )  # fmt: skip
+
+
 def prepare(comm: Communicator, shape, agree=None, problem: Problem | None = None, at_first: bool = False) -> AllScan:
     """The All-Scan with transitions of a state of this shape [.., K, V]; see get_or_create_scan."""
     tile = None if shape is None else transition_tile(shape[-2])
@@ -58,13 +84,8 @@ class StatePass:
         BK = max(16, triton.next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
-        self.BJ = min(32, BK) if self.cuda else BK
         widest = max(16, triton.next_power_of_2(V))
-        narrow = dtype == torch.bfloat16 and BK <= 128
-        self.BV = min(64 if narrow else 32, widest) if self.cuda else widest
-        self.BV_summary = min(128 if BK <= 128 else 64, widest) if self.cuda else widest
-        self.BR = min(64 if BK <= 128 else 32, BK) if self.cuda else BK
-        self.stages = dict(num_stages=2) if self.cuda else {}
+        self.blocks = blocks(BK, widest, dtype, scalar) if self.cuda else blocks_of_cpus(BK, widest)
 
     def empty(self, *shape, dtype=torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
@@ -82,11 +103,11 @@ class StatePass:
         return self._states(k, w, u, g, kept.enters, through, prev, final)
 
     def _summaries(self, k, w, u, g, kept) -> None:
-        grid = triton.cdiv(self.K, self.BR) * triton.cdiv(self.V, self.BV_summary), self.layout.num_segments, self.H
-        summary_kernel[grid](
-            k, w, u, g, self.layout.segments, kept.transitions, kept.enters,
-            **self.common, **self.chunked, BR=self.BR, BV=self.BV_summary, num_warps=4, **self.stages,
-        )  # fmt: skip
+        chosen = self.blocks["summary"]
+        rows, columns = triton.cdiv(self.K, chosen["BR"]), triton.cdiv(self.V, chosen["BV"])
+        summary_kernel[rows * columns, self.layout.num_segments, self.H](
+            k, w, u, g, self.layout.segments, kept.transitions, kept.enters, **self.common, **self.chunked, **chosen
+        )
 
     def _carry(self, transitions, states, outside, ticket, reverse):
         """Turn what each segment leaves into what enters it from this rank's tokens; (by which matrix what enters the
@@ -96,12 +117,12 @@ class StatePass:
         crossed = comm.size > 1 and (layout.left if reverse else layout.entered)
         through = self.empty(layout.num_segments, H, K, K) if crossed else states
         dense = self.empty(B * H, K, K) if crossed else states
-        BC = min(32 if K <= 128 else 16, self.common["BK"]) if self.cuda else max(16, triton.next_power_of_2(max(K, V)))
-        columns = triton.cdiv(V, BC) + triton.cdiv(K, BC) * crossed
+        chosen = self.blocks["carry"]
+        columns = triton.cdiv(V, chosen["BC"]) + triton.cdiv(K, chosen["BC"]) * crossed
         delta_carry_kernel[(columns, B * H)](
             transitions, states, layout.segments, layout.first_segments, states if outside is None else outside,
             states, through, own, dense,
-            **self.common, BC=BC, BJ=self.BJ, HAS_OUTSIDE=outside is not None, REVERSE=reverse, num_warps=4,
+            **self.common, **chosen, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
         )  # fmt: skip
         if comm.size == 1:
             return None, None
@@ -114,16 +135,16 @@ class StatePass:
     def _entering(self, states, through, prev) -> tuple:
         return (states, *(states if x is None else x for x in (through, prev)))
 
-    def _grid(self):
-        return triton.cdiv(self.V, self.BV), self.layout.num_segments, self.H
+    def _grid(self, chosen):
+        return triton.cdiv(self.V, chosen["BV"]), self.layout.num_segments, self.H
 
     def _states(self, k, w, u, g, enters, through, prev, final):
         h, v_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(u)
-        delta_states_kernel[self._grid()](
+        chosen = self.blocks["states"]
+        delta_states_kernel[self._grid(chosen)](
             k, w, u, g, self.layout.segments, *self._entering(enters, through, prev), h, v_new,
             h if final is None else final,
-            **self.common, **self.chunked, BV=self.BV, BJ=self.BJ, HAS_PREV=prev is not None,
-            HAS_FINAL=final is not None, num_warps=4, **self.stages,
+            **self.common, **self.chunked, **chosen, HAS_PREV=prev is not None, HAS_FINAL=final is not None,
         )  # fmt: skip
         return h, v_new
 
@@ -136,8 +157,8 @@ class StatePass:
         from zero. ``dv``, or scores Aqk to make it of."""
         leaves = self.empty(self.layout.num_segments, self.H, self.K, self.V)
         given = scores if dv is None else dv
-        nothing = leaves, None, None, (leaves, leaves), leaves
-        self._adjoint(q, k, w, g, do, given, scale, *nothing, dfinal, from_scores=dv is None)
+        nothing = leaves, leaves
+        self._adjoint(q, k, w, g, do, given, scale, leaves, None, None, nothing, leaves, dfinal, from_scores=dv is None)
         return leaves
 
     def carry_back(self, leaves, dfinal, kept: Kept):
@@ -150,15 +171,17 @@ class StatePass:
         filled where a sequence begins here."""
         dh, dv_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(dv)
         out = dh if dinitial is None else dinitial
-        written = (dh, dv_new), out
-        self._adjoint(q, k, w, g, do, dv, scale, *entering, *written, every=True, final=dinitial is not None)
+        enters, through, next_ = entering
+        written, final = (dh, dv_new), dinitial is not None
+        self._adjoint(q, k, w, g, do, dv, scale, enters, through, next_, written, out, every=True, final=final)
         return dh, dv_new
 
     def _adjoint(self, q, k, w, g, do, dv, scale, enters, through, prev, written, out, outside=None, *,
                  every=False, final=False, from_scores=False) -> None:  # fmt: skip
-        adjoint_kernel[self._grid()](
+        chosen = self.blocks["adjoint" if every else "leaves"]
+        adjoint_kernel[self._grid(chosen)](
             q, k, w, g, do, dv, self.layout.segments, *self._entering(enters, through, prev), *written, out,
             out if outside is None else outside, scale,
-            **self.common, **self.chunked, BV=self.BV, BJ=self.BJ, HAS_PREV=prev is not None, EVERY_CHUNK=every,
-            HAS_OUTSIDE=outside is not None, HAS_FINAL=final, FROM_SCORES=from_scores, num_warps=4, **self.stages,
+            **self.common, **self.chunked, **chosen, HAS_PREV=prev is not None, EVERY_CHUNK=every,
+            HAS_OUTSIDE=outside is not None, HAS_FINAL=final, FROM_SCORES=from_scores,
         )  # fmt: skip

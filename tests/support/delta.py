@@ -56,10 +56,10 @@ class Whole:
     def loss(self, o, final, do):
         return (o * do.to(o.dtype)).sum() + (final * self.dfinal.to(final.dtype)).sum()
 
-    def ours(self, comm, mine, **options):
+    def ours(self, comm, mine, call=None, **options):
         own = [x[:, mine].clone().requires_grad_() for x in self.tensors()]
         own.append(self.initial.clone().requires_grad_())
-        call = allscan.zeco_kda if self.rule == "kda" else allscan.zeco_gated_delta_rule
+        call = call or {"kda": allscan.zeco_kda}.get(self.rule, allscan.zeco_gated_delta_rule)
         packed = None if self.lengths is None else torch.tensor(self.lengths, device=comm.device)
         given = dict(initial_state=own[5], output_final_state=True, cu_seqlens=packed)
         o, final = call(*own[:5], comm=comm, **(given | options))
