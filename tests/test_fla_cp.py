@@ -1,14 +1,18 @@
-"""All-Scan inside flash-linear-attention's context parallelism: on CPU ranks with made-up summaries of each part, since
-fla's kernels for them need a GPU; on GPUs beside fla's own all-gather and the unsplit sequence."""
+"""All-Scan inside flash-linear-attention's context parallelism: on CPU ranks with made-up summaries of each part where
+fla's kernels for them need a GPU, and with ours; on GPUs beside fla's own all-gather and the unsplit sequence."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import allscan
+from support.delta import Parts, Whole
 from support.fla import D, H, drawn, import_fla
-from support.gla import BF16
+from support.gla import BF16, F32
 from support.values import error, relative
 
 T = 192  # tokens of a rank
@@ -72,6 +76,54 @@ def summary_case(group, cuts):
 @pytest.mark.parametrize("cuts", CUTS)
 def test_summaries(run, size, cuts):
     assert max(run(size, summary_case, cuts)) < 1e-5
+
+
+def own_summary_case(group, rule, cuts):
+    """The same with the summaries of shmem_kernels/delta.py, which run in the interpreter too; by enable()."""
+    import_fla()
+    from fla.ops.cp import build_cp_context, chunk_delta_h
+
+    from allscan.integrations import fla_cp
+
+    fla_cp.enable()
+    fla_cp.enable()
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    packed, tokens = lengths(cuts, size, "cpu"), [T] * size
+    context = build_cp_context(packed, group)
+    whole = Whole(rule, sum(tokens), 1, 1, 2, 16, 24, "weak", F32, "cpu", packed.tolist())
+    whole.initial.zero_(), whole.dfinal.zero_()
+    parts = Parts(Place(rank, size), whole, tokens, F32)
+    q, k, w, u, sums, do, dv = parts.inputs()
+    gate = {"gk" if rule == "kda" else "g": sums}
+    common = dict(context=context, cu_seqlens=context.cu_seqlens, **gate)
+    prev = chunk_delta_h.chunk_gated_delta_rule_fwd_h_pre_process(k=k, w=w, u=u, **common)
+    after, _ = chunk_delta_h.chunk_gated_delta_rule_bwd_dhu_pre_process(
+        q=q, k=k, w=w, do=do, dv=dv, scale=16**-0.5, **common
+    )
+    fla_cp._communicators.pop(context.group).close()
+    fla_cp._every_group = False
+    expected = [torch.zeros_like(prev, dtype=torch.float64) for _ in range(2)]
+    if context.pre_num_ranks:
+        expected[0][0] = parts.expected["h"][0]
+    if context.post_num_ranks:
+        expected[1][-1] = parts.expected["dh"][-1]
+    return error(prev, expected[0]), error(after, expected[1])
+
+
+class Place(NamedTuple):
+    """What Parts asks of a communicator."""
+
+    rank: int
+    size: int
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+def test_own_summaries(run, size, cuts, rule):
+    for errors in run(size, own_summary_case, rule, cuts):
+        assert max(errors) < 1e-5, errors
 
 
 def kernel_case(group, name, cuts):

@@ -109,28 +109,54 @@ class StatePass:
             k, w, u, g, self.layout.segments, kept.transitions, kept.enters, **self.common, **self.chunked, **chosen
         )
 
-    def _carry(self, transitions, states, outside, ticket, reverse):
-        """Turn what each segment leaves into what enters it from this rank's tokens; (by which matrix what enters the
-        rank comes to each segment, what enters the rank), None on one rank."""
-        comm, layout, B, H, K, V = self.comm, self.layout, self.B, self.H, self.K, self.V
+    def _through(self, transitions, states, outside, reverse):
+        """Turn what each segment leaves into what enters it from this rank's tokens. Returns (by which matrix what
+        enters the rank comes to each segment, what the rank leaves, by which matrix what enters it leaves it); the
+        matrices are None where nothing enters."""
+        layout, B, H, K, V = self.layout, self.B, self.H, self.K, self.V
         own = self.empty(B * H, K, V)
-        crossed = comm.size > 1 and (layout.left if reverse else layout.entered)
-        through = self.empty(layout.num_segments, H, K, K) if crossed else states
-        dense = self.empty(B * H, K, K) if crossed else states
+        crossed = self.comm.size > 1 and (layout.left if reverse else layout.entered)
+        through = self.empty(layout.num_segments, H, K, K) if crossed else None
+        dense = self.empty(B * H, K, K) if crossed else None
         chosen = self.blocks["carry"]
         columns = triton.cdiv(V, chosen["BC"]) + triton.cdiv(K, chosen["BC"]) * crossed
         delta_carry_kernel[(columns, B * H)](
             transitions, states, layout.segments, layout.first_segments, states if outside is None else outside,
-            states, through, own, dense,
+            states, states if through is None else through, own, states if dense is None else dense,
             **self.common, **chosen, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
         )  # fmt: skip
-        if comm.size == 1:
+        return through, own, dense
+
+    def _carry(self, transitions, states, outside, ticket, reverse):
+        """_through, and the scan. Returns (by which matrix what enters the rank comes to each segment, what enters the
+        rank), None where nothing does."""
+        through, own, dense = self._through(transitions, states, outside, reverse)
+        if self.comm.size == 1:
             return None, None
-        scan = prepare(comm, own.shape)
+        scan = prepare(self.comm, own.shape)
         channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
-        passing = dict(transition=dense) if layout.passed else dict(decay=0)  # else nothing of it goes on from here
+        # where no sequence goes through the whole rank, nothing that enters it leaves it
+        passing = dict(transition=dense) if self.layout.passed else dict(decay=0)
         prev = scan.scan(own, **passing, reverse=reverse, channel=channel)
-        return (through, prev) if crossed else (None, None)
+        return (None, None) if through is None else (through, prev)
+
+    def total(self, k, w, u, g) -> tuple[Tensor, Tensor]:
+        """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences
+        neither begin nor end here."""
+        transitions, states = self.empty(self.layout.num_segments, self.H, self.K, self.K), self.states()
+        self._summaries(k, w, u, g, Kept(transitions, states, states))
+        return self._through(transitions, states, None, reverse=False)[1:]
+
+    def total_back(self, q, k, w, g, do, dv, scale) -> tuple[Tensor, Tensor]:
+        """The same of the gradient, from the end to the beginning."""
+        transitions, states = self.empty(self.layout.num_segments, self.H, self.K, self.K), self.states()
+        self._summaries(k, w, do, g, Kept(transitions, states, states))
+        leaves = self.leaves(q, k, w, g, do, None, None, scale, dv=dv)
+        return self._through(transitions, leaves, None, reverse=True)[1:]
+
+    def states(self) -> Tensor:
+        """Uninitialised, one for each segment."""
+        return self.empty(self.layout.num_segments, self.H, self.K, self.V)
 
     def _entering(self, states, through, prev) -> tuple:
         return (states, *(states if x is None else x for x in (through, prev)))
@@ -155,7 +181,7 @@ class StatePass:
     def leaves(self, q, k, w, g, do, scores, dfinal, scale, *, dv: Tensor | None = None) -> Tensor:
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
         from zero. ``dv``, or scores Aqk to make it of."""
-        leaves = self.empty(self.layout.num_segments, self.H, self.K, self.V)
+        leaves = self.states()
         given = scores if dv is None else dv
         nothing = leaves, leaves
         self._adjoint(q, k, w, g, do, given, scale, leaves, None, None, nothing, leaves, dfinal, from_scores=dv is None)

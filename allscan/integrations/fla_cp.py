@@ -10,12 +10,30 @@ import torch
 from fla.ops.cp import chunk_delta_h
 
 from ..communicator import Communicator
-from ..first_call import get_or_create_scan
+from ..delta.passes import StatePass, delta_segment_length
+from ..first_call import cached_table, get_or_create_scan
+from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from ..tiling import transition_tile
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _communicators: dict[Any, Communicator] = {}  # by process group
+_every_group = False  # whether enable() was called
+
+
+def enable() -> None:
+    """Let fla's operators carry their states by All-Scan wherever they are given a ``cp_context``.
+
+        >>> allscan.integrations.fla_cp.enable()                                  # once, before or after fla's imports
+        >>> context = build_cp_context(cu_seqlens, group)                         # fla.ops.cp, as ever
+        >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
+
+    The Communicator of a context's group is made at the first call with it, which is collective on the host; see
+    :func:`context_parallel`, which takes one that exists. Calling it again changes nothing.
+    """
+    global _every_group
+    _every_group = True
+    _install()
 
 
 def context_parallel(comm: Communicator) -> None:
@@ -25,17 +43,25 @@ def context_parallel(comm: Communicator) -> None:
         >>> context = build_cp_context(cu_seqlens, comm.group)                    # fla.ops.cp, as ever
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
 
-    By itself fla gathers the state and the transition of every rank on every rank, size * HV * K * (K + V) words, and
-    each rank goes through those before it. With this a rank gets one state, HV * K * V words, forward and backward, in
-    products of float32; the transitions stay where they are.
+    By itself fla goes through all chunks of a rank one after the other for the rank's state and transition, gathers
+    those of every rank on every rank, size * HV * K * (K + V) words, and each rank goes through the ones before it.
+    With this the chunks are gone through in segments side by side (shmem_kernels/delta.py; products in bfloat16 where
+    the inputs are), and a rank gets one state, HV * K * V words, forward and backward; the transitions stay where they
+    are.
 
-    For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives.
-    Contexts of the "zigzag" layout, ``use_graph`` and the short convolutions go on as fla does them. The first call for
-    a shape is collective on the host.
+    For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives; of
+    rules without gates, or with gates of the keys, the summaries stay fla's. Contexts of the "zigzag" layout,
+    ``use_graph`` and the short convolutions go on as fla does them. The first call for a shape is collective on the
+    host.
     """
     _communicators[comm.group] = comm
+    _install()
+
+
+def _install() -> None:
+    """In every module that has imported fla's functions by name; those that come later find ours."""
     ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
-    for module in list(sys.modules.values()):  # those that have imported fla's functions by name
+    for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("fla.ops"):
             for name, function in ours.items():
                 if vars(module).get(name) is _fla[name]:
@@ -62,7 +88,9 @@ def _carrier(context, use_graph):
     comm = _communicators.get(context.group)
     if comm is not None and comm.closed:
         del _communicators[context.group]
-        return None
+        comm = None
+    if comm is None and _every_group:
+        comm = _communicators[context.group] = Communicator(context.group)
     return comm
 
 
@@ -70,11 +98,17 @@ def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=Fal
     """The states that enter this rank's sequences [N, HV, K, V]: what precedes the first, zeros for the others."""
     if initial_state is not None:
         raise ValueError("initial_state must be None with a cp_context")
-    summary = _summary(given["k"], given["u"])
+    state, transition = _summary(given["k"], given["u"])
     if not context.is_last_rank:  # the last sequence here goes on behind this rank
-        chunk_delta_h.chunk_cp_fwd_h(hm=summary, cu_seqlens=cu_seqlens[-2:], **given)
+        passes = _passes(comm, cu_seqlens, -2, given, given["k"], given["u"])
+        if passes is not None:
+            state, transition = passes.total(given["k"], given["w"], given["u"], _gates(given))
+        else:
+            both = torch.cat([state, transition], -1)
+            chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=cu_seqlens[-2:], **given)
+            state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
     begins = context.is_first_rank or len(cu_seqlens) > 2  # that sequence, on this rank
-    prev = _scan(comm, summary, begins or context.is_last_rank, reverse=False)
+    prev = _scan(comm, state, transition, begins or context.is_last_rank, reverse=False)
     return _states(prev, 0, not context.is_first_rank, len(cu_seqlens) - 1, state_v_first)
 
 
@@ -82,26 +116,50 @@ def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_
     """(The gradients of the states that leave this rank's sequences: zeros but for the last, None)."""
     if dht is not None:
         raise ValueError("dht must be None with a cp_context")
-    summary = _summary(given["q"], given["do"])
+    state, transition = _summary(given["w"], given["do"])
     if not context.is_first_rank:  # the first sequence here began before this rank
-        chunk_delta_h.chunk_cp_bwd_dh(dhm=summary, cu_seqlens=cu_seqlens[:2], **given)
+        passes = _passes(comm, cu_seqlens, 0, given, given["q"], given["do"])
+        if passes is not None:
+            tensors = (given[name].contiguous() for name in ("q", "k", "w"))
+            state, transition = passes.total_back(
+                *tensors, _gates(given), given["do"].contiguous(), given["dv"].contiguous(), given["scale"]
+            )
+        else:
+            both = torch.cat([state, transition], -1)
+            chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=cu_seqlens[:2], **given)
+            state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
     ends = context.is_last_rank or len(cu_seqlens) > 2
-    following = _scan(comm, summary, ends or context.is_first_rank, reverse=True)
+    following = _scan(comm, state, transition, ends or context.is_first_rank, reverse=True)
     return _states(following, -1, not context.is_last_rank, len(cu_seqlens) - 1, state_v_first), None
 
 
-def _summary(k, v) -> torch.Tensor:
-    """Zeros for what fla writes of a sequence's part: [HV, K, V + K], what it leaves from zero, and its transition."""
+def _gates(given):
+    gates = given.get("gk") if given.get("g") is None else given["g"]
+    return None if gates is None else gates.contiguous()
+
+
+def _passes(comm, cu_seqlens, i, given, k, v) -> StatePass | None:
+    """Of the tokens between cu_seqlens[i] and the next boundary; None for rules that shmem_kernels/delta.py does not
+    have: without gates, with a gate of the keys, or chunks of another length."""
+    if _gates(given) is None or given.get("bg") is not None or given.get("chunk_size", 64) != CHUNK_TOKENS:
+        return None
+    begin, end = boundaries_on_host(cu_seqlens)[i:][:2]
     HV, V = v.shape[2:]
-    return k.new_zeros(HV, k.shape[3], V + k.shape[3], dtype=torch.float32)
+    segment = delta_segment_length(end - begin, HV, comm.device.type == "cuda")
+    middle = [Piece(begin, end, 0, 0, 0)]
+    layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
+    return StatePass(comm, layout, 1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None)
 
 
-def _scan(comm, summary, cut, reverse) -> torch.Tensor:
+def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for what a sequence's part leaves from zero [HV, K, V], and its transition [HV, K, K]."""
+    HV, V = v.shape[2:]
+    return tuple(k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
+
+
+def _scan(comm, state, transition, cut, reverse) -> torch.Tensor:
     """What comes from the ranks before; nothing of it goes on where a sequence is ``cut``, not even NaN."""
-    K = summary.shape[1]
-    V = summary.shape[2] - K
-    state, transition = summary[..., :V], summary[..., V:]
-    scan = get_or_create_scan(comm, state.shape, tile=transition_tile(K))
+    scan = get_or_create_scan(comm, state.shape, tile=transition_tile(state.shape[1]))
     return scan.scan(state, 0 if cut else None, transition=None if cut else transition, reverse=reverse)
 
 

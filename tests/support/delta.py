@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.delta.operator import _state_pass
-from allscan.delta.passes import Kept, delta_segment_length
+from allscan.delta.passes import Kept, delta_segment_length, prepare
 from allscan.first_call import find_layout
 from allscan.packing import CHUNK_TOKENS
 from allscan.reference import delta_reference
@@ -124,15 +124,15 @@ class Chunk:
         return dv, self.decay * dstate + self.scale * self.qg.mT @ self.do - self.w.mT @ dv
 
 
-def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=None):
-    """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in ``dtype``."""
-    with allscan.Communicator(group) as comm:
-        whole = Whole(rule, sum(tokens), 1, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
+class Parts:
+    """The chunks of a rank, and what comes out of all chunks of all ranks, one after the other."""
+
+    def __init__(self, comm, whole, tokens, dtype):
         edges, mine = [sum(tokens[:r]) for r in range(comm.size + 1)], place(comm, tokens)
-        expected = {name: [] for name in ("h", "v_new", "dh", "dv")}
-        final, dinitial = torch.zeros_like(whole.initial).double(), torch.zeros_like(whole.initial).double()
-        own = []
-        for i, (first, end) in enumerate(pairwise(lengths or (0, sum(tokens)))):
+        self.expected = {name: [] for name in ("h", "v_new", "dh", "dv")}
+        self.final, self.dinitial = (torch.zeros_like(whole.initial).double() for _ in range(2))
+        self.own, self.whole, self.dtype, self.mine = [], whole, dtype, mine
+        for i, (first, end) in enumerate(pairwise(whole.lengths or (0, sum(tokens)))):
             cuts = sorted({first, end, *(e for e in edges if first < e < end)})
             chunks = [
                 Chunk(whole, dtype, a, min(a + CHUNK_TOKENS, b))
@@ -147,31 +147,41 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
                 dv, before = c.back(dstate)
                 dstates.append((dstate, dv))
                 dstate = before
-            final[i], dinitial[i] = state, dstate
+            self.final[i], self.dinitial[i] = state, dstate
             for c, (h, v_new), (dh, dv) in zip(chunks, states, reversed(dstates), strict=True):
                 if mine.start <= c.begin < mine.stop:
-                    own.append(c)
+                    self.own.append(c)
                     for name, x in dict(h=h, v_new=v_new, dh=dh, dv=dv).items():
-                        expected[name].append(x)
+                        self.expected[name].append(x)
 
-        def joined(name, like=dtype):
-            return torch.cat([getattr(c, name) for c in own], 1).movedim(0, 1)[None].to(like).contiguous()
+    def joined(self, name, dtype=None):
+        """Of this rank's chunks, [1, T, H, ...]."""
+        parts = [getattr(c, name) for c in self.own]
+        return torch.cat(parts, 1).movedim(0, 1)[None].to(dtype or self.dtype).contiguous()
 
-        q, k, w, u, do, dv, scores = (joined(n) for n in ("q", "k", "w", "u", "do", "dv", "dv"))
-        if rule != "kda":
-            q, k = (x[:, mine].contiguous() for x in (whole.q, whole.k))
+    def inputs(self):
+        """(q, k, w, u, sums, do, dv) as the kernels take them."""
+        q, k, w, u, do, dv = (self.joined(n) for n in ("q", "k", "w", "u", "do", "dv"))
+        if self.whole.rule != "kda":
+            q, k = (x[:, self.mine].contiguous() for x in (self.whole.q, self.whole.k))
+        return q, k, w, u, self.joined("sums", F32), do, dv
+
+
+def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=None):
+    """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in ``dtype``."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(rule, sum(tokens), 1, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
+        parts = Parts(comm, whole, tokens, dtype)
+        q, k, w, u, sums, do, dv = parts.inputs()
         T = w.shape[1]
         scores = torch.zeros(1, T, HV, CHUNK_TOKENS, dtype=dtype, device=comm.device)
-        for c in own:
-            at = slice(c.begin - mine.start, c.end - mine.start)
+        for c in parts.own:
+            at = slice(c.begin - parts.mine.start, c.end - parts.mine.start)
             scores[0, at, :, : c.end - c.begin] = c.scores.movedim(0, 1).to(dtype)
-        sums = joined("sums", F32)
         segment = delta_segment_length(T, HV, comm.device.type == "cuda")
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
         layout = find_layout(comm, 1, T, cu_seqlens, segment)
         passes = _state_pass(rule, layout, whole.q, whole.v, comm)
-        from allscan.delta.passes import prepare
-
         prepare(comm, (HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         kept = Kept(
@@ -190,11 +200,12 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
         dh, dv_new = passes.backward(q, k, w, sums, do, dv, scale, entering, found_dinitial)
         comm.barrier()
         first, last = owners(tokens, lengths, 1)
-        for x, ranks in ((final, last), (dinitial, first)):
+        for x, ranks in ((parts.final, last), (parts.dinitial, first)):
             x[[r != comm.rank for r in ranks]] = 0.0
-        tokens_of = {name: torch.cat(expected[name], 1).movedim(0, 1)[None] for name in ("v_new", "dv")}
-        wanted = [torch.stack(expected["h"]), tokens_of["v_new"], final, torch.stack(expected["dh"]), tokens_of["dv"]]
+        of_tokens = {name: torch.cat(parts.expected[name], 1).movedim(0, 1)[None] for name in ("v_new", "dv")}
+        of_chunks = {name: torch.stack(parts.expected[name]) for name in ("h", "dh")}
+        wanted = of_chunks["h"], of_tokens["v_new"], parts.final, of_chunks["dh"], of_tokens["dv"]
         return relative_all(
             ("h", "v_new", "final", "dh", "dv", "dinitial"),
-            (h, v_new, found_final, dh, dv_new, found_dinitial), (*wanted, dinitial),
+            (h, v_new, found_final, dh, dv_new, found_dinitial), (*wanted, parts.dinitial),
         )  # fmt: skip
