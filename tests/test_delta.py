@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 
 import allscan
@@ -158,3 +159,29 @@ def without_fla_case(group):
 @pytest.mark.cpu
 def test_without_fla(run):
     assert all(answer[0] in ("ImportError", "ModuleNotFoundError") for answer in run(2, without_fla_case))
+
+
+def bench_case():
+    from bench import delta
+
+    if dist.get_rank() < 2:
+        import_fla()
+    return delta.point(2, "gated_delta_rule", 70, 1, 0.1, True)
+
+
+@pytest.mark.cpu
+def test_what_the_benchmark_checks(pool):
+    for errors in pool.run(bench_case)[:2]:
+        assert set(errors) == {"zeco", "zeco, middle rank's work"} and max(errors.values()) < 1e-4
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+def test_a_row_proves_its_method():
+    from bench.delta import proof
+
+    ours = {"transition_kernel": 1, "delta_states_kernel": 1, "elementwise": 3}
+    assert proof("zeco", ours) == "1 scan_kernel|transition_kernel; 1 delta_states_kernel; of 5 kernels"
+    for other in ({"chunk_cp_fwd_kernel_h": 1, "ncclDevKernel_AllGather": 1}, ours | {"ncclKernel": 1}, {}):
+        with pytest.raises(AssertionError, match="was not what ran"):
+            proof("zeco", other)

@@ -1,0 +1,258 @@
+"""Delta rules over several ranks: zeco_kda and zeco_gated_delta_rule beside fla, on one rank and under its cp_context.
+
+    python -m bench.delta               # 2 GPUs and all of this machine; writes bench/results/delta.csv; needs fla
+
+Weak scaling: T tokens a rank. Beside each other: fla's operator on one rank with as many tokens, which is what a split
+should cost; fla's own context parallelism (``cp_context=``); the same with allscan.integrations.fla_cp; ours. Ours is
+also timed with every rank doing a middle rank's work: an initial state on the first and a gradient of the final state
+on the last, so that transitions are made and applied everywhere.
+
+Calls from Python, in turns whose order is drawn anew each time; a time is the median over samples of CALLS calls in a
+row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
+method is checked first against fla on one rank with the whole sequence, at an eighth of the tokens, and proven
+afterwards by the kernels of one more call (torch's profiler; column ``proof``, of rank 0). fla chooses its
+configurations at the first shape, T=16,384, which takes minutes, and the other shapes use what it chose, unless its
+keys contain the shape. The backward of Gated DeltaNet is left out, which fla refuses on Hopper with this Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import allscan
+from allscan.tools.ranks import Ranks
+from bench.harness import Table, checked, extra_mib, quantiles, results, slowest
+from bench.proof import kernels
+
+SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
+RULES = ("kda", "gated_delta_rule")
+GATES = {"0": 0.0, "near 1": 1 / 16}
+SAMPLES, CALLS = 15, 5
+# of each method: what one call must run, and what it must not
+SEEN = {
+    "fla, one rank": ((), ("nccl", "summary_kernel", "chunk_cp")),
+    "fla cp_context": (("AllGather", "chunk_cp"), ("summary_kernel", "transition_kernel")),
+    "fla cp_context, All-Scan": (("scan_kernel|transition_kernel",), ("nccl",)),
+    "zeco": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
+    "zeco, middle rank's work": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
+}
+COLUMNS = (
+    "method", "rule", "T", "H", "gates", "pass", "ranks", "p20_us", "p50_us", "p80_us", "skew_us", "graph_us",
+    "times_one_rank", "extra_mib", "max_error", "proof", "gpu", "torch", "triton", "sources",
+)  # fmt: skip
+
+
+def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128):
+    """([q, k, v, g, beta], gradient of o, a state)."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, k = (F.normalize(normal(1, T, H, K), dim=-1).to(dtype) for _ in "qk")
+    v, do = (normal(1, T, H, K).to(dtype) for _ in "vo")
+    g = F.logsigmoid(normal(1, T, H, K) if rule == "kda" else normal(1, T, H)) * gate
+    return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, K)
+
+
+def fla_operator(rule):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda if rule == "kda" else chunk_gated_delta_rule
+
+
+_groups: dict = {}
+
+
+def methods(rule, comm, T) -> dict:
+    """{name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
+    ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
+
+    def middle(*x):
+        *given, state = x
+        return ours(*given, comm=comm, initial_state=state, output_final_state=True)
+
+    found = {"zeco": lambda *x: ours(*x[:5], comm=comm), "zeco, middle rank's work": middle}
+    if comm.device.type == "cuda":
+        from fla.ops.cp import build_cp_context
+
+        from allscan.integrations.fla_cp import context_parallel
+
+        operator = fla_operator(rule)
+        if comm.size not in _groups:  # of its own, so that All-Scan does not carry its states
+            _groups[comm.size] = dist.new_group(list(range(comm.size)), use_local_synchronization=True)
+        context_parallel(comm)
+        bounds = torch.tensor([0, comm.size * T], dtype=torch.int32, device=comm.device)
+        for name, group in {"fla cp_context": _groups[comm.size], "fla cp_context, All-Scan": comm.group}.items():
+            context = build_cp_context(bounds, group)
+            found[name] = lambda *x, context=context: operator(*x[:5], cp_context=context)
+        found["fla, one rank"] = lambda *x: operator(*x[:5])
+    return found
+
+
+def step(call, given, do, state, backward):
+    """(o, gradients of the five) or (o,). The gradient of a final state that there is is ``state``."""
+    leaves = [x.detach().requires_grad_(backward) for x in given]
+    initial = state.detach().requires_grad_(backward)
+    with torch.set_grad_enabled(backward):
+        o, final = call(*leaves, initial)
+    if not backward:
+        return [o.detach()]
+    outs, ways = ([o], [do]) if final is None else ([o, final], [do, state])
+    return [o.detach(), *torch.autograd.grad(outs, leaves, ways)]
+
+
+def check(rule, comm, found, T, H, gate, backward) -> dict:
+    """{method: largest relative error against the whole sequence on one rank}; the others' inputs lie in one draw."""
+    given, do, state = inputs(rule, comm.size * T, H, gate, comm.device, 1, *_small(comm))
+    mine, errors = slice(comm.rank * T, (comm.rank + 1) * T), {}
+    with allscan_alone() as one:
+        ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
+        whole = fla_operator(rule) if comm.device.type == "cuda" else partial(ours, comm=one)
+        expected = {
+            False: step(lambda *x: (whole(*x[:5])[0], None), given, do, state, backward),
+            True: step(
+                lambda *x: whole(*x[:5], initial_state=x[5], output_final_state=True), given, do, state, backward
+            ),
+        }  # fmt: skip
+    for name, call in found.items():
+        if name != "fla, one rank":
+            part = step(call, [x[:, mine] for x in given], do[:, mine], state, backward)
+            wanted = [x[:, mine] for x in expected["middle" in name]]
+            errors[name] = checked(name, part, wanted, 2e-2 if given[0].dtype == torch.bfloat16 else 1e-4)
+    return errors
+
+
+def _small(comm):
+    return () if comm.device.type == "cuda" else (torch.float32, 16)
+
+
+@contextlib.contextmanager
+def allscan_alone():
+    """A communicator of this rank alone, on CPUs; nothing on GPUs."""
+    if torch.cuda.is_available():
+        yield None
+        return
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    with allscan.Communicator(alone) as one:
+        yield one
+
+
+def point(ranks, rule, T, H, gate, backward) -> dict | None:
+    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors."""
+    allscan.init()
+    group = _groups.setdefault(("ranks", ranks), None) or dist.new_group(list(range(ranks)))
+    _groups["ranks", ranks] = group
+    if dist.get_rank() >= ranks:
+        return None
+    with allscan.Communicator(group) as comm:
+        if comm.device.type == "cpu":
+            return check(rule, comm, methods(rule, comm, T), T, H, gate, backward)
+        errors = check(rule, comm, methods(rule, comm, T // 8), T // 8, H, gate, backward)
+        found = methods(rule, comm, T)
+        given, do, state = inputs(rule, T, H, gate, comm.device, comm.rank)
+        calls = {name: partial(step, call, given, do, state, backward) for name, call in found.items()}
+        extra = {}
+        for name, call in calls.items():
+            call()
+            extra[name] = extra_mib(call)
+        times: dict = {name: [] for name in calls}
+        for turn in range(SAMPLES):
+            for name in random.Random(turn).sample(list(calls), len(calls)):
+                comm.barrier()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(CALLS):
+                    calls[name]()
+                end.record()
+                end.synchronize()
+                times[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
+        rows = {}
+        for name, call in calls.items():
+            comm.barrier()
+            row = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra[name], max_error=errors.get(name, ""))
+            rows[name] = row | dict(proof=proof(name, kernels(call)), graph_us=graph_us(name, call, comm))
+        return rows
+
+
+def proof(name, seen) -> str:
+    """What of SEEN ran in a call, as a sentence; AssertionError if it was another method."""
+    wanted, unwanted = SEEN[name]
+    counted = {w: sum(n for kernel, n in seen.items() if any(x in kernel for x in w.split("|"))) for w in wanted}
+    strange = [kernel for kernel in seen if any(w in kernel for w in unwanted)]
+    if strange or not all(counted.values()):
+        raise AssertionError(f"{name} was not what ran: {counted}, and {strange}")
+    return "; ".join(f"{n} {w}" for w, n in counted.items()) + f"; of {sum(seen.values())} kernels"
+
+
+def graph_us(name, call, comm) -> float | str:
+    """Of ours and of fla on one rank; what waits on the host cannot be captured."""
+    if "cp_context" in name:
+        return ""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    comm.barrier()
+    times = []
+    for _ in range(SAMPLES):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CALLS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    comm.barrier()
+    del kept
+    return torch.tensor(times).median().item()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
+    parser.add_argument("--rules", nargs="+", default=["kda"], choices=RULES)
+    parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES, from the first")
+    parser.add_argument("--csv", default=results("delta.csv"))
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        print("No two GPUs here, and fla's kernels need one: nothing is measured.")
+        return 0
+    counts = arguments.ranks or sorted({2, gpus})
+    with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
+        for rule in arguments.rules:
+            for T, H in SHAPES[: arguments.shapes]:
+                for kind in arguments.gates:
+                    for count in counts:
+                        for backward in (False, True)[: 1 + (rule == "kda")]:  # fla refuses the other's on Hopper
+                            given = count, rule, T, H, GATES[kind], backward
+                            answers = ranks.run(point, *given, timeout=570.0)[:count]
+                            rows = {n: slowest([a[n] for a in answers], "extra_mib") for n in answers[0]}
+                            alone = rows["fla, one rank"]["p50_us"]
+                            for name, row in rows.items():
+                                row |= dict(method=name, rule=rule, T=T, H=H, gates=kind, ranks=count)
+                                row["pass"] = "forward+backward" if backward else "forward"
+                                row["times_one_rank"], row["proof"] = row["p50_us"] / alone, answers[0][name]["proof"]
+                                table.write(row)
+                                print(
+                                    f"{rule} T={T} H={H} {kind:6} {row['pass']:16} P={count} {name:26}"
+                                    f"{row['p50_us']:9.0f} us  {row['times_one_rank']:.3f} x one rank  graph "
+                                    f"{row['graph_us'] or float('nan'):9.0f}  extra {row['extra_mib']:.0f} MiB",
+                                    flush=True,
+                                )
+    print(f"wrote {arguments.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
