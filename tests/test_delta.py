@@ -14,6 +14,8 @@ from support.fla import import_fla
 from support.gla import BF16, F32
 from support.values import place, raised, relative, relative_all
 
+# on GPUs fla's kernels round float32 to TF32: tests/gpu/test_delta_gpu.py
+on_cpus = pytest.mark.cpu
 LIMIT = {F32: 1e-5, BF16: 8e-3}
 PACKED = {
     "over the cut": ([100, 150], [0, 30, 240, 250]),
@@ -56,24 +58,28 @@ def test_passes_of_packed_sequences(run, rule, size, name):
     check(run(size, pass_case, rule, tokens, 1, 1, 16, 16, "weak", F32, lengths))
 
 
+@on_cpus
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gated_delta_rule(run, size):
     tokens = [(70, 130, 20, 65)[rank] for rank in range(size)]
     check(run(size, operator_case, "gated_delta_rule", tokens, 2, 1, 2, 32, 16, "mild", F32))
 
 
+@on_cpus
 @pytest.mark.parametrize("size, name", [(2, "over the cut"), (4, "one over three, between others")])
 def test_packed_gated_delta_rule(run, size, name):
     tokens, lengths = PACKED[name]
     check(run(size, operator_case, "gated_delta_rule", tokens, 1, 1, 1, 16, 16, "weak", F32, lengths))
 
 
+@on_cpus
 @pytest.mark.parametrize("size", [2, 3])
 def test_kda(run, size):
     tokens = [(40, 30, 10)[rank] for rank in range(size)]
     check(run(size, operator_case, "kda", tokens, 1, 1, 1, 16, 16, "mild", F32))
 
 
+@on_cpus
 def test_packed_kda(run, size=2):
     check(run(size, operator_case, "kda", [25, 30], 1, 1, 1, 16, 16, "weak", F32, [0, 5, 40, 40, 55]))
 
@@ -101,6 +107,7 @@ def modes_case(group):
         return errors, relative(plain[0], other[:, mine]), relative(again[0], other[:, mine])
 
 
+@on_cpus
 def test_compiled_checkpointed_and_options(run):
     for errors, plain, again in run(2, modes_case):
         for of_a_call in errors:

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -24,6 +25,8 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 import allscan  # noqa: E402
+from allscan.delta import passes  # noqa: E402
+from allscan.packing import Layout, Piece  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.shmem_kernels.links import SIGNAL  # noqa: E402
 from support.gla import BF16, F32, NAMES, Whole  # noqa: E402
@@ -54,6 +57,7 @@ def every_kernel() -> None:
             with allscan.AllScan(comm, (3, K, V), tile=tile) as scan:
                 for reverse, adjoint in itertools.product((False, True), repeat=2):
                     scan.scan(state, transition=transition, adjoint=adjoint, initial_state=state, reverse=reverse)
+    delta_kernels()
     for link, shape in itertools.product((0, SIGNAL.value), ((3, 20, 36), (2, 64, 128))):
         scan = VirtualScan(3, shape, 4, link=link)
         for reverse in (False, True, False, True, False):
@@ -67,6 +71,39 @@ def every_kernel() -> None:
             expected = allscan_reference(list(states), list(decays), reverse=reverse)
             assert max((out - e).abs().max() for out, e in zip(outs, expected)) < 1e-5
     print("every kernel has run")
+
+
+def delta_kernels() -> None:
+    """Those between the chunks of delta rules, as on a rank in the middle, whose neighbours send 0."""
+
+    class Nobody:
+        def channel(self, *_, **__):
+            return None
+
+        def scan(self, state, **_):
+            return torch.zeros_like(state)
+
+    middle = types.SimpleNamespace(size=3, device=torch.device("cuda", torch.cuda.current_device()))
+    prepared, passes.prepare = passes.prepare, lambda *_: Nobody()
+    for K, V, dtype, scalar in (
+        (128, 128, BF16, False),
+        (128, 64, BF16, True),
+        (40, 24, F32, False),
+        (200, 48, BF16, True),
+    ):
+        H, T = 2, 300
+        layout = Layout([Piece(0, T, 0, 0, 0)], 1, 128, middle.device)
+        states = passes.StatePass(middle, layout, 1, H, H, K, V, dtype, scalar)
+        q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
+        u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))
+        sums = -torch.rand((1, T, H) if scalar else (1, T, H, K), device="cuda")
+        kept = passes.Kept(states.empty(3, H, K, K), states.states(), states.empty(1, dtype=torch.int64))
+        h, v_new = states.forward(k, w, u, sums, None, None, kept)
+        scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
+        leaves = states.leaves(q, k, w, sums, do, scores, None, 0.1, dv=dv if scalar else None)
+        dh, dv = states.backward(q, k, w, sums, do, dv, 0.1, states.carry_back(leaves, None, kept), None)
+        assert all(x.isfinite().all() for x in (h, v_new, dh, dv)), (K, V, dtype)
+    passes.prepare = prepared
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

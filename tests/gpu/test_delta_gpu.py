@@ -1,0 +1,97 @@
+"""Delta rules on GPUs: beside fla's unsplit operator, both against float64; with late ranks, and in a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import allscan
+from support.delta import NAMES, Whole, of_rank
+from support.fla import import_fla
+from support.gla import BF16, F32
+from support.values import late, place, relative_all
+
+pytestmark = pytest.mark.gpu
+
+CUTS = {
+    "one": lambda T: None,
+    "packed": lambda T: [0, T // 5, T // 5, T // 2 + 1, T // 2 + 30, T],
+}
+
+
+def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
+    """(error of ours, of fla's chunk_kda on the whole) by tensor, of this rank's part."""
+    import_fla()
+    from fla.ops.kda import chunk_kda
+
+    with allscan.Communicator(group) as comm:
+        lengths, mine = CUTS[cuts](sum(tokens)), place(comm, tokens)
+        whole = Whole("kda", sum(tokens), 1, 2, 4, 128, 128, kind, dtype, comm.device, lengths, beta)
+        sequences = 1 if lengths is None else len(lengths) - 1
+        expected = of_rank(whole.reference(), comm, tokens, lengths, sequences)
+        theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
+        theirs = of_rank(theirs, comm, tokens, lengths, sequences)
+        first = None
+        for epoch in range(4):
+            late(epoch, comm.rank, 20)
+            ours = whole.ours(comm, mine)
+            first = first or ours
+            assert all(torch.equal(a, b) for a, b in zip(ours, first)), "not the same bits again"
+        errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
+        return {name: (errors[0][name], errors[1][name]) for name in NAMES}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "kind, dtype, cuts, beta",
+    [(kind, BF16, "one", None) for kind in ("zero", "weak", "mild", "strong")]
+    + [("zero", BF16, "one", beta) for beta in (0.0, 1.0)]
+    + [("weak", BF16, "packed", None), ("weak", F32, "one", None)],
+)  # fmt: skip
+def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
+    """10 %: what the summaries' products in bfloat16 may add to what all of the operator rounds."""
+    tokens = [(700, 1000, 130, 600)[rank] for rank in range(size)]
+    for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta):
+        wrong = {name: pair for name, pair in errors.items() if not pair[0] <= 1.1 * pair[1] + 1e-5}
+        assert not wrong, wrong
+
+
+def graph_case(group, replays):
+    """zeco_kda forward and backward in one CUDA graph: the same bits at every replay, though a rank is late."""
+    import_fla()
+    with allscan.Communicator(group) as comm:
+        T = 512
+        whole = Whole("kda", T * comm.size, 1, 2, 2, 128, 128, "zero", BF16, comm.device)
+        mine = slice(comm.rank * T, (comm.rank + 1) * T)
+        own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
+
+        def step():
+            o, _ = allscan.zeco_kda(*own, comm=comm)
+            return [o, *torch.autograd.grad(o, own, whole.do[:, mine])]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                expected = [x.clone() for x in step()]
+        torch.cuda.current_stream().wait_stream(side)
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        different = 0
+        for i in range(replays):
+            if i % 100 == 0:
+                late(i, comm.rank, 20)
+                for x in found:
+                    x.detach().fill_(float("nan"))
+            graph.replay()
+            if i % 100 == 99:
+                different += any(not torch.equal(a, b) for a, b in zip(found, expected))
+        comm.barrier()
+        return different
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_1000_graph_replays_of_kda(run, size):
+    assert run(size, graph_case, 1000) == [0] * size
