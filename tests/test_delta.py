@@ -32,8 +32,10 @@ def check(answers, dtype=F32):
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize("kind", ["zero", "mild", "mixed", "strong"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size, kind",
+    [(size, kind) for size in (1, 2, 3, 4) for kind in ("zero", "mixed")] + [(2, "mild"), (3, "strong")],
+)
 def test_passes(run, rule, kind, size):
     tokens = [(300, 150, 10, 200)[rank] for rank in range(size)]
     check(run(size, pass_case, rule, tokens, 1, 2, 16, 24, kind, F32))

@@ -6,7 +6,6 @@ import numbers
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -36,7 +35,7 @@ def zeco_kda(
         three alike. K up to 256. T may differ between ranks, nothing else may.
     g: [B, T, HV, K], natural logarithm of the decay, at most 0 and finite; float32, or like q. beta: [B, T, HV], any
         float type.
-    use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
+    use_qk_l2norm_in_kernel: whether q and k are divided by their norms first, by torch.
     scale, initial_state, output_final_state, cu_seqlens, first_token: as in :func:`allscan.zeco_gla`; states are
         [B or N, HV, K, V] float32.
 
@@ -102,7 +101,7 @@ def _delta(
         prepare(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if normalize:
-        q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))
+        q, k = (_normalized(x) for x in (q, k))
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if initial_state is not None:
         initial_state = initial_state.contiguous()
@@ -110,6 +109,11 @@ def _delta(
         q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token
     )
     return o, final_state if output_final_state else None
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """As fla does: x over the root of its square and 1e-6."""
+    return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _check_for_an_operator(tensors, scale) -> None:
