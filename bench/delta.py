@@ -88,11 +88,12 @@ def methods(rule, comm, T) -> dict:
         from allscan.integrations.fla_cp import context_parallel
 
         operator = fla_operator(rule)
-        if comm.size not in _groups:  # of its own, so that All-Scan does not carry its states
-            _groups[comm.size] = dist.new_group(list(range(comm.size)), use_local_synchronization=True)
         context_parallel(comm)
         bounds = torch.tensor([0, comm.size * T], dtype=torch.int32, device=comm.device)
-        for name, group in {"fla cp_context": _groups[comm.size], "fla cp_context, All-Scan": comm.group}.items():
+        for name, group in {
+            "fla cp_context": _groups["fla", comm.size],
+            "fla cp_context, All-Scan": comm.group,
+        }.items():
             context = build_cp_context(bounds, group)
             found[name] = lambda *x, context=context: operator(*x[:5], cp_context=context)
         found["fla, one rank"] = lambda *x: operator(*x[:5])
@@ -150,8 +151,10 @@ def allscan_alone():
 def point(ranks, rule, T, H, gate, backward) -> dict | None:
     """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors."""
     allscan.init()
-    group = _groups.setdefault(("ranks", ranks), None) or dist.new_group(list(range(ranks)))
-    _groups["ranks", ranks] = group
+    for purpose in ("ranks", "fla"):  # fla's own, so that All-Scan does not carry its states
+        if (purpose, ranks) not in _groups:
+            _groups[purpose, ranks] = dist.new_group(list(range(ranks)))
+    group = _groups["ranks", ranks]
     if dist.get_rank() >= ranks:
         return None
     with allscan.Communicator(group) as comm:

@@ -18,6 +18,7 @@ from allscan.shmem_kernels import delta, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
+from allscan.streams import Streams
 from allscan.tiling import transition_blocks, transition_tile
 from allscan.tools.timing import copy_kernel
 from support.sm90 import Compiled, channel_type
@@ -219,7 +220,8 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     monkeypatch.setattr(passes, "prepare", lambda *_: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
-    comm = types.SimpleNamespace(size=3, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
     states = passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
@@ -229,7 +231,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     given = narrow, narrow, narrow, sums, wide
     scores = torch.zeros(1, T, H, 64, dtype=dtype)
     leaves = states.leaves(*given, scores, outside, 0.1, dv=wide if scalar else None)
-    states.backward(*given, wide, 0.1, states.carry_back(leaves, outside, kept), outside)
+    states.backward(*given, wide, 0.1, states.carry_back(leaves, outside, kept)[0], outside)
     seen = set()
     for kernel, compiled in compiled_launches(most_spilled):
         seen.add(kernel)

@@ -84,8 +84,7 @@ class KDA:
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
         leaves = states.leaves(qg, kg, w, sums, do, scores, dfinal, scale)
-        with states.comm.streams.side() as join:
-            entering = states.carry_back(leaves, dfinal, kept)
+        entering, join = states.carry_back(leaves, dfinal, kept)
         try:  # nothing of this needs the other ranks
             h, v_new = states.again(kg, w, u, sums, kept)
             d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
@@ -130,8 +129,7 @@ class GatedDeltaNet:
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
         leaves = states.leaves(q, k, w, sums, do, None, dfinal, scale, dv=dv)
-        with states.comm.streams.side() as join:
-            entering = states.carry_back(leaves, dfinal, kept)
+        entering, join = states.carry_back(leaves, dfinal, kept)
         try:
             h, v_new = states.again(k, w, u, sums, kept)
         finally:

@@ -157,6 +157,8 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
             raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
     if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
+    if B * HV > MOST_CHUNKS:
+        raise ValueError(f"B times the heads of v must be at most {MOST_CHUNKS:,}, got {B * HV}")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
     if initial_state is not None:
@@ -190,11 +192,21 @@ def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_toke
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
-        import fla.ops.kda  # noqa: F401
+        _import_fla()
     except (TypeError, ValueError, ImportError) as error:
         problem = Problem(error)
     prepare(comm, shape, agree, problem, positive)
-    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
+    layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
+    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
+        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
+    return layout
+
+
+def _import_fla() -> None:
+    try:
+        import fla.ops.kda  # noqa: F401
+    except Exception as error:  # a package that is there in part raises anything
+        raise ImportError(f"delta rules need flash-linear-attention, whose import failed: {error!r}") from error
 
 
 def _state_pass(rule, layout, q, v, comm) -> StatePass:

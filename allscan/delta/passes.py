@@ -33,9 +33,10 @@ def blocks(BK: int, widest: int, dtype: torch.dtype, scalar: bool) -> dict[str, 
     wide = BK > 128 or dtype != torch.bfloat16
     states = min(32 if wide else 64, widest)
     several = dict(BV=states, BJ=32 if BK > 16 else 16, num_stages=1 if wide else 2)
+    rows = 16 if BK > 128 and dtype != torch.bfloat16 else 64  # or shared memory does not hold them
     return dict(
         summary=dict(
-            BR=min(64, BK), BV=min(64 if wide else 128, widest), num_warps=8 if wide or scalar else 4,
+            BR=min(rows, BK), BV=min(64 if wide else 128, widest), num_warps=8 if wide or scalar else 4,
             num_stages=1 if wide else 2,
         ),
         carry=dict(BC=min(32, BK), BJ=32 if BK > 16 else 16, num_warps=8 if BK > 64 else 4),
@@ -93,13 +94,13 @@ class StatePass:
     def zeros(self, *shape) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self.comm.device)
 
-    def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept, most: int | None = None):
+    def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
         """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
         ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
         layout = self.layout
         if self.comm.size > 1 or layout.num_segments > self.B:
             self._summaries(k, w, u, g, kept)
-        through, prev = self._carry(kept.transitions, kept.enters, initial, kept.ticket, reverse=False)
+        through, prev = self._carry(kept.transitions, kept.enters, initial, kept.ticket, False, self._room(False))
         return self._states(k, w, u, g, kept.enters, through, prev, final)
 
     def _summaries(self, k, w, u, g, kept) -> None:
@@ -109,35 +110,44 @@ class StatePass:
             k, w, u, g, self.layout.segments, kept.transitions, kept.enters, **self.common, **self.chunked, **chosen
         )
 
-    def _through(self, transitions, states, outside, reverse):
+    def _room(self, reverse):
+        """(what the rank leaves, by which matrix what enters the rank comes to each segment, by which it leaves the
+        rank, what enters the rank), uninitialised, of the current stream; None where there is no such thing."""
+        H, K = self.H, self.K
+        own = self.empty(self.B * H, K, self.V)
+        prev = torch.empty_like(own) if self.comm.size > 1 else None
+        if self.comm.size == 1 or not (self.layout.left if reverse else self.layout.entered):
+            return own, None, None, prev
+        return own, self.empty(self.layout.num_segments, H, K, K), self.empty(self.B * H, K, K), prev
+
+    def _through(self, transitions, states, outside, reverse, room=None):
         """Turn what each segment leaves into what enters it from this rank's tokens. Returns (by which matrix what
         enters the rank comes to each segment, what the rank leaves, by which matrix what enters it leaves it); the
         matrices are None where nothing enters."""
-        layout, B, H, K, V = self.layout, self.B, self.H, self.K, self.V
-        own = self.empty(B * H, K, V)
-        crossed = self.comm.size > 1 and (layout.left if reverse else layout.entered)
-        through = self.empty(layout.num_segments, H, K, K) if crossed else None
-        dense = self.empty(B * H, K, K) if crossed else None
-        chosen = self.blocks["carry"]
-        columns = triton.cdiv(V, chosen["BC"]) + triton.cdiv(K, chosen["BC"]) * crossed
-        delta_carry_kernel[(columns, B * H)](
+        own, through, dense, _ = room or self._room(reverse)
+        layout, chosen = self.layout, self.blocks["carry"]
+        columns = triton.cdiv(self.V, chosen["BC"])
+        if through is not None:
+            columns += triton.cdiv(self.K, chosen["BC"])
+        delta_carry_kernel[columns, self.B * self.H](
             transitions, states, layout.segments, layout.first_segments, states if outside is None else outside,
             states, states if through is None else through, own, states if dense is None else dense,
             **self.common, **chosen, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
         )  # fmt: skip
         return through, own, dense
 
-    def _carry(self, transitions, states, outside, ticket, reverse):
+    def _carry(self, transitions, states, outside, ticket, reverse, room):
         """_through, and the scan. Returns (by which matrix what enters the rank comes to each segment, what enters the
         rank), None where nothing does."""
-        through, own, dense = self._through(transitions, states, outside, reverse)
-        if self.comm.size == 1:
+        prev = room[3]
+        through, own, dense = self._through(transitions, states, outside, reverse, room)
+        if prev is None:
             return None, None
         scan = prepare(self.comm, own.shape)
         channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
         # where no sequence goes through the whole rank, nothing that enters it leaves it
         passing = dict(transition=dense) if self.layout.passed else dict(decay=0)
-        prev = scan.scan(own, **passing, reverse=reverse, channel=channel)
+        scan.scan(own, **passing, reverse=reverse, channel=channel, out=prev)
         return (None, None) if through is None else (through, prev)
 
     def total(self, k, w, u, g) -> tuple[Tensor, Tensor]:
@@ -188,9 +198,16 @@ class StatePass:
         return leaves
 
     def carry_back(self, leaves, dfinal, kept: Kept):
-        """What enters each segment from behind, for :meth:`backward`. ``leaves`` is written over."""
-        through, next_ = self._carry(kept.transitions, leaves, dfinal, kept.ticket, reverse=True)
-        return leaves, through, next_
+        """(what enters each segment from behind, for :meth:`backward`; join): the scan is launched beside the current
+        stream, which is to wait for it by ``join()``, in any case. ``leaves`` is written over."""
+        room = self._room(True)  # here, since memory belongs to the stream on which it is taken
+        with self.comm.streams.side() as join:
+            try:
+                through, next_ = self._carry(kept.transitions, leaves, dfinal, kept.ticket, True, room)
+            except BaseException:
+                join()
+                raise
+        return (leaves, through, next_), join
 
     def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
         """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is

@@ -100,7 +100,7 @@ def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=Fal
         raise ValueError("initial_state must be None with a cp_context")
     state, transition = _summary(given["k"], given["u"])
     if not context.is_last_rank:  # the last sequence here goes on behind this rank
-        passes = _passes(comm, cu_seqlens, -2, given, given["k"], given["u"])
+        passes = _passes(comm, context, cu_seqlens, -2, given, given["k"], given["u"])
         if passes is not None:
             state, transition = passes.total(given["k"], given["w"], given["u"], _gates(given))
         else:
@@ -118,7 +118,7 @@ def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_
         raise ValueError("dht must be None with a cp_context")
     state, transition = _summary(given["w"], given["do"])
     if not context.is_first_rank:  # the first sequence here began before this rank
-        passes = _passes(comm, cu_seqlens, 0, given, given["q"], given["do"])
+        passes = _passes(comm, context, cu_seqlens, 0, given, given["q"], given["do"])
         if passes is not None:
             tensors = (given[name].contiguous() for name in ("q", "k", "w"))
             state, transition = passes.total_back(
@@ -138,12 +138,16 @@ def _gates(given):
     return None if gates is None else gates.contiguous()
 
 
-def _passes(comm, cu_seqlens, i, given, k, v) -> StatePass | None:
+def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
     """Of the tokens between cu_seqlens[i] and the next boundary; None for rules that shmem_kernels/delta.py does not
     have: without gates, with a gate of the keys, or chunks of another length."""
     if _gates(given) is None or given.get("bg") is not None or given.get("chunk_size", 64) != CHUNK_TOKENS:
         return None
-    begin, end = boundaries_on_host(cu_seqlens)[i:][:2]
+    if context.cu_seqlens_cpu is None:
+        begin, end = boundaries_on_host(cu_seqlens)[i:][:2]
+    else:  # gated_delta_product makes several tokens of one
+        times = v.shape[1] // int(context.cu_seqlens_cpu[-1])
+        begin, end = (times * int(x) for x in context.cu_seqlens_cpu[i:][:2])
     HV, V = v.shape[2:]
     segment = delta_segment_length(end - begin, HV, comm.device.type == "cuda")
     middle = [Piece(begin, end, 0, 0, 0)]

@@ -29,6 +29,7 @@ from allscan.delta import passes  # noqa: E402
 from allscan.packing import Layout, Piece  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.shmem_kernels.links import SIGNAL  # noqa: E402
+from allscan.streams import Streams  # noqa: E402
 from support.gla import BF16, F32, NAMES, Whole  # noqa: E402
 from support.values import relative_all  # noqa: E402
 from support.virtual import VirtualScan  # noqa: E402
@@ -80,10 +81,11 @@ def delta_kernels() -> None:
         def channel(self, *_, **__):
             return None
 
-        def scan(self, state, **_):
-            return torch.zeros_like(state)
+        def scan(self, state, *, out, **_):
+            return out.zero_()
 
-    middle = types.SimpleNamespace(size=3, device=torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    middle = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
     prepared, passes.prepare = passes.prepare, lambda *_: Nobody()
     for K, V, dtype, scalar in (
         (128, 128, BF16, False),
@@ -101,7 +103,9 @@ def delta_kernels() -> None:
         h, v_new = states.forward(k, w, u, sums, None, None, kept)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
         leaves = states.leaves(q, k, w, sums, do, scores, None, 0.1, dv=dv if scalar else None)
-        dh, dv = states.backward(q, k, w, sums, do, dv, 0.1, states.carry_back(leaves, None, kept), None)
+        entering, join = states.carry_back(leaves, None, kept)
+        join()
+        dh, dv = states.backward(q, k, w, sums, do, dv, 0.1, entering, None)
         assert all(x.isfinite().all() for x in (h, v_new, dh, dv)), (K, V, dtype)
     passes.prepare = prepared
 

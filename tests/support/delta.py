@@ -196,7 +196,8 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
         begun = layout.segments[:, 5].cpu() % 2 == 0  # what nothing precedes leaves nothing
         if begun.any() and dtype == F32:
             assert relative(leaves[0][begun], leaves[1][begun].double()) < 1e-5
-        entering = passes.carry_back(leaves[0], whole.dfinal, kept)
+        entering, join = passes.carry_back(leaves[0], whole.dfinal, kept)
+        join()
         dh, dv_new = passes.backward(q, k, w, sums, do, dv, scale, entering, found_dinitial)
         comm.barrier()
         first, last = owners(tokens, lengths, 1)
