@@ -1,16 +1,29 @@
 """All-Scan and ZeCO: sequence parallelism for linear attention. See README.md."""
 
+from typing import TYPE_CHECKING
+
 from . import device, zigzag
 from .collective import AllScan
 from .communicator import Communicator
-from .delta import zeco_gated_delta_rule, zeco_kda
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .gla import zeco_gla
 from .ops import allscan, halo
 from .runtime import finalize, init
+
+if TYPE_CHECKING:
+    from .delta import zeco_gated_delta_rule, zeco_kda
 
 __version__ = "0.1.0"
 __all__ = [
     "AllScan", "AllScanOutOfStep", "AllScanTimeout", "Communicator", "allscan", "device", "finalize", "halo", "init",
     "zeco_gated_delta_rule", "zeco_gla", "zeco_kda", "zigzag",
 ]  # fmt: skip
+
+
+def __getattr__(name: str):
+    """What takes its time to import, when it is asked for."""
+    if name in ("zeco_gated_delta_rule", "zeco_kda"):
+        from . import delta
+
+        return getattr(delta, name)
+    raise AttributeError(f"module 'allscan' has no attribute {name!r}")
