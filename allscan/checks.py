@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
@@ -87,3 +88,22 @@ def decay_rows(decay, shape, device):
     if not target:
         return decay, (0, 0)
     return decay.expand(target).contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
+
+
+def check_for_an_operator(what: str, tensors: dict, scale) -> None:
+    """Raise for arguments of the operator ``what`` that a custom op does not take as they are; ``tensors`` by name."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) and not (x is None and name == "initial_state"):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if isinstance(x, torch.Tensor) and x.layout != torch.strided:
+            raise TypeError(f"{name} must be dense, got {x.layout}")
+    if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
+        raise NotImplementedError(f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)")
+    if tensors["q"].ndim != 4:
+        raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
+    if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
+        raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
+
+
+def _has_tangent(x) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None

@@ -8,7 +8,7 @@ from typing import TypeVar
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
-from .packing import Layout, Piece, boundaries_on_host, cut
+from .packing import MOST_CHUNKS, Layout, Piece, boundaries_on_host, cut
 from .rendezvous import by_rank
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
@@ -153,7 +153,7 @@ def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
 
 
 def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None) -> Layout:
-    """The layout of this rank; raises what partition_start raises."""
+    """The layout of this rank; raises what partition_start raises, and ValueError for more chunks than kernels take."""
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     first = 0 if lengths is None else partition_start(comm, lengths, T, first_token)
 
@@ -165,4 +165,7 @@ def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, fi
             pieces = cut(lengths, first, T)
         return Layout(pieces, B, segment, comm.device)
 
-    return cached_table(comm, (B, T, first, lengths, segment), make)
+    layout = cached_table(comm, (B, T, first, lengths, segment), make)
+    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
+        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
+    return layout

@@ -12,6 +12,7 @@ from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 
 KEPT = 256  # boundaries read from the GPU
 CHUNK_TOKENS = 64  # BT
+MOST_CHUNKS = 65535  # of a rank: what the second axis of a grid holds
 
 
 class Piece(NamedTuple):

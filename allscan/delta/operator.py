@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..checks import boundaries, check_tensor, integer
+from ..checks import boundaries, check_for_an_operator, check_tensor, integer
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import agreed, find_layout
 from ..order import PendingBackward, recomputing
-from ..packing import CHUNK_TOKENS, most_segments
+from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
 from .chunks import KDA, GatedDeltaNet, local
 from .passes import Kept, StatePass, delta_segment_length, prepare
 
 RULES: dict[str, type[KDA | GatedDeltaNet]] = {"kda": KDA, "gated_delta_rule": GatedDeltaNet}
-MOST_CHUNKS = 65535  # what the second axis of a grid holds
 
 
 def zeco_kda(
@@ -92,7 +89,7 @@ def _delta(
 ):  # fmt: skip
     problem = None
     try:
-        _check_for_an_operator(dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state), scale)
+        check_for_an_operator(f"zeco_{rule}", dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state), scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -114,21 +111,6 @@ def _delta(
 def _normalized(x: Tensor) -> Tensor:
     """As fla does: x over the root of its square and 1e-6."""
     return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
-
-
-def _check_for_an_operator(tensors, scale) -> None:
-    """Raise for arguments that a custom op does not take as they are."""
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor) and not (x is None and name == "initial_state"):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if isinstance(x, Tensor) and x.layout != torch.strided:
-            raise TypeError(f"{name} must be dense, got {x.layout}")
-        if not torch.compiler.is_compiling() and x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("delta rules have no forward-mode derivatives (torch.func.jvp, forward_ad)")
-    if tensors["q"].ndim != 4:
-        raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
-        raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
 
 
 def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
@@ -196,10 +178,7 @@ def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_toke
     except (TypeError, ValueError, ImportError) as error:
         problem = Problem(error)
     prepare(comm, shape, agree, problem, positive)
-    layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
-    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
-        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
-    return layout
+    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
 
 
 def _import_fla() -> None:

@@ -91,9 +91,6 @@ class StatePass:
     def empty(self, *shape, dtype=torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
-    def zeros(self, *shape) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device=self.comm.device)
-
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
         """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
         ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..checks import boundaries, check_tensor, integer
+from ..checks import boundaries, check_for_an_operator, check_tensor, integer
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import agreed, find_layout
 from ..order import recomputing
-from ..packing import CHUNK_TOKENS, most_segments, segment_length
+from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, segment_length
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Launcher
-
-MOST_CHUNKS = 65535  # what the second axis of a grid holds
 
 
 def zeco_gla(
@@ -85,7 +81,7 @@ def zeco_gla_by(
 def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token):
     problem = None
     try:
-        _check_for_an_operator(dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
+        check_for_an_operator("zeco_gla", dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -100,25 +96,6 @@ def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_
         q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token
     )
     return o, final_state if output_final_state else None
-
-
-def _check_for_an_operator(tensors, scale) -> None:
-    """Raise for arguments that a custom op does not take as they are."""
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor) and not (x is None and name == "initial_state"):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if isinstance(x, Tensor) and x.layout != torch.strided:
-            raise TypeError(f"{name} must be dense, got {x.layout}")
-    if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
-        raise NotImplementedError("zeco_gla has no forward-mode derivatives (torch.func.jvp, forward_ad)")
-    if tensors["q"].ndim != 4:
-        raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
-    if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
-        raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
-
-
-def _has_tangent(x) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _check(q, k, v, g, initial_state, cu_seqlens, comm):
@@ -174,10 +151,7 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token):
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     carrier.prepare(shape, agree, problem, at_first=positive)
-    layout = find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token)
-    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
-        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
-    return layout
+    return find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token)
 
 
 def _segment_length(q) -> int:
