@@ -118,14 +118,13 @@ class Communicator:
             self.keep(buffer)
         _communicators[self.handle] = self
         self._ranks = rendezvous.ranks
-        neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < self.size]
-        mapped = {rank: self.heap.is_mapped(self.pe(rank)) for rank in neighbours}
+        mapped = [0 <= rank < self.size and self.heap.is_mapped(self.pe(rank)) for rank in (self.rank - 1, self.rank + 1)]
         answers = rendezvous.exchange((self.transport, mapped), "Communicator")
         transports, maps = zip(*answers, strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         # [p]: whether ranks p and p + 1 reach each other by loads and stores
-        self.mapped_links = [maps[p][p + 1] and maps[p + 1][p] for p in range(self.size - 1)]
+        self.mapped_links = [maps[p][1] and maps[p + 1][0] for p in range(self.size - 1)]
         self.mapped = all(self.mapped_links)
         self.order = Order(rendezvous.private() if self.size > 1 else rendezvous, self.timeout)
         self._closed = False

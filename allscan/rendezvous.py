@@ -5,9 +5,9 @@ No GPU, no stream and no collective of a back end is involved, and every wait is
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -48,8 +48,8 @@ class Rendezvous:
     ranks: global ranks, in the group's order; this process is one of them.
     name: exchanges of different names do not meet; default one that stands for the ranks.
 
-    What is exchanged is made of Python's literals (numbers, strings, bytes, None, tuples, lists, dicts), and is read
-    with ast.literal_eval, which executes nothing. An exchange is decided once, for all: the first rank, which gathers,
+    What is exchanged is what JSON knows: numbers, strings, booleans, None, and tuples of these (a list arrives as a
+    tuple). An exchange is decided once, for all: the first rank, which gathers,
     and a rank that gives up each try to set one key, by the store's compare_set, and whoever comes first has decided.
     So an exchange succeeds on all of its ranks or fails on all, and the next one has the same number everywhere: a rank
     that comes to one that has failed without it goes on to the next.
@@ -96,13 +96,15 @@ class Rendezvous:
         """An exchange that comes once in the life of this rendezvous, under a topic of its own.
 
         Raises Abandoned on all ranks if one of them has called :meth:`abandon`."""
-        store, base, word = self._store(), f"{self._prefix}{topic}/", repr(value)
+        store, base = self._store(), f"{self._prefix}{topic}/"
         try:
+            word = json.dumps(value)
             with _store_errors(what):
                 store.set(f"{base}{self.rank}", word)
                 decision = self._decision(store, base, excuse)
-        except BaseException:
-            self._decide(store, base, f"{_FAILED}rank {self.ranks[self.rank]} (global) was interrupted")
+        except BaseException as error:
+            why = f"was interrupted by {type(error).__name__}"
+            self._decide(store, base, f"{_FAILED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base)
             raise
         self._read(store, base)
@@ -113,10 +115,10 @@ class Rendezvous:
         if decision.startswith(_FAILED):
             reason = decision.removeprefix(_FAILED)
             raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
-        values = ast.literal_eval(decision.removeprefix(_DONE))
-        if repr(values[self.rank]) != word:
+        values = _read_json(decision.removeprefix(_DONE))
+        if json.dumps(values[self.rank]) != word:
             raise RuntimeError(f"{what}: the answer is of another exchange, {values[self.rank]} instead of {word}")
-        return values
+        return list(values)
 
     def abandon(self, topic: str, why: str) -> None:
         """In place of :meth:`meet`, without waiting for anybody."""
@@ -171,7 +173,7 @@ class Rendezvous:
         """Leave a value for whoever looks."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                self._store().set(f"{self._prefix}{topic}/{self.rank}", repr(value))
+                self._store().set(f"{self._prefix}{topic}/{self.rank}", json.dumps(value))
                 self._store().set(f"{self._prefix}{topic}/any", "")
 
     def take_back(self, topic: str) -> None:
@@ -189,7 +191,7 @@ class Rendezvous:
             if not self._store().check([f"{self._prefix}{topic}/any"]):
                 return {}
             store, keys = self._store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
-            return {r: ast.literal_eval(store.get(key).decode()) for r, key in keys.items() if store.check([key])}
+            return {r: _read_json(store.get(key).decode()) for r, key in keys.items() if store.check([key])}
         except (dist.DistError, RuntimeError):
             return {}
 
@@ -212,6 +214,15 @@ class Rendezvous:
             _exchanges.clear()
             _absent.clear()
         return _exchanges
+
+
+def _read_json(text: str) -> Any:
+    """Not ast.literal_eval: in Python 3.11 that fails now and then where several threads parse."""
+    return _as_tuples(json.loads(text))
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 @contextlib.contextmanager

@@ -62,7 +62,8 @@ def is_initialized() -> bool:
 def initialize(rank: int, size: int, exchange) -> bool:
     """Initialise NVSHMEM on the current CUDA device unless somebody already has; True if this call did it.
 
-    Collective over the job. ``exchange(object) -> list`` gathers an object from every process in rank order.
+    Collective over the job. ``exchange(value) -> list`` gathers what JSON knows from every process in rank
+    order.
     """
     bindings = load()
     done = exchange(is_initialized())
@@ -74,7 +75,7 @@ def initialize(rank: int, size: int, exchange) -> bool:
     uid = bindings.uniqueid()
     if rank == 0:
         bindings.get_uniqueid(uid.ptr)
-    root_uid = exchange(ctypes.string_at(uid.ptr, uid._data.nbytes) if rank == 0 else None)[0]
+    root_uid = bytes.fromhex(exchange(ctypes.string_at(uid.ptr, uid._data.nbytes).hex() if rank == 0 else "")[0])
     ctypes.memmove(uid.ptr, root_uid, len(root_uid))
     attributes = bindings.InitAttr()
     bindings.set_attr_uniqueid_args(rank, size, uid.ptr, attributes.ptr)
@@ -85,9 +86,9 @@ def initialize(rank: int, size: int, exchange) -> bool:
 class NvshmemHeap:
     """One symmetric block a process, taken once from NVSHMEM's heap; ``pe`` is NVSHMEM's number of a process.
 
-    Collective over the job, like NVSHMEM's own initialisation. ``exchange(object) -> list`` gathers an object from
-    every process of the job in rank order. Ranks are numbered like NVSHMEM's processing elements only where this class
-    initialised it, so rank -> pe goes through the table ``pes``.
+    Collective over the job, like NVSHMEM's own initialisation. ``exchange`` is that of :func:`initialize`. Ranks are numbered
+    like NVSHMEM's processing elements only where this class initialised it, so rank -> pe goes through the table
+    ``pes``.
     """
 
     transport = "nvshmem"
