@@ -158,7 +158,7 @@ def _take_sentinel(channel, tile, epoch, word, ok):
             b_words, state = _poll_tile(p_words, p_arrived, word)
             polls += 1
             if (polls > polls_before_backoff()) & (state == MISSING):
-                backoff()
+                backoff(polls)
             if (state == MISSING) & (polls % POLLS_PER_CLOCK == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     seen = word
@@ -191,7 +191,7 @@ def _take_signal(channel, tile, epoch, word, ok):
             missing = (seen ^ word) & EPOCH_BITS != 0
             polls += 1
             if (polls > polls_before_backoff()) & missing:
-                backoff()
+                backoff(polls)
             if missing & (polls % POLLS_PER_CLOCK == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     if channel.RECV == PUT:

@@ -69,10 +69,11 @@ def polls_before_backoff(_semantic=None):
 
 
 @builtin
-def backoff(_semantic=None):
-    """Let other warps run for half a microsecond or so; in the interpreter other processes, a little longer."""
+def backoff(polls, _semantic=None):
+    """Let other warps run for half a microsecond or so; in the interpreter other processes, the longer the more often
+    this wait has looked in vain."""
     if _semantic is None:
-        time.sleep(3e-4)
+        time.sleep(min(3e-4 * polls.handle.data.item(), 3e-3))
     else:
         core.inline_asm_elementwise(
             "nanosleep.u32 500; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
@@ -153,7 +154,7 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
             waiting = seen < value
             polls += 1
             if waiting & (polls > polls_before_backoff()):
-                backoff()
+                backoff(polls)
             if waiting & (polls % POLLS_PER_CLOCK == 0):
                 waiting = not gave_up(channel, started, NEIGHBOUR, tile, value, seen)
     return seen >= value

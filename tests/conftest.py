@@ -5,6 +5,7 @@ This process itself never interprets: it compiles kernels for sm_90.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import time
 import pytest
 import torch
 
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools import ranks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config, items):
         size = item.callspec.params.get("size", 1) if hasattr(item, "callspec") else 1
         wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
         (kept if wanted else dropped).append(item)
+    if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
+        ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
 
@@ -57,8 +60,8 @@ def pool(request):
     on_gpu = request.config.getoption("--gpu")
     os.environ.setdefault("ALLSCAN_HEAP", "512M")
     size = torch.cuda.device_count() if on_gpu else 4 if request.config.option.markexpr == "quick" else 8
-    with Ranks(size, "cuda" if on_gpu else "cpu") as ranks:
-        yield ranks
+    with ranks.Ranks(size, "cuda" if on_gpu else "cpu") as made:
+        yield made
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def run(pool):
     """run(size, function, *arguments): function(group, *arguments) on the first ``size`` ranks; results by rank."""
 
     def run(size, function, *arguments, timeout=240.0):
-        return pool.run(on_first, size, function, *arguments, timeout=timeout)[:size]
+        return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]
 
     return run
 
@@ -77,12 +80,12 @@ def fresh(request):
     made = []
 
     def fresh(size):
-        made.append(Ranks(size, "cuda" if request.config.getoption("--gpu") else "cpu"))
+        made.append(ranks.Ranks(size, "cuda" if request.config.getoption("--gpu") else "cpu"))
         return made[-1]
 
     yield fresh
-    for ranks in made:
-        ranks.close()
+    for group in made:
+        group.close()
 
 
 def pytest_sessionfinish(session):

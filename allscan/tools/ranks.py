@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..runtime import init
 
 LOOPBACK = "127.0.0.1"
+PRELOAD = ["allscan.tools.ranks"]  # what ranks without GPUs have imported when they start
 _groups: dict[int, Any] = {}  # of on_first, by number of ranks
 
 
@@ -30,6 +31,9 @@ class Ranks:
     device: "cuda" (rank r on GPU r), "cpu" (Triton's interpreter), or "auto".
     backend: of torch.distributed; default nccl on GPUs, gloo without.
     Functions and arguments travel by pickle, so functions are defined in importable modules.
+
+    Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD: it takes a moment to
+    start them. CUDA does not survive a fork, so ranks with GPUs are processes from scratch.
     """
 
     def __init__(self, size: int, device: str = "auto", backend: str | None = None):
@@ -41,27 +45,30 @@ class Ranks:
         self._store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        context = multiprocessing.get_context("spawn")
-        # A child imports this package, and with it the kernels, before it runs any code of ours.
-        changed = {"TRITON_INTERPRET": "1" if self.device == "cpu" else "0", "GLOO_SOCKET_IFNAME": "lo"}
-        before = {name: os.environ.get(name) for name in changed}
+        environment = os.environ | {
+            "TRITON_INTERPRET": "1" if self.device == "cpu" else "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        changed = environment  # for a child to find this package, and import its kernels, before it runs code of ours
+        if self.device == "cpu":
+            multiprocessing.set_forkserver_preload(PRELOAD)
+            changed = environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        context = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
+        before = dict(os.environ)
         os.environ.update(changed)
         try:
             self.processes, self._pipes, self._calls = [], [], 0
             for rank in range(size):
                 mine, theirs = context.Pipe()
-                arguments = (rank, size, self.device, backend, self._store.port, theirs, sys.path)
+                arguments = (rank, size, self.device, backend, self._store.port, theirs, sys.path, environment)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
                 self._pipes.append(mine)
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            os.environ.clear()
+            os.environ.update(before)
 
     def start(self, function, *arguments) -> None:
         """Begin ``function`` in every process without waiting for it."""
@@ -135,8 +142,12 @@ def on_first(count: int, function, *arguments):
     return function(_groups[count], *arguments) if dist.get_rank() < count else None
 
 
-def _serve(rank, size, device, backend, port, pipe, path):
+def _serve(rank, size, device, backend, port, pipe, path, environment):
     """What a rank's process does: run what comes through the pipe."""
+    if environment["TRITON_INTERPRET"] != os.environ.get("TRITON_INTERPRET"):
+        raise RuntimeError("Ranks without GPUs must come before any other use of multiprocessing's fork server")
+    os.environ.clear()
+    os.environ.update(environment)
     sys.path[:] = path
     store = dist.TCPStore(LOOPBACK, port)
     where = {}
