@@ -118,7 +118,8 @@ class Communicator:
             self.keep(buffer)
         _communicators[self.handle] = self
         self._ranks = rendezvous.ranks
-        mapped = [0 <= rank < self.size and self.heap.is_mapped(self.pe(rank)) for rank in (self.rank - 1, self.rank + 1)]
+        neighbours = self.rank - 1, self.rank + 1
+        mapped = [0 <= rank < self.size and self.heap.is_mapped(self.pe(rank)) for rank in neighbours]
         answers = rendezvous.exchange((self.transport, mapped), "Communicator")
         transports, maps = zip(*answers, strict=True)
         if len(set(transports)) > 1:
