@@ -101,6 +101,11 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
     if given is not None:
         _check_given(comm, lengths, given, given + T)
         return given
+    return sum(partition(comm, lengths, T)[: comm.rank])
+
+
+def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]:
+    """The number of tokens of every rank; see :func:`partition_start`."""
     # ranks that missed a call before resync() have used them in another order
     partitions = cached_on(comm, f"partitions {comm.order.generation}")
     if lengths in partitions:
@@ -110,7 +115,7 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
                 f"these cu_seqlens came with {tokens[comm.rank]} tokens on this rank before, now with {T}: on one "
                 "communicator a cu_seqlens is bound to one partition of tokens"
             )
-        return sum(tokens[: comm.rank])
+        return tokens
     if comm.streams.capturing():
         raise RuntimeError(NOT_IN_CAPTURE)
     answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
@@ -127,7 +132,7 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
     if len(partitions) >= KEPT:
         del partitions[next(iter(partitions))]
     partitions[lengths] = tokens
-    return sum(tokens[: comm.rank])
+    return tokens
 
 
 def _rises_from_0(lengths: tuple[int, ...]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ import torch.utils.checkpoint
 import allscan
 from allscan.reference import delta_reference
 from support.delta import NAMES, Whole, of_rank, operator_case, pass_case
-from support.fla import import_fla
+from support.fla import delta_recurrence, import_fla
 from support.gla import BF16, F32
 from support.values import place, raised, relative, relative_all
 
@@ -117,7 +119,56 @@ def test_compiled_checkpointed_and_options(run):
         assert max(plain, again) < LIMIT[F32]
 
 
+def raw_case(group, rule):
+    """Raw gates and beta, norms and states with V first, as fla's layers give them: errors of o, the final state and
+    each gradient, those of the parameters added up."""
+    import_fla()
+    with allscan.Communicator(group) as comm:
+        tokens, HV, K = [9, 15], 2, 16
+        kda = rule != "gated_delta_rule"
+        whole = Whole("kda" if kda else rule, 24, 1, 1, HV, K, 8, "weak", F32, comm.device)
+        g, beta, q = 2 * whole.g.sigmoid() - 3, 4 * whole.beta - 2, 3 * whole.q
+        A_log, dt_bias = torch.linspace(-1, 1, HV), torch.linspace(-2, 1, HV * K if kda else HV)
+        bound = -4.0 if rule == "bounded" else None
+        whole.q, whole.g, whole.beta = q, g, beta
+        parameters = [x.to(comm.device).requires_grad_() for x in (A_log, dt_bias)]
+        leaves = [x.clone().requires_grad_() for x in (*whole.tensors(), whole.initial)]
+        given = dict(lower_bound=bound, allow_neg_eigval=True, initial_state=leaves[5].mT)
+        o, final = delta_recurrence(*leaves[:5], *parameters, **given)
+        expected = [o, final, *torch.autograd.grad(whole.loss(o, final.mT, whole.do), (*leaves, *parameters))]
+
+        mine = place(comm, tokens)
+        own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
+        own.append(whole.initial.clone().requires_grad_())
+        options = dict(
+            initial_state=own[5].mT, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, A_log=parameters[0], dt_bias=parameters[1],
+            state_v_first=True, comm=comm,
+        )  # fmt: skip
+        call = functools.partial(allscan.zeco_kda, lower_bound=bound) if kda else allscan.zeco_gated_delta_rule
+        errors = []
+        for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            o, final = run(*own[:5], **options)
+            found = torch.autograd.grad(whole.loss(o, final.mT, whole.do[:, mine]), (*own, *parameters))
+            for x in (final, *found[5:]):
+                dist.all_reduce(x, group=comm.group)
+            of_tokens = [x[:, mine] for x in (expected[0], *expected[2:7])]
+            pairs = zip((o, *found[:5], final, *found[5:]), (*of_tokens, expected[1], *expected[7:]), strict=True)
+            errors += [relative(a.detach(), b.detach()) for a, b in pairs]
+        return errors
+
+
+@on_cpus
+@pytest.mark.parametrize("rule", ["kda", "bounded", "gated_delta_rule"])
+def test_raw_arguments(run, rule):
+    for errors in run(2, raw_case, rule):
+        assert max(errors) < LIMIT[F32], errors
+
+
 WRONG = {
+    "no A_log": (ValueError, "needs A_log", lambda x: x | dict(use_gate_in_kernel=True)),
+    "A_log": (ValueError, "A_log must be 2", lambda x: x | dict(use_gate_in_kernel=True, A_log=torch.ones(3))),
+    "twice": (ValueError, "allow_neg_eigval", lambda x: x | dict(allow_neg_eigval=True)),
     "dtypes": (TypeError, "alike", lambda x: x | dict(v=x["v"].double())),
     "heads": (ValueError, "multiple", lambda x: x | dict(v=x["v"][:, :, :1].repeat(1, 1, 3, 1))),
     "gates of another rule": (ValueError, "g must be", lambda x: x | dict(g=x["g"][..., None])),

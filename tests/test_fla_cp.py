@@ -126,6 +126,34 @@ def test_own_summaries(run, size, cuts, rule):
         assert max(errors) < 1e-5, errors
 
 
+def convolution_case(group):
+    """Whether a short convolution is given what the neighbouring ranks have, and back."""
+    import_fla()
+    import fla.modules.causal_conv1d.cp as user
+    import fla.ops.cp.comm as source
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    with allscan.Communicator(group) as comm:
+        context_parallel(comm)
+        assert user.conv_cp_send_recv_fwd is source.conv_cp_send_recv_fwd
+        answers = []
+        for shape in ((3, 40), (2, 24, 3), (1, 8)):
+            for seed, dtype in enumerate((F32, BF16, F32)):
+                parts = torch.randn(comm.size, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+                nothing = torch.zeros(1, *shape, dtype=dtype)
+                before, mine, behind = torch.cat([nothing, parts, nothing]).to(comm.device)[comm.rank :][:3]
+                heads = user.conv_cp_send_recv_fwd(tails=mine, group=comm.group)
+                gradient = user.conv_cp_send_recv_bwd(mine, comm.group)
+                answers += [torch.equal(heads, before), torch.equal(gradient, behind)]
+        return answers
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_convolutions(run, size):
+    assert all(sum(run(size, convolution_case), []))
+
+
 def kernel_case(group, name, cuts):
     """{tensor: (error with All-Scan, error with fla's all-gather)} against the unsplit sequence, for several inputs."""
     import_fla()

@@ -1,7 +1,8 @@
-"""flash-linear-attention's GLA models, cut over the ranks, against the same model on one."""
+"""flash-linear-attention's models, cut over the ranks, against the same model on one."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 
@@ -10,18 +11,50 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from support.fla import import_fla, recurrence
+from support.fla import delta_recurrence, import_fla, recurrence
 from support.values import place, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
 TOKENS = {2: [30, 31], 3: [17, 23, 21], 4: [14, 19, 12, 16]}  # of each rank
 CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' cuts
+SOFTMAX = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True)
+GROUPED = dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False)
 CHOICES = {
-    "plain": {},
-    "convolution": dict(use_short_conv=True),
-    "grouped": dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False),
-}
+    "gla, plain": {},
+    "gla, convolution": dict(use_short_conv=True),
+    "gla, grouped": GROUPED,
+    "gla, hybrid": dict(attn=SOFTMAX | dict(window_size=21)),
+    "kda, hybrid": dict(head_dim=16, attn=SOFTMAX),
+    "kda, bounded": dict(
+        num_hidden_layers=1, head_dim=16, num_v_heads=4, use_short_conv=False, allow_neg_eigval=True, lower_bound=-5.0,
+        safe_gate=torch.cuda.is_available(),  # the interpreter does not take fla's kernel for it
+    ),
+    "gated_deltanet, hybrid": dict(head_dim=16, num_v_heads=4, expand_v=1, attn=SOFTMAX),
+    "gated_deltanet, plain": dict(num_hidden_layers=1, head_dim=16, use_gate=False),
+}  # fmt: skip
+MODELS = dict(gla="GLA", kda="KDA", gated_deltanet="GatedDeltaNet")
+RECURRENCES = dict(gla=recurrence, kda=delta_recurrence, gated_deltanet=delta_recurrence)
+OPERATORS = dict(gla="gla", kda="kda", gated_deltanet="gated_delta_rule")
+
+
+def model_of(fla, kind, **choices):
+    choices = dict(hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=97) | choices
+    models = getattr(fla.models, kind)
+    config = getattr(models, f"{MODELS[kind]}Config")(**choices)
+    return getattr(models, f"{MODELS[kind]}ForCausalLM")(config)
+
+
+@contextlib.contextmanager
+def computed_by(fla, kind, call):
+    """Let the layers compute by ``call``; None: as they do."""
+    layers = getattr(fla.layers, kind)
+    # 64 tokens or fewer take the path for decoding, whose gates may have another name
+    names = f"chunk_{OPERATORS[kind]}", f"fused_recurrent_{OPERATORS[kind]}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names if call else ():
+            patch.setattr(layers, name, lambda gk=None, g=None, **x: call(g=gk if g is None else g, **x))
+        yield
 
 
 def answers_of(model, tokens, **options):
@@ -33,28 +66,31 @@ def answers_of(model, tokens, **options):
     return logits, loss, *(p.grad.clone() for p in model.parameters())
 
 
-def model_case(group, tokens, choices, packed):
-    """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's chunk_gla."""
+def of_first(comm, call, fla, kind, model, whole, **options):
+    """answers_of the whole, computed by rank 0 for all."""
+    shapes = [(*whole.shape, 97), (), *(p.shape for p in model.parameters())]
+    answers = [torch.empty(shape, device=comm.device) for shape in shapes]
+    if comm.rank == 0:
+        with computed_by(fla, kind, call):
+            answers = answers_of(model, whole, **options)
+    for x in answers:
+        dist.broadcast(x, 0, group=comm.group)
+    return answers
+
+
+def model_case(group, tokens, kind, choices, packed):
+    """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's kernels."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
     on_gpu = torch.cuda.is_available()
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
-        config = fla.models.gla.GLAConfig(
-            hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=97, fuse_cross_entropy=on_gpu, **choices
-        )
-        model = fla.models.gla.GLAForCausalLM(config).to(comm.device).train()
+        model = model_of(fla, kind, fuse_cross_entropy=on_gpu, **choices).to(comm.device).train()
         whole = torch.randint(97, (1 if packed else 2, sum(tokens))).to(comm.device)
         lengths = torch.tensor(CUTS, dtype=torch.int32).to(comm.device) if packed else None
-        chunk_gla, expected = fla.layers.gla.chunk_gla, []
-        for call in (recurrence, chunk_gla)[: 1 + on_gpu]:
-            fla.layers.gla.chunk_gla = call
-            # 64 tokens or fewer would take the path for decoding
-            fla.layers.gla.fused_recurrent_gla = lambda gk, call=call, **x: call(g=gk, **x)
-            expected.append(answers_of(model, whole, cu_seqlens=lengths))
-        fla.layers.gla.chunk_gla = chunk_gla
-
+        calls = [RECURRENCES[kind], None][: 1 + on_gpu]
+        expected = [of_first(comm, call, fla, kind, model, whole, cu_seqlens=lengths) for call in calls]
         mine = place(comm, tokens)
         assert sequence_parallel(model, comm=comm) is model
         model = copy.deepcopy(model)  # as for averaged weights
@@ -69,28 +105,29 @@ def model_case(group, tokens, choices, packed):
         ]
 
 
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_models(run, size, packed, choice):
-    for of_recurrence, *of_fla in run(size, model_case, TOKENS[size], CHOICES[choice], packed):
-        assert max(of_recurrence) < 1e-5
+def test_models(run, choice, size):
+    """Two ranks have whole sequences, four have packed ones."""
+    kind = choice.split(",")[0]
+    if kind == "gated_deltanet" and on_hopper:
+        pytest.skip("fla refuses the backward of Gated DeltaNet on Hopper")
+    for of_recurrence, *of_fla in run(size, model_case, TOKENS[size], kind, CHOICES[choice], size == 4):
+        assert max(of_recurrence) < (5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5), of_recurrence
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
 
 
-def prefill_case(group, tokens):
-    """The ordinary model goes on from the last rank's cache. Relative error of the logits."""
+def prefill_case(group, tokens, kind, choices):
+    """The ordinary model goes on from the last rank's cache. Relative error of the cache."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
-    fla.layers.gla.chunk_gla = recurrence
-    fla.layers.gla.fused_recurrent_gla = lambda gk, **x: recurrence(g=gk, **x)
-    with allscan.Communicator(group) as comm, torch.no_grad():
+    with allscan.Communicator(group) as comm, torch.no_grad(), computed_by(fla, kind, RECURRENCES[kind]):
         torch.manual_seed(0)
-        config = fla.models.gla.GLAConfig(
-            hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=97, use_short_conv=True
-        )
-        model = fla.models.gla.GLAForCausalLM(config).to(comm.device).eval()
+        model = model_of(fla, kind, **choices).to(comm.device).eval()
         whole = torch.randint(97, (2, sum(tokens))).to(comm.device)
         expected = model(input_ids=whole, use_cache=True)
         sequence_parallel(model, comm=comm)
@@ -100,14 +137,24 @@ def prefill_case(group, tokens):
         if comm.rank == comm.size - 1:
             errors = []
             for a, b in zip(actual.past_key_values, expected.past_key_values, strict=True):
-                errors.append(relative(a["recurrent_state"], b["recurrent_state"]))
-                errors += [relative(*pair) for pair in zip(a["conv_state"], b["conv_state"], strict=True)]
-            return max(errors)
+                for name in ("conv_state", "attn_state"):
+                    if b[name] is not None:
+                        errors += [relative(*pair) for pair in zip(a[name], b[name], strict=True)]
+                if b["recurrent_state"] is not None:
+                    errors.append(relative(a["recurrent_state"], b["recurrent_state"]))
+            following = torch.zeros_like(whole[:, :1])
+            found, wanted = (model(following, past_key_values=x.past_key_values).logits for x in (actual, expected))
+            return max(*errors, relative(found, wanted))
 
 
+PREFILLED = {"gla": dict(use_short_conv=True), "kda": CHOICES["kda, hybrid"], "gated_deltanet": dict(head_dim=16)}
+
+
+@pytest.mark.parametrize("kind", PREFILLED)
 @pytest.mark.parametrize("size", [3])
-def test_the_last_ranks_cache(run, size):
-    assert run(size, prefill_case, TOKENS[size])[-1] < 1e-5
+def test_the_last_ranks_cache(run, size, kind):
+    limit = 5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5
+    assert run(size, prefill_case, TOKENS[size], kind, PREFILLED[kind])[-1] < limit
 
 
 class Other(torch.nn.Module):
@@ -124,14 +171,9 @@ def options_case(group):
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
-    fla.layers.gla.chunk_gla = recurrence
-    fla.layers.gla.fused_recurrent_gla = lambda gk, **x: recurrence(g=gk, **x)
-    with allscan.Communicator(group) as comm:
+    with allscan.Communicator(group) as comm, computed_by(fla, "gla", recurrence):
         torch.manual_seed(0)
-        config = fla.models.gla.GLAConfig(
-            hidden_size=64, num_hidden_layers=1, num_heads=2, vocab_size=97, fuse_cross_entropy=False
-        )
-        model = fla.models.gla.GLAForCausalLM(config).to(comm.device)
+        model = model_of(fla, "gla", num_hidden_layers=1, fuse_cross_entropy=False).to(comm.device)
         whole, errors = torch.randint(97, (2, 15)).to(comm.device), []
         mine, weight = place(comm, [8, 7]), torch.rand(97).to(comm.device)
         criteria = [
@@ -189,5 +231,5 @@ def test_other_layers_are_refused():
     layers = [kind(hidden_size=64, num_heads=2) for kind in (DeltaNet, Wrapped, Doubled, GatedLinearAttention)]
     sequence_parallel(layers[-1], comm=None)
     for module in (torch.nn.Linear(2, 2), *layers[:3], torch.nn.Sequential(layers[3], layers[1])):
-        with pytest.raises(ValueError, match="GatedLinearAttention only"):
+        with pytest.raises(ValueError, match="expected layers of"):
             sequence_parallel(module, comm=None)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..packing import CHUNK_TOKENS, Layout, to_device
@@ -37,6 +38,31 @@ def local(layout: Layout, packed: bool, device) -> Local:
     return cast(Local, layout.tables["fla"])
 
 
+def normalized(x: Tensor) -> Tensor:
+    """x over the root of its square and 1e-6, along the last dimension."""
+    if torch.compiler.is_compiling():
+        return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    from fla.modules.norm.l2norm import l2norm
+
+    return cast(Tensor, l2norm(x))
+
+
+def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, scalar: bool) -> Tensor:
+    """Logarithms of decays [..., HV, K], scalar: [..., HV], of raw ones, float32: of each head
+    -exp(A_log) softplus(g + dt_bias), or with a lower bound lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
+    if not scalar and not torch.compiler.is_compiling():
+        from fla.ops.kda.gate import fused_kda_gate
+
+        return cast(Tensor, fused_kda_gate(g, A_log, dt_bias, lower_bound))
+    g = g.float()
+    if dt_bias is not None:
+        g = g + dt_bias.float().view(g.shape[2:])
+    rate = None if A_log is None else A_log.float().exp().view(-1, *(1,) * (g.ndim - 3))
+    if lower_bound is None:
+        return -rate * F.softplus(g)
+    return lower_bound * (g if rate is None else rate * g).sigmoid()
+
+
 def log2_sums(g: Tensor, tables: Local) -> Tensor:
     """Sums of the gates from each chunk's first token on, times log2(e), float32."""
     from fla.ops.utils import chunk_local_cumsum
@@ -57,24 +83,29 @@ def _of_heads(x: Tensor, HK: int) -> Tensor:
 
 
 class KDA:
-    """Kimi delta attention: a gate for each channel of the keys."""
+    """Kimi delta attention: a gate for each channel of the keys. safe_gate: no gate is below -5."""
 
     scalar = False
 
-    @staticmethod
-    def forward(states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
+    def __init__(self, safe_gate: bool = False):
+        self.safe = dict(safe_gate=safe_gate)
+
+    def forward(self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
         """(o, sums of the gates, and what else backward takes: Aqk, Akk)."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
         sums, options = log2_sums(g, tables), tables.options()
-        w, u, _, kg, scores, solved = chunk_kda_fwd_intra(q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **options)
+        w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
+            q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
+        )
         h, v_new = states.forward(kg, w, u, sums, initial, final, kept)
         o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=_by_batch(h, q, tables), scale=scale, **options)
         return o, sums, scores, solved
 
-    @staticmethod
-    def backward(states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables):
+    def backward(
+        self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
+    ):
         """Gradients of q, k, v, g, beta; dinitial is filled."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
@@ -98,8 +129,9 @@ class KDA:
             q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
         )
         dq, dk, dbeta, dg = chunk_kda_bwd_intra(
-            q=q, k=k, g=sums, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg, **options
-        )
+            q=q, k=k, g=sums, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg, **self.safe,
+            **options,
+        )  # fmt: skip
         return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(dg, tables), dbeta
 
 
@@ -108,8 +140,7 @@ class GatedDeltaNet:
 
     scalar = True
 
-    @staticmethod
-    def forward(states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
+    def forward(self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
@@ -119,8 +150,9 @@ class GatedDeltaNet:
         o = chunk_fwd_o(q=q, k=k, v=v_new, h=_by_batch(h, q, tables), g=sums, scale=scale, **options)
         return o, sums, solved.new_empty(0), solved
 
-    @staticmethod
-    def backward(states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables):
+    def backward(
+        self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
+    ):
         from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 

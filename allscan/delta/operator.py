@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,104 +14,170 @@ from ..errors import Problem
 from ..first_call import agreed, find_layout
 from ..order import PendingBackward, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
-from .chunks import KDA, GatedDeltaNet, local
+from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
 
-RULES: dict[str, type[KDA | GatedDeltaNet]] = {"kda": KDA, "gated_delta_rule": GatedDeltaNet}
+RULES: dict[str, KDA | GatedDeltaNet] = {
+    "kda": KDA(),
+    "safe_kda": KDA(safe_gate=True),
+    "gated_delta_rule": GatedDeltaNet(),
+}
+
+
+class Before(NamedTuple):
+    """What is done to the arguments before the rule; see :func:`zeco_kda`."""
+
+    normalize: bool
+    gate: bool
+    sigmoid: bool
+    twice: bool
+    lower_bound: float | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    state_v_first: bool
 
 
 def zeco_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, state_v_first: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
         S_t = (1 - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
 
+    The arguments are those of ``fla.ops.kda.chunk_kda``, and comm=, with the same defaults.
+
     q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; bfloat16, float16 or float32, all
         three alike. K up to 256. T may differ between ranks, nothing else may.
     g: [B, T, HV, K], natural logarithm of the decay, at most 0 and finite; float32, or like q. beta: [B, T, HV], any
         float type.
-    use_qk_l2norm_in_kernel: whether q and k are divided by their norms first, by torch.
+    use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
+    use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g + dt_bias),
+        with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV], optional where there is
+        a lower_bound; dt_bias: HV * K numbers, optional.
+    use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
+    safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
+    state_v_first: whether states are [.., V, K].
     scale, initial_state, output_final_state, cu_seqlens, first_token: as in :func:`allscan.zeco_gla`; states are
         [B or N, HV, K, V] float32.
 
-    Returns (o, final_state), as zeco_gla does. Differentiable in q, k, v, g, beta and initial_state. One scan forward,
-    with the K x K transition that a rank's tokens make, and one in reverse in backward, each moving one state of
-    B * HV * K * V float32 words from a rank to the next. What happens inside of chunks of 64 tokens is done by
-    flash-linear-attention, which must be installed (``pip install flash-linear-attention``); arguments that
-    ``fla.ops.kda.chunk_kda`` has and this has not are to be applied before.
+    Returns (o, final_state), as zeco_gla does. Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state;
+    the gradients of A_log and dt_bias are this rank's share. One scan forward, with the K x K transition that a rank's
+    tokens make, and one in reverse in backward, each moving one state of B * HV * K * V float32 words from a rank to
+    the next. What happens inside of chunks of 64 tokens is done by flash-linear-attention, which must be installed
+    (``pip install flash-linear-attention``).
 
     Raises what :func:`allscan.zeco_gla` raises, and ImportError without fla, before anything is launched.
     Source: Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
 
         >>> o, _ = allscan.zeco_kda(q, k, v, g, beta, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
-    return _call(
-        "kda", q, k, v, g, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        first_token,
+    before = Before(
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, A_log,
+        dt_bias, state_v_first,
     )  # fmt: skip
+    rule = "safe_kda" if safe_gate else "kda"
+    return _call(
+        rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token
+    )
 
 
 def zeco_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, state_v_first: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
 
         S_t = exp(g_t) (1 - beta_t k_t k_t^T) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
 
-    g: [B, T, HV], natural logarithm of the decay of a head. All else as in :func:`zeco_kda`. On Hopper GPUs fla refuses
-    this rule's backward with Triton 3.4 to 3.7.0.
+    The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, and comm=. g: [B, T, HV], natural
+    logarithm of the decay of a head; dt_bias: [HV]. All else as in :func:`zeco_kda`. On Hopper GPUs fla refuses this
+    rule's backward with Triton 3.4 to 3.7.0.
     Source: Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
 
         >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
     """
+    before = Before(
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, A_log, dt_bias,
+        state_v_first,
+    )  # fmt: skip
     return _call(
-        "gated_delta_rule", q, k, v, g, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, first_token,
+        "gated_delta_rule", before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens,
+        first_token,
     )  # fmt: skip
 
 
-def _call(
-    rule, q, k, v, g, beta, comm, scale, initial_state, output_final_state, normalize, cu_seqlens, first_token
-):  # fmt: skip
-    arguments = rule, q, k, v, g, beta, comm, scale, initial_state, output_final_state, normalize, cu_seqlens
+def _call(rule, before, q, k, v, g, beta, comm, *options):
     if torch.compiler.is_compiling():
-        return _delta(*arguments, first_token)
+        return _delta(rule, before, q, k, v, g, beta, comm, *options)
     with comm.call():
-        return _delta(*arguments, first_token)
+        return _delta(rule, before, q, k, v, g, beta, comm, *options)
 
 
 def _delta(
-    rule, q, k, v, g, beta, comm, scale, initial_state, output_final_state, normalize, cu_seqlens, first_token
+    rule, before: Before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token
 ):  # fmt: skip
     problem = None
     try:
-        check_for_an_operator(f"zeco_{rule}", dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state), scale)
+        tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+        check_for_an_operator(f"zeco_{rule}", tensors, scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
-    except (TypeError, ValueError, NotImplementedError) as error:
+        if before.gate or before.sigmoid or before.twice:
+            _check_before(before, RULES[rule].scalar, q, v, g)
+        if not torch.compiler.is_compiling():
+            _import_fla()
+    except (TypeError, ValueError, NotImplementedError, ImportError) as error:
         problem = Problem(error)
     if problem is not None:
         prepare(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if normalize:
-        q, k = (_normalized(x) for x in (q, k))
+    if before.normalize:
+        q, k = normalized(q), normalized(k)
+    if before.gate:
+        g = gate(g, before.A_log, before.dt_bias, before.lower_bound, RULES[rule].scalar)
+    if before.sigmoid:
+        beta = beta.float().sigmoid() * (2 if before.twice else 1)
+    if initial_state is not None and before.state_v_first:
+        initial_state = initial_state.mT
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if initial_state is not None:
         initial_state = initial_state.contiguous()
     o, final_state, *_ = _forward(
         q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token
     )
-    return o, final_state if output_final_state else None
+    if not output_final_state:
+        return o, None
+    return o, final_state.mT if before.state_v_first else final_state
 
 
-def _normalized(x: Tensor) -> Tensor:
-    """As fla does: x over the root of its square and 1e-6."""
-    return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+def _check_before(before: Before, scalar: bool, q, v, g) -> None:
+    """Raise TypeError or ValueError for what raw gates and beta cannot be made of."""
+    if before.twice and not before.sigmoid:
+        raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
+    if not before.gate:
+        return
+    if before.lower_bound is not None and not -float("inf") < before.lower_bound < 0:
+        raise ValueError(f"lower_bound must be below 0, got {before.lower_bound}")
+    if before.A_log is None and before.lower_bound is None:
+        raise ValueError("use_gate_in_kernel needs A_log")
+    heads, K = v.shape[-2], q.shape[-1]
+    if tuple(g.shape[2:]) != ((heads,) if scalar else (heads, K)):
+        raise ValueError(f"g must be {['B', 'T', heads] if scalar else ['B', 'T', heads, K]}, got {list(g.shape)}")
+    for name, x, count in (("A_log", before.A_log, heads), ("dt_bias", before.dt_bias, heads * (1 if scalar else K))):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.numel() != count or x.device != g.device:
+            raise ValueError(f"{name} must be {count} numbers on {g.device}, got {tuple(x.shape)} on {x.device}")
 
 
 def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
@@ -133,7 +200,7 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
         raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
     if K > 256:
         raise ValueError(f"K must be at most 256, got {K}")
-    wanted = dict(g=(B, T, HV, K) if rule == "kda" else (B, T, HV), beta=(B, T, HV))
+    wanted = dict(g=(B, T, HV) if RULES[rule].scalar else (B, T, HV, K), beta=(B, T, HV))
     for name, x in dict(g=g, beta=beta).items():
         if x.shape != wanted[name]:
             raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
@@ -174,8 +241,7 @@ def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_toke
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
-        _import_fla()
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError) as error:
         problem = Problem(error)
     prepare(comm, shape, agree, problem, positive)
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
@@ -227,7 +293,7 @@ def _forward(
 def _(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None):
     final_state, *kept = _kept_tensors(q, v, cu_seqlens, final)
     chunk = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
-    scores = chunk if rule == "kda" else k.new_empty(0)
+    scores = k.new_empty(0) if RULES[rule].scalar else chunk
     return torch.empty_like(v), final_state, torch.empty_like(g, dtype=torch.float32), scores, chunk.clone(), *kept
 
 

@@ -1,19 +1,24 @@
-"""Sequence parallelism for the GLA layers and models of flash-linear-attention (tested with 0.6.0)."""
+"""Sequence parallelism for layers and models of flash-linear-attention (tested with 0.6.0): GLA, KDA, Gated DeltaNet,
+and hybrids of these with softmax attention."""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fla.layers import GatedLinearAttention
+from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+from fla.layers import attn as softmax_attention
 from fla.layers.utils import get_layer_cache, update_layer_cache
 
 from ..checks import boundaries
 from ..communicator import Communicator
-from ..first_call import cached_table, partition_start
+from ..delta import zeco_gated_delta_rule, zeco_kda
+from ..first_call import cached_table, partition, partition_start
 from ..gla import zeco_gla
 from ..ops import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
@@ -28,12 +33,15 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
         >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
         >>> loss.backward()                                  # add the gradients up over the ranks of comm
 
-    module: a ``GatedLinearAttention``, or anything made of such layers whose other parts look at one token at a time: a
-        ``GLABlock``, ``GLAModel`` or ``GLAForCausalLM``. Parameters, their names and checkpoints stay as they are.
+    module: a ``GatedLinearAttention``, ``KimiDeltaAttention`` or ``GatedDeltaNet``, or anything made of such layers, of
+        softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``, ``GatedDeltaNetModel`` or
+        ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay as they are.
     comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
 
-    The layers call zeco_gla, whatever their ``mode``, and the tokens that short convolutions look back at come from the
-    rank before, so each rank needs at least conv_size - 1 tokens. ``cu_seqlens`` is that of the whole, as for zeco_gla.
+    The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
+    convolutions look back at come from the rank before, so each rank needs at least conv_size - 1 tokens. Softmax
+    attention gathers the keys and values of all ranks, and the last rank has the most to do; without ``cu_seqlens`` it
+    asks on the host, once a call, how many tokens the ranks have. ``cu_seqlens`` is that of the whole, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
@@ -43,19 +51,18 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     With ``use_cache=True`` the cache of the last rank is what the ordinary model goes on from, as a single process:
     ``sequence_parallel(model, comm=None)``. The others' is not to be used.
 
-    Raises ValueError if there is no such layer, a layer of fla of another kind, or one whose forward is not its class's
-    (hooks that replace it come after); when called, for an attention mask that masks anything (pack with cu_seqlens
-    instead; looking waits for the GPU, once a mask: do not write to one made in torch.inference_mode), for a cache that
-    is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False), and for
-    ``use_l2warp``, whose penalty fla scales by what one rank has.
+    Raises ValueError if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
+    class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack with
+    cu_seqlens instead; looking waits for the GPU, once a mask: do not write to one made in torch.inference_mode), for a
+    cache that is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False),
+    and for ``use_l2warp``, whose penalty fla scales by what one rank has.
     """
-    layers = [m for m in module.modules() if isinstance(m, GatedLinearAttention)]
-    others = {
-        type(m).__name__ for m in module.modules() if _of_fla(type(m)) and not isinstance(m, GatedLinearAttention)
-    }
-    others |= {type(m).__name__ for m in layers if type(m).forward is not GatedLinearAttention.forward}
-    if others or not layers:
-        raise ValueError(f"expected layers of GatedLinearAttention only, got {sorted(others) or 'none'}")
+    layers = [m for m in module.modules() if _kind(m) is not None]
+    others = {type(m).__name__ for m in module.modules() if _of_fla(type(m)) and _kind(m) is None}
+    others |= {type(m).__name__ for m in layers if type(m).forward is not _kind(m).forward}
+    if others or all(_kind(m) is softmax_attention.Attention for m in layers):
+        kinds = ", ".join(kind.__name__ for kind in _CALLS)
+        raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
     for layer in layers:
         _replace(layer, "forward", comm and functools.partial(_layer, layer, comm))
     for model in module.modules():
@@ -78,24 +85,50 @@ def _replace(module, name, function):
         setattr(module, name, function)
 
 
+def _kind(module):
+    """The class of fla's that a layer is of, or None."""
+    return next((kind for kind in _CALLS if isinstance(module, kind)), None)  # FSDP2 makes subclasses
+
+
 def _layer(
     layer, comm, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, output_attentions=False,
     cu_seqlens=None, first_token=None, **_,
 ):  # fmt: skip
-    """GatedLinearAttention.forward, over this rank's tokens."""
+    """The forward of a layer, over this rank's tokens."""
     if attention_mask is not None and not _masks_nothing(TensorKey(attention_mask)):
         _refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
         _refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
         _refuse(comm, "packed sequences leave no cache: pass use_cache=False")
-    x, conv_states = hidden_states, None
-    q, k, v, g = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), layer.gk_proj(x)
+    cache, call = past_key_values if use_cache else None, _CALLS[_kind(layer)]
+    if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
+        _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states.shape[1]))
+    return call(layer, comm, hidden_states, cache, cu_seqlens, first_token), None, past_key_values
+
+
+def _mixed(layer, comm, x, cache, cu_seqlens, first_token, activation=None):
+    """(q, k, v with heads, and the layer's convolutions' states) of a recurrent layer."""
+    xs, states = (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), None
     if layer.use_short_conv:
         convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
-        (q, k, v), conv_states = _convolve(convolutions, (q, k, v), comm, cu_seqlens, first_token, use_cache)
-    q, k, g = (y.unflatten(-1, (-1, layer.head_k_dim)) for y in (q, k, g))
-    v = v.unflatten(-1, (-1, layer.head_v_dim))
+        xs, states = _convolve(convolutions, xs, comm, cu_seqlens, first_token, cache is not None)
+    elif activation is not None:
+        xs = [activation(y) for y in xs]
+    widths = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
+    return *(y.unflatten(-1, (-1, width)) for y, width in zip(xs, widths, strict=True)), states
+
+
+def _remember(layer, cache, state, conv_states):
+    if cache is not None:
+        update_layer_cache(
+            layer, cache, recurrent_state=state.contiguous(), conv_state=conv_states, offset=_prefilled[cache]
+        )
+
+
+def _gla(layer, comm, x, cache, cu_seqlens, first_token):
+    q, k, v, conv_states = _mixed(layer, comm, x, cache, cu_seqlens, first_token)
+    g = layer.gk_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     if layer.num_kv_groups > 1:
         k, v, g = (y.repeat_interleave(layer.num_kv_groups, -2) for y in (k, v, g))
     g = F.logsigmoid(g) / layer.gate_logit_normalizer
@@ -104,22 +137,142 @@ def _layer(
     if layer.feature_map_fn is not None:
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
     o, state = zeco_gla(
-        q, k, v, g, comm=comm, output_final_state=bool(use_cache), cu_seqlens=cu_seqlens, first_token=first_token
+        q, k, v, g, comm=comm, output_final_state=cache is not None, cu_seqlens=cu_seqlens, first_token=first_token
     )
-    if use_cache and past_key_values is not None:
-        if past_key_values not in _prefilled or not past_key_values.get_seq_length():  # the first layer
-            _prefilled[past_key_values] = sum(comm.exchange(x.shape[1], "the first layer of a prefill"))
-        update_layer_cache(
-            layer, past_key_values, recurrent_state=state.mT.contiguous(), conv_state=conv_states,
-            offset=_prefilled[past_key_values],
-        )  # fmt: skip
+    _remember(layer, cache, state if state is None else state.mT, conv_states)
     if not layer.use_output_gate:
         o = layer.g_norm(o).flatten(-2)
     elif layer.fuse_norm_and_gate:
         o = layer.g_norm_swish_gate(o, layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim))).flatten(-2)
     else:
         o = layer.g_norm(o).flatten(-2) * layer.gate_fn(layer.g_proj(x))
-    return layer.o_proj(o), None, past_key_values
+    return layer.o_proj(o)
+
+
+def _delta_rule(rule, layer, comm, x, cache, cu_seqlens, first_token, g, gated, **options):
+    """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
+    q, k, v, conv_states = _mixed(layer, comm, x, cache, cu_seqlens, first_token, F.silu)
+    o, state = rule(
+        q, k, v, g, layer.b_proj(x), comm=comm, output_final_state=cache is not None, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=layer.allow_neg_eigval,
+        A_log=layer.A_log, dt_bias=layer.dt_bias, state_v_first=True, cu_seqlens=cu_seqlens, first_token=first_token,
+        **options,
+    )  # fmt: skip
+    _remember(layer, cache, state, conv_states)
+    gate = (layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim)),) if gated else ()
+    return layer.o_proj(layer.o_norm(o, *gate).flatten(-2))
+
+
+def _kda(layer, comm, x, cache, cu_seqlens, first_token):
+    g = layer.f_proj(x).unflatten(-1, (-1, layer.head_k_dim))
+    options = dict(safe_gate=layer.safe_gate, lower_bound=layer.lower_bound)
+    return _delta_rule(zeco_kda, layer, comm, x, cache, cu_seqlens, first_token, g, True, **options)
+
+
+def _gated_delta_net(layer, comm, x, cache, cu_seqlens, first_token):
+    g = layer.a_proj(x)
+    return _delta_rule(zeco_gated_delta_rule, layer, comm, x, cache, cu_seqlens, first_token, g, layer.use_gate)
+
+
+def _softmax(layer, comm, x, cache, cu_seqlens, first_token):
+    """Softmax attention of this rank's queries to the keys and values up to its last token."""
+    T = x.shape[1]
+    lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
+    if lengths is not None and first_token is None:
+        tokens = partition(comm, lengths, T)
+    else:
+        tokens = _tokens_of_all(comm, T)
+    first, total = sum(tokens[: comm.rank]), sum(tokens)
+    q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    if layer.qk_norm:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    pieces = None
+    if lengths is not None:
+        key = "softmax", first, T, lengths
+        pieces = cached_table(comm, key, lambda: _pieces(comm.device, first, lengths, T))
+    longest = total if pieces is None else pieces.longest
+    q, k = layer.rotary(
+        q, k, seqlen_offset=first if pieces is None else pieces.offsets,
+        max_seqlen=max(longest, layer.max_position_embeddings or 0),
+        cu_seqlens=None if pieces is None else pieces.queries,
+    )  # fmt: skip
+    k, v = (_Gather.apply(y, tokens, comm)[:, : first + T] for y in (k, v))
+    if cache is not None:
+        cache.update(
+            attn_state=(k.flatten(-2), v.flatten(-2)), layer_idx=layer.layer_idx, offset=_prefilled[cache],
+            cache_kwargs=dict(window_size=layer.window_size),
+        )  # fmt: skip
+    # where there are more keys than queries, the last query is that of the last key
+    options = dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
+    if pieces is None:
+        o = softmax_attention.flash_attn_func(q, k, v, **options)
+    else:
+        o = softmax_attention.flash_attn_varlen_func(
+            q[0], k[0, pieces.begin :], v[0, pieces.begin :], cu_seqlens_q=pieces.queries, cu_seqlens_k=pieces.keys,
+            max_seqlen_q=T, max_seqlen_k=longest, **options,
+        )[None]  # fmt: skip
+    return layer.o_proj(o.flatten(-2))
+
+
+class _Pieces(NamedTuple):
+    """Of packed sequences that have tokens on this rank: where the first one begins in the whole, cu_seqlens of their
+    queries here and of their keys up to here, how many tokens of each are before this rank's, the longest one."""
+
+    begin: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    offsets: torch.Tensor
+    longest: int
+
+
+def _pieces(device, first, lengths, T) -> _Pieces:
+    here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, first + T)]
+    begin = here[0][0]
+    queries = torch.tensor([0, *(min(b, first + T) - first for _, b in here)], dtype=torch.int32)
+    keys = torch.tensor([0, *(min(b, first + T) - begin for _, b in here)], dtype=torch.int32)
+    offsets = torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32)
+    longest = max(b - a for a, b in here)
+    return _Pieces(begin, *(to_device(table, device) for table in (queries, keys, offsets)), longest)
+
+
+class _Gather(torch.autograd.Function):
+    """x [B, T, ...] of all ranks one behind the other; in backward each rank gets its part of the sum."""
+
+    @staticmethod
+    def forward(ctx, x, tokens, comm):
+        ctx.tokens, ctx.comm = tokens, comm
+        if comm.size == 1:
+            return x
+        parts = [x.new_empty(x.shape[0], max(tokens), *x.shape[2:]) for _ in tokens]
+        dist.all_gather(parts, _padded(x, max(tokens)), group=comm.group)
+        return torch.cat([part[:, :n] for part, n in zip(parts, tokens, strict=True)], 1)
+
+    @staticmethod
+    def backward(ctx, dx):
+        if ctx.comm.size == 1:
+            return dx, None, None
+        most, rank = max(ctx.tokens), ctx.comm.rank
+        mine = dx.new_empty(dx.shape[0], most, *dx.shape[2:])
+        dist.reduce_scatter(mine, [_padded(part, most) for part in dx.split(ctx.tokens, 1)], group=ctx.comm.group)
+        return mine[:, : ctx.tokens[rank]], None, None
+
+
+def _padded(x, length):
+    """x [B, T, ...] with ``length`` tokens."""
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1])).contiguous()
+
+
+_CALLS = {
+    GatedLinearAttention: _gla,
+    KimiDeltaAttention: _kda,
+    GatedDeltaNet: _gated_delta_net,
+    softmax_attention.Attention: _softmax,
+}
+
+
+def _tokens_of_all(comm, T):
+    with comm.call():  # so that a rank that refuses the layer is not waited for
+        return comm.exchange(T, "the tokens of each rank")
 
 
 def _refuse(comm, message: str):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
+import fla.ops.cp.comm
 import torch
 from fla.ops.cp import chunk_delta_h
 
 from ..communicator import Communicator
 from ..delta.passes import StatePass, delta_segment_length
 from ..first_call import cached_table, get_or_create_scan
+from ..ops import halo
 from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from ..tiling import transition_tile
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
+_TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
+_fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
 _communicators: dict[Any, Communicator] = {}  # by process group
 _every_group = False  # whether enable() was called
 
@@ -49,10 +54,10 @@ def context_parallel(comm: Communicator) -> None:
     the inputs are), and a rank gets one state, HV * K * V words, forward and backward; the transitions stay where they
     are.
 
-    For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives; of
-    rules without gates, or with gates of the keys, the summaries stay fla's. Contexts of the "zigzag" layout,
-    ``use_graph`` and the short convolutions go on as fla does them. The first call for a shape is collective on the
-    host.
+    For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives, and
+    in the short convolutions; of rules without gates, or with gates of the keys, the summaries stay fla's. Contexts of
+    the "zigzag" layout go on as fla does them, and so does ``use_graph``: there the boundaries of sequences are read on
+    the GPU at every replay. The first call for a shape is collective on the host.
     """
     _communicators[comm.group] = comm
     _install()
@@ -61,8 +66,9 @@ def context_parallel(comm: Communicator) -> None:
 def _install() -> None:
     """In every module that has imported fla's functions by name; those that come later find ours."""
     ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
+    ours |= {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("fla.ops"):
+        if getattr(module, "__name__", "").startswith("fla."):
             for name, function in ours.items():
                 if vars(module).get(name) is _fla[name]:
                     setattr(module, name, function)
@@ -85,13 +91,33 @@ def _carrier(context, use_graph):
     """The communicator that carries the states of this context, or None: fla does it."""
     if context is None or context.group is None or context.layout != "contiguous" or use_graph:
         return None
-    comm = _communicators.get(context.group)
+    return _communicator(context.group)
+
+
+def _communicator(group):
+    comm = _communicators.get(group)
     if comm is not None and comm.closed:
-        del _communicators[context.group]
+        del _communicators[group]
         comm = None
-    if comm is None and _every_group:
-        comm = _communicators[context.group] = Communicator(context.group)
+    if comm is None and _every_group and group is not None:
+        comm = _communicators[group] = Communicator(group)
     return comm
+
+
+def _convolution(name, reverse):
+    """What stands for fla's exchange of the tokens that a short convolution looks back at, or of their gradients."""
+
+    given = inspect.signature(_fla[name])
+
+    @functools.wraps(_fla[name])
+    def call(*arguments, **named):
+        x, group = given.bind(*arguments, **named).args
+        comm = _communicator(group)
+        if comm is None:
+            return _fla[name](x, group)
+        return halo(x.reshape(1, 1, -1), 1, comm=comm, reverse=reverse).reshape(x.shape)
+
+    return call
 
 
 def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given):

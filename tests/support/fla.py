@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 import triton.runtime.interpreter as interpreter
 from triton.runtime.autotuner import Autotuner
 
-from allscan.reference import gla_reference
+from allscan.reference import delta_reference, gla_reference
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 
@@ -27,16 +28,49 @@ def import_fla():
             tensor.__index__ = lambda self: self.handle.data.item()
 
         interpreter._patch_lang_tensor = patched
-    import fla.layers.gla
-    import fla.models.gla
+    import fla.layers
+    import fla.models
 
+    fla.layers.attn.flash_attn_func, fla.layers.attn.flash_attn_varlen_func = attention, packed_attention
     return fla
 
 
-def recurrence(q, k, v, g, cu_seqlens=None, output_final_state=False, **_):
-    """chunk_gla, token by token."""
-    o, state = gla_reference(q, k, v, g, cu_seqlens=cu_seqlens)
+def recurrence(q, k, v, g, initial_state=None, cu_seqlens=None, output_final_state=False, **_):
+    """chunk_gla as fla's layer calls it, token by token: states are [.., V, K]."""
+    initial = None if initial_state is None else initial_state.mT
+    o, state = gla_reference(q, k, v, g, initial_state=initial, cu_seqlens=cu_seqlens)
     return o.to(v.dtype), state.mT.to(v.dtype)
+
+
+def delta_recurrence(
+    q, k, v, g, beta, A_log, dt_bias, lower_bound=None, allow_neg_eigval=False, initial_state=None, cu_seqlens=None, **_
+):
+    """chunk_kda and chunk_gated_delta_rule as fla's layers call them, token by token."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q.double(), k.double()))
+    raw, rate = g.double() + dt_bias.double().view(g.shape[2:]), A_log.double().exp()
+    rate = rate[:, None] if g.ndim == 4 else rate
+    g = -rate * F.softplus(raw) if lower_bound is None else lower_bound * (rate * raw).sigmoid()
+    beta = (1 + allow_neg_eigval) * beta.double().sigmoid()
+    initial = None if initial_state is None else initial_state.mT
+    o, state = delta_reference(q, k, v, g, beta, initial_state=initial, cu_seqlens=cu_seqlens)
+    return o.to(v.dtype), state.mT.float()
+
+
+def attention(q, k, v, causal, window_size):
+    """flash_attn_func: q [B, T, H, D], k and v [B, S, HK, D], the last query at the last key."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    keys = torch.arange(k.shape[1], device=q.device)
+    distance = keys[-q.shape[1] :, None] - keys
+    seen = (distance >= 0) & (distance <= (len(keys) if window_size[0] < 0 else window_size[0]))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+
+def packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
+    """flash_attn_varlen_func: the sequences one behind the other."""
+    cuts = zip(*(pairwise(cuts.tolist()) for cuts in (cu_seqlens_q, cu_seqlens_k)), strict=True)
+    pieces = [(q[None, a:b], k[None, c:d], v[None, c:d]) for (a, b), (c, d) in cuts if a < b]
+    return torch.cat([attention(*piece, causal, window_size) for piece in pieces], 1)[0]
 
 
 H, D = 4, 64  # heads, widths
