@@ -59,6 +59,7 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
         g = g + dt_bias.float().view(g.shape[2:])
     rate = None if A_log is None else A_log.float().exp().view(-1, *(1,) * (g.ndim - 3))
     if lower_bound is None:
+        assert rate is not None
         return -rate * F.softplus(g)
     return lower_bound * (g if rate is None else rate * g).sigmoid()
 

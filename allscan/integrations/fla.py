@@ -231,8 +231,8 @@ def _pieces(device, first, lengths, T) -> _Pieces:
     queries = torch.tensor([0, *(min(b, first + T) - first for _, b in here)], dtype=torch.int32)
     keys = torch.tensor([0, *(min(b, first + T) - begin for _, b in here)], dtype=torch.int32)
     offsets = torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32)
-    longest = max(b - a for a, b in here)
-    return _Pieces(begin, *(to_device(table, device) for table in (queries, keys, offsets)), longest)
+    queries, keys, offsets = (to_device(table, device) for table in (queries, keys, offsets))
+    return _Pieces(begin, queries, keys, offsets, max(b - a for a, b in here))
 
 
 class _Gather(torch.autograd.Function):

@@ -53,7 +53,7 @@ class Ranks:
         if self.device == "cpu":
             multiprocessing.set_forkserver_preload(PRELOAD)
             changed = environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        context = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
+        context: Any = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
         before = dict(os.environ)
         os.environ.update(changed)
         try:
