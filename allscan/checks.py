@@ -90,6 +90,18 @@ def decay_rows(decay, shape, device):
     return decay.expand(target).contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
 
 
+def is_zigzag(layout: str) -> bool:
+    """Raises ValueError unless it is one of the two layouts."""
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f'layout must be "contiguous" or "zigzag", got {layout!r}')
+    return layout == "zigzag"
+
+
+def check_halves(T: int) -> None:
+    if T % 2:
+        raise ValueError(f"the zigzag layout wants an even T, half of it for each of a rank's two places, got {T}")
+
+
 def check_for_an_operator(what: str, tensors: dict, scale) -> None:
     """Raise for arguments of the operator ``what`` that a custom op does not take as they are; ``tensors`` by name."""
     for name, x in tensors.items():

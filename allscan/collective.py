@@ -292,6 +292,33 @@ class AllScan:
             )  # fmt: skip
             return out
 
+    def there_and_back(
+        self, there: torch.Tensor, back: torch.Tensor, *, decays: tuple = (None, None),
+        transitions: tuple = (None, None), adjoint: bool = False, initial_state: torch.Tensor | None = None,
+        channels: tuple[Channel, Channel] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The scan of ``there`` over the ranks, then that of ``back`` from the last rank to the first, which begins
+        with what the first one leaves behind the last rank: both halves of the zigzag layout.
+
+            R_0 = initial_state (or 0),   R_{p+1} = decay_p R_p + there_p,
+            E_{P-1} = R_P,                E_{p-1} = decay'_p E_p + back_p
+
+        decays, transitions: of the two, as for :meth:`scan`. adjoint: the transposed transitions. channels: of the two.
+        Returns (R_p, E_p). The adjoint is the same with the two exchanged. Neither waits for itself on another rank: a
+        rank's scan there waits for scans there only, and its scan back, launched behind it, for scans there and for
+        those back of the ranks behind it.
+        """
+        channels = channels or (self.channel(), self.channel(reverse=True))
+        options = [
+            dict(decay=d, transition=t, adjoint=adjoint, channel=c)
+            for d, t, c in zip(decays, transitions, channels, strict=True)
+        ]
+        prev = self.scan(there, initial_state=initial_state, **options[0])
+        handed = None
+        if self.comm.rank == self.comm.size - 1:
+            handed = leaves(there, decays[0], transitions[0], prev, adjoint)
+        return prev, self.scan(back, initial_state=handed, reverse=True, **options[1])
+
     @staticmethod
     def _check_out(out, state, **others) -> None:
         """Raise ValueError if a kernel would read what another of its programs has written."""
@@ -306,3 +333,16 @@ class AllScan:
                 raise ValueError(
                     f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
                 )
+
+
+def leaves(state: torch.Tensor, decay, transition, prev: torch.Tensor, adjoint: bool = False) -> torch.Tensor:
+    """What leaves a rank that ``prev`` enters, differentiable: decay * prev + state; of a decay that is 0, state."""
+    if transition is not None:  # float64, since torch may multiply float32 as TF32
+        factor = transition.mT if adjoint else transition
+        return (factor.double() @ prev.double() + state).float()
+    if decay is None:
+        return prev + state
+    if not isinstance(decay, torch.Tensor):
+        return state if decay == 0 else decay * prev + state
+    factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)] if decay.ndim else decay
+    return factor * torch.where(factor == 0, prev.nan_to_num(0.0, 0.0, 0.0), prev) + state

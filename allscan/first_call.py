@@ -8,7 +8,7 @@ from typing import TypeVar
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
-from .packing import MOST_CHUNKS, Layout, Piece, boundaries_on_host, cut
+from .packing import MOST_CHUNKS, Layout, Piece, boundaries_on_host, cut, zigzag_cut
 from .rendezvous import by_rank
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
@@ -89,7 +89,9 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T
     return value
 
 
-def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None) -> int:
+def partition_start(
+    comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None, zigzag: bool = False
+) -> int:
     """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
     these ``lengths`` is collective, and the partition that it finds is kept (the last KEPT, alike on every rank).
     Where the caller says it, ``given``, no other rank is asked, but in debug mode.
@@ -98,10 +100,11 @@ def partition_start(comm: Communicator, lengths: tuple[int, ...], T: int, given:
     call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With ``given``:
     ValueError on a rank that can see that it is wrong.
     """
+    halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the whole
     if given is not None:
-        _check_given(comm, lengths, given, given + T)
+        _check_given(comm, lengths, given, given + T // halves, halves)
         return given
-    return sum(partition(comm, lengths, T)[: comm.rank])
+    return sum(partition(comm, lengths, T)[: comm.rank]) // halves
 
 
 def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]:
@@ -139,16 +142,16 @@ def _rises_from_0(lengths: tuple[int, ...]) -> bool:
     return lengths[0] == 0 and all(a <= b for a, b in zip(lengths, lengths[1:]))
 
 
-def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int) -> None:
+def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
     """Raise ValueError if this rank can see that its tokens are not begin .. end - 1; in debug mode ask the others."""
     if not _rises_from_0(lengths):
         raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
-    inside = 0 <= begin <= end <= lengths[-1]
+    inside = 0 <= begin <= end <= lengths[-1] / halves
     first, last = comm.rank == 0, comm.rank == comm.size - 1
-    if not inside or (first and begin != 0) or (last and end != lengths[-1]):
+    if not inside or (first and begin != 0) or (last and end != lengths[-1] / halves):
         raise ValueError(
             f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got {begin} "
-            f"and {end - begin}"
+            f"and {halves * (end - begin)}"
         )
     if comm.debug:
         places = comm.exchange((lengths, begin, end), "first_token, in debug mode")
@@ -157,20 +160,28 @@ def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
             raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
 
 
-def find_layout(comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None) -> Layout:
-    """The layout of this rank; raises what partition_start raises, and ValueError for more chunks than kernels take."""
+def find_layout(
+    comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None, zigzag: bool = False
+) -> Layout:
+    """The layout of this rank; of tokens in ``zigzag`` with a state for each half of a batch entry's.
+
+    Raises what partition_start raises, and ValueError for more chunks than kernels take.
+    """
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
-    first = 0 if lengths is None else partition_start(comm, lengths, T, first_token)
+    first = 0 if lengths is None else partition_start(comm, lengths, T, first_token, zigzag)
 
     def make():
-        if lengths is None:
-            flags = FIRST.value * (comm.rank == 0) | LAST.value * (comm.rank == comm.size - 1)
-            pieces = [Piece(b * T, (b + 1) * T, b, b, flags) for b in range(B)]
+        if lengths is not None:
+            pieces = zigzag_cut(lengths, first, T) if zigzag else cut(lengths, first, T)
         else:
-            pieces = cut(lengths, first, T)
-        return Layout(pieces, B, segment, comm.device)
+            begins, ends = FIRST.value * (comm.rank == 0), LAST.value * (comm.rank == (0 if zigzag else comm.size - 1))
+            halves = ((begins, ends),) if not zigzag else ((begins, 0), (0, ends))
+            n = T // len(halves)
+            places = [(b, half) for b in range(B) for half in range(len(halves))]
+            pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
+        return Layout(pieces, 2 * B if zigzag else B, segment, comm.device)
 
-    layout = cached_table(comm, (B, T, first, lengths, segment), make)
+    layout = cached_table(comm, (B, T, first, lengths, segment, zigzag), make)
     if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
         raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
     return layout

@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .checks import boundaries, check_tensor, check_transition, decay_target, integer
+from .checks import boundaries, check_halves, check_tensor, check_transition, decay_target, integer, is_zigzag
+from .collective import leaves
 from .communicator import Communicator
 from .errors import Problem
 from .first_call import cached_table, get_or_create_scan, partition_start
@@ -25,7 +26,7 @@ Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 @dynamo_disabled
 def allscan(
     state: Array, decay: Array | float | None = None, *, comm: Communicator, transition: Array | None = None,
-    initial_state: Array | None = None, reverse: bool = False, out: Array | None = None,
+    initial_state: Array | None = None, reverse: bool = False, out: Array | None = None, layout: str = "contiguous",
 ) -> Array:  # fmt: skip
     """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
 
@@ -43,7 +44,10 @@ def allscan(
         transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
     out: like state, to be written instead of a new array; not with gradients.
-    Returns R_p, like state and of the same kind of array.
+    layout: "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and transition where there are
+        any, are pairs of tensors, of the former and of the latter. The states go over the ranks and back:
+        E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out.
+    Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
     Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
     :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream.
@@ -56,6 +60,8 @@ def allscan(
         >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
     """
     with comm.call(reverse):
+        if layout != "contiguous":
+            return _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout)
         if not isinstance(state, torch.Tensor):
             return _foreign(state, decay, transition, comm, initial_state, reverse, out)
         return _allscan(state, decay, comm, transition, initial_state, reverse, out)
@@ -84,6 +90,34 @@ def _allscan(state, decay, comm, transition, initial_state, reverse, out):
     if wanted:
         return _AllScan.apply(state, decay, transition, initial_state, scan, reverse)
     return scan.scan(state, decay, transition=transition, initial_state=initial_state, reverse=reverse, out=out)
+
+
+def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout):
+    problem = None
+    try:
+        is_zigzag(layout)
+        pairs = [(None, None) if x is None else x for x in (state, decay, transition)]
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise TypeError("state, and decay and transition if there are any, must be pairs in the zigzag layout")
+        if reverse or out is not None:
+            raise ValueError("the zigzag layout goes neither with reverse nor with out")
+        (there, back), decays, transitions = pairs
+        if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
+            raise TypeError("both states must be tensors of one shape")
+        for x, d, t in zip((there, back), decays, transitions, strict=True):
+            check_tensor("state", x, None, comm.device)
+            decay_target(d, x.shape, comm.device)
+            if t is not None:
+                check_transition(t, d, x.shape, comm.device)
+    except (TypeError, ValueError) as error:
+        problem = Problem(error)
+    if problem is not None:
+        get_or_create_scan(comm, None, problem=problem)
+    prev = _allscan(there, decays[0], comm, transitions[0], initial_state, False, None)
+    handed = None
+    if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
+        handed = leaves(there, decays[0], transitions[0], prev)
+    return prev, _allscan(back, decays[1], comm, transitions[1], handed, True, None)
 
 
 class _AllScan(torch.autograd.Function):
@@ -130,13 +164,7 @@ def _gradients(ctx, dprev):
     if ctx.needs_input_grad[3]:
         dinitial = torch.zeros_like(prev)
         if scan.comm.rank == (scan.comm.size - 1 if ctx.reverse else 0):
-            if transition is not None:
-                dinitial = transition.transpose(-1, -2) @ dstate + dprev
-            elif decay is None:
-                dinitial = dprev if ctx.number == 0 else dprev + dstate * (1.0 if ctx.number is None else ctx.number)
-            else:
-                factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)] if decay.ndim else decay
-                dinitial = torch.where(factor == 0, dprev, factor * dstate + dprev)
+            dinitial = leaves(dprev, given, transition, dstate, adjoint=True)
     return dstate, ddecay, dtransition, dinitial, None, None
 
 
@@ -168,7 +196,7 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
 @dynamo_disabled
 def halo(
     x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
-    first_token: int | None = None,
+    first_token: int | None = None, layout: str = "contiguous",
 ) -> Xs:  # fmt: skip
     """The n tokens that precede this rank's part of the sequence: the last n of the rank before. Differentiable.
 
@@ -181,6 +209,8 @@ def halo(
         arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
     cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
         the one at the cut count as none.
+    layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second, each
+        half of at least n tokens.
     Returns [B, n, ...] like x, a tuple for a tuple. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
     for its neighbours only. The first call for a shape is collective on the host. For gradients every rank uses the
     result, the first one too, which has zeros: else its own backward does not run, and the next call raises.
@@ -193,10 +223,10 @@ def halo(
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
     with comm.call(reverse):
-        return _halo(x, n, comm, reverse, cu_seqlens, first_token)
+        return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
 
-def _halo(x, n, comm, reverse, cu_seqlens, first_token):
+def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     several = isinstance(x, tuple)
     xs, shape, problem = x if several else (x,), None, None
     try:
@@ -213,29 +243,46 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token):
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
+        zigzag = is_zigzag(layout)
+        halves = 1 + zigzag
         widths = [math.prod(x.shape[2:]) * _words(x.dtype) for x in xs]
         shape = (B, n, sum(widths))
-        if T < n:
-            raise ValueError(f"x must have T of at least n = {n} tokens, got {_shapes(xs)}")
+        if zigzag:
+            check_halves(T)
+        if T // halves < n:
+            half = "half of " * zigzag
+            raise ValueError(f"x must have T of which {half}at least n = {n} tokens, got {_shapes(xs)}")
         for x in xs:
             if x.device != comm.device:
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None), problem)
-    edges = [_to_words((x[:, :n] if reverse else x[:, T - n :]).reshape(B, n, -1)) for x in xs]
+    get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)
+    half = T // halves
+    begins = [i * half if reverse else (i + 1) * half - n for i in range(halves)]
+    edges = [torch.cat([_to_words(x[:, a : a + n].reshape(B, n, -1)) for x in xs], -1) for a in begins]
     inside = None
     if cu_seqlens is not None:
         lengths = boundaries_on_host(cu_seqlens)
-        first = partition_start(comm, lengths, T, first_token)
-        key = ("halo", first, T, lengths, n, reverse)
-        inside = cached_table(comm, key, lambda: _same_sequence(comm.device, first, first + T, n, reverse, lengths))
+        first = partition_start(comm, lengths, T, first_token, zigzag)
+        starts = [first, lengths[-1] - first - half][:halves]
+        key = ("halo", first, T, lengths, n, reverse, zigzag)
+        inside = cached_table(
+            comm, key, lambda: _same_sequence(comm.device, [(a, a + half) for a in starts], n, reverse, lengths)
+        )
     # decay 0: nothing comes from beyond the neighbour
-    found = allscan(torch.cat(edges, -1) if several else edges[0], 0.0, comm=comm, reverse=reverse)
+    if not zigzag:
+        found = allscan(edges[0], 0.0, comm=comm, reverse=reverse)
+    else:  # reverse: what goes from the first rank to the last are beginnings of second halves
+        there, back = edges[::-1] if reverse else edges
+        pair = allscan((there, back), (0.0, 0.0), comm=comm, layout="zigzag")
+        found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
-    parts = found.split(widths, -1) if several else (found,)
-    out = tuple(_from_words(part, x.dtype).reshape(B, n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True))
+    out = tuple(
+        _from_words(part, x.dtype).reshape(B, halves * n, *x.shape[2:])
+        for part, x in zip(found.split(widths, -1), xs, strict=True)
+    )
     return out if several else out[0]
 
 
@@ -269,9 +316,13 @@ def _shapes(xs) -> str:
     return ", ".join(str(tuple(x.shape)) for x in xs)
 
 
-def _same_sequence(device, first, end, n, reverse, lengths) -> Tensor:
-    """[n, 1]: whether the token is of the sequence on this rank's side of the cut; it has tokens first .. end - 1."""
-    here = end - 1 if reverse else first  # the token next to the cut
-    begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
-    places = range(end, end + n) if reverse else range(first - n, first)
-    return to_device(torch.tensor([[begin <= t < finish] for t in places]), device)
+def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
+    """[n, 1] for each (first, end) of the ranges of this rank's tokens: whether the token beyond the cut is of the
+    sequence on this rank's side."""
+    table = []
+    for first, end in tokens:
+        here = end - 1 if reverse else first  # the token next to the cut
+        begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
+        places = range(end, end + n) if reverse else range(first - n, first)
+        table += [[begin <= t < finish] for t in places]
+    return to_device(torch.tensor(table), device)

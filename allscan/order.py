@@ -244,3 +244,15 @@ class PendingBackward:
             return
         if scan.backwards == self._backwards:
             scan.dropped[self._reverse] = True
+
+
+def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
+    """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
+    return [PendingBackward(scan, reverse) for reverse in (False, True)[: 1 + zigzag]]
+
+
+def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:
+    """For AllScan.there_and_back of both halves; int64 [2], a ticket for each."""
+    if adjoint:  # of the halves in the other order
+        return scan.channel(adjoint_of=ticket[1:]), scan.channel(reverse=True, adjoint_of=ticket[:1])
+    return scan.channel(ticket=ticket[:1]), scan.channel(reverse=True, ticket=ticket[1:])

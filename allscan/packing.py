@@ -20,7 +20,8 @@ class Piece(NamedTuple):
 
     start: int  # tokens start .. end - 1 of this rank's B * T
     end: int
-    state_index: int  # which of the travelling states is its own: the batch entry, 0 for packed sequences
+    state_index: int  # which of the travelling states is its own: the batch entry, 0 for packed sequences; in the
+    # zigzag layout twice that, and 1 more for the second half of the rank's tokens
     sequence: int  # row of initial_state and final_state
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
 
@@ -45,7 +46,7 @@ class Layout:
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
         begins += [len(segments)] * (states + 1 - len(begins))
         self.num_segments, self.num_chunks = len(segments), len(chunks)
-        self.passed = any(piece.flags == 0 for piece in pieces)  # by a state that enters this rank and leaves it
+        self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # of states that enter and leave
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self.tables: dict[str, object] = {}  # that others have made of it
@@ -75,9 +76,9 @@ def segment_length(tokens: int, H: int, cuda: bool) -> int:
     return length
 
 
-def most_segments(B: int, T: int, sequences: int, segment: int) -> int:
+def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: bool = False) -> int:
     """An upper bound of the number of segments that does not depend on where packed sequences begin."""
-    return B * (T // segment) + sequences
+    return B * (T // segment) + sequences + B * zigzag
 
 
 def cut(lengths, begin: int, T: int) -> list[Piece]:
@@ -94,6 +95,14 @@ def cut(lengths, begin: int, T: int) -> list[Piece]:
         if here:
             pieces.append(Piece(max(first, begin) - begin, min(end, begin + T) - begin, 0, i, flags))
     return pieces
+
+
+def zigzag_cut(lengths, begin: int, T: int) -> list[Piece]:
+    """The same of a rank in the zigzag layout, with the tokens begin .. begin + T / 2 - 1 and as many that lie as far
+    from the end as these from the beginning: state 0 is that of the former, 1 that of the latter."""
+    n = T // 2
+    tails = cut(lengths, lengths[-1] - begin - n, n)
+    return cut(lengths, begin, n) + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:

@@ -118,13 +118,16 @@ class Baseline:
     def stream(self):
         return self.comm.streams.side() if self._overlapped else contextlib.nullcontext(lambda: None)
 
-    def carry(self, state, decay, out, *, ticket, reverse):
+    def carry(self, state, decay, out, *, ticket, reverse, zigzag):
+        if zigzag:
+            raise NotImplementedError("these methods are for the contiguous layout")
+        state, decay, out = (x.flatten(0, 2) for x in (state, decay, out))
         self.scans += 1
         self._kept = self._method(self.comm, state, decay, reverse=reverse, out=out)  # until the next one
         self._kept()
 
-    def pending(self, shape):
-        return None
+    def pending(self, shape, zigzag):
+        return []
 
 
 def gla(q, k, v, g, *, carrier: Baseline):

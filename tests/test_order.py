@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import uuid
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +13,21 @@ import torch.distributed as dist
 
 import allscan
 from allscan import runtime
+from support.fla import import_fla
 from support.values import raised
 
 TIMEOUT = 3.0
+
+
+def delta(comm, v):
+    """zeco_kda, whose state is the last token's v; o of a token is its v, of each rank's first token that
+    of the token before."""
+    import_fla()
+    T = v.shape[1]
+    k = torch.nn.functional.one_hot(torch.zeros(1, T, 1, dtype=torch.long), 8).to(v)
+    beta = torch.ones(1, T, 1, device=v.device)
+    beta[:, :1] = 0.0
+    return allscan.zeco_kda(k, k, v, 0 * k, beta, comm=comm, scale=1.0)[0]
 
 
 def value(comm, how, i, bad):
@@ -29,6 +42,8 @@ def value(comm, how, i, bad):
         if how == "zeco_gla":  # no tokens
             x = torch.ones(1, 0 if bad else 3, 1, 2, device=comm.device)
             return allscan.zeco_gla(0 * x + 1, x, 10.0 * i * x, 0 * x, comm=comm, scale=1.0)[0][0, 0, 0, 0].item()
+        if how == "delta":  # no tokens
+            return delta(comm, torch.full((1, 0 if bad else 3, 1, 8), 10.0 * i, device=comm.device))[0, 0, 0, 0].item()
         if bad:  # how: "skipped", with "step" called once an iteration
             raise torch.OutOfMemoryError
         return allscan.allscan(torch.full((1, 2), 10.0 * i, device=comm.device), comm=comm).mean().item()
@@ -37,7 +52,7 @@ def value(comm, how, i, bad):
 
 
 def expected(how, comm, i):
-    if how == "halo":
+    if how in ("halo", "delta"):
         return 10.0 * i if comm.rank else 0.0
     if how == "zeco_gla":  # 3 tokens a rank before this one's first, and that one; K = 2
         return 2 * 10.0 * i * (3 * comm.rank + 1)
@@ -64,8 +79,7 @@ def shifted_case(group, how, step):
     return found, right, end, again
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("how", ["allscan", "halo", "zeco_gla"])
+@pytest.mark.parametrize("how, size", [*product(["allscan", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
 def test_a_call_that_one_rank_refuses(run, size, how):
     """No rank gets a number of another call, all ranks get an error, and resync() brings them back."""
     answers = run(size, shifted_case, how, False)
@@ -146,8 +160,13 @@ def test_a_call_that_all_ranks_refuse(run, pool):
     assert all(run(min(3, len(pool.processes)), all_refuse_case))
 
 
-def training(comm, i, ignores, validate=False):
-    """One step of prev = allscan(state); loss = prev * i; what state.grad is."""
+def training(comm, i, ignores, validate=False, how="allscan"):
+    """One step of prev = allscan(state); loss = prev * i; what state.grad is; of delta() that of the last token's v."""
+    if how == "delta":
+        v = torch.full((1, 3, 1, 8), float(i), device=comm.device, requires_grad=True)
+        o = delta(comm, v)
+        (v.sum() * 0 if ignores else (o * i).sum()).backward()
+        return v.grad[:, -1].mean().item()
     state = torch.full((1, 1), float(i), device=comm.device, requires_grad=True)
     prev = allscan.allscan(state, comm=comm)
     loss = state.sum() * 0 if ignores else (prev * i).sum()
@@ -157,15 +176,13 @@ def training(comm, i, ignores, validate=False):
     return state.grad.item()
 
 
-def ignoring_case(group, step):
+def ignoring_case(group, how):
     """The first rank does not use what it gets."""
     comm = allscan.Communicator(group, timeout=TIMEOUT)
     found = []
     for i in range(1, 8):
         try:
-            if step:
-                comm.step()
-            found.append(training(comm, i, ignores=comm.rank == 0))
+            found.append(training(comm, i, ignores=comm.rank == 0, how=how))
             if comm.device.type == "cuda":
                 torch.cuda.synchronize()
                 comm.check()
@@ -173,18 +190,20 @@ def ignoring_case(group, step):
             found.append(type(problem).__name__)
             break
     comm.resync()
-    right = [training(comm, i, ignores=False) for i in range(1, 4)]
+    right = [training(comm, i, ignores=False, how=how) for i in range(1, 4)]
     comm.close()
     return found, right, comm.size - 1 - comm.rank
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_ignores_what_it_gets(run, size):
+@pytest.mark.parametrize("how, size", [("allscan", 2), ("allscan", 3), ("delta", 2)])
+def test_a_rank_that_ignores_what_it_gets(run, how, size):
     """Its gradient is wrong in the step in which it happens, and in none after it."""
-    for found, right, later in run(size, ignoring_case, False):
+    answers = run(size, ignoring_case, how)
+    for found, right, later in answers:
         assert isinstance(found[-1], str) and len(found) <= 3, found
-        assert right == [float(later * i) for i in range(1, 4)]
-    assert run(size, ignoring_case, False)[0][0] == [0.0, "RuntimeError"]
+        wanted = later if how == "allscan" else 1 + (later > 0)  # its own output, and the next rank's first one
+        assert right == pytest.approx([wanted * i for i in range(1, 4)])
+    assert answers[0][0] == [0.0, "RuntimeError"]
 
 
 def validation_case(group):

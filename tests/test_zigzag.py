@@ -1,12 +1,26 @@
-"""The zigzag layout and back."""
+"""The zigzag layout: natively, by states that go over the ranks and back; and to it and from it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import allscan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
+from support.delta import operator_case
+from support.gla import BF16, F32, Whole, check, gla_case
+from support.values import error, late, place, raised
+
+TOKENS = [40, 70, 16, 66, 2, 34]  # of each rank
+PACKED = {  # tokens of each rank, and packed sequences over all of them
+    "one rank": ([140], [0, 3, 3, 70, 71, 140]),
+    "over the middle": ([40, 30], [0, 25, 50, 70]),
+    "at the cuts": ([64, 64], [0, 32, 64, 96, 128]),
+    "over all": ([30, 20, 26], [0, 76]),
+    "over most, between others": ([40, 70, 10, 50], [0, 13, 30, 130, 156, 170]),
+    "empty ones": ([20, 20], [0, 0, 10, 10, 20, 20, 39, 40, 40]),
+}
 
 
 def zigzag_case(group, T):
@@ -32,3 +46,169 @@ def zigzag_case(group, T):
 @pytest.mark.parametrize("T", [2, 6])
 def test_there_and_back(run, size, T):
     run(size, zigzag_case, T)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_zeco_gla(run, size):
+    kind = "mixed" if size == 3 else "weak"
+    check(run(size, gla_case, TOKENS[:size], 2 if size < 4 else 1, 2, 16, 24, kind, F32, F32, None, 0, True))
+
+
+@pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
+def test_packed_zeco_gla(run, size, name):
+    tokens, lengths = PACKED[name]
+    check(run(size, gla_case, tokens, 1, 2, 16, 16, "weak", F32, F32, lengths, 0, True))
+
+
+def test_bfloat16(run, size=2):
+    check(run(size, gla_case, [40, 150], 1, 1, 32, 32, "weak", BF16, F32, None, 0, True), BF16)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("rule, size", [("gated_delta_rule", 1), ("gated_delta_rule", 3), ("kda", 2)])
+def test_delta_rules(run, rule, size):
+    B = 2 if size == 3 else 1
+    for errors in run(size, operator_case, rule, TOKENS[:size], B, 1, 2, 16, 16, "weak", F32, None, None, True):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("size, name", [(2, "over the middle"), (4, "over most, between others")])
+def test_packed_delta_rule(run, size, name):
+    tokens, lengths = PACKED[name]
+    given = "gated_delta_rule", tokens, 1, 1, 1, 16, 16, "weak", F32, lengths, None, True
+    for errors in run(size, operator_case, *given):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def collective_case(group, kind):
+    """Both prefixes and all gradients against the ranks one after the other, several epochs with late ranks."""
+    with allscan.Communicator(group) as comm:
+        P, K, errors = comm.size, 16, []
+        for epoch in range(4):
+            generator = torch.Generator().manual_seed(epoch)
+
+            def drawn(*shape, generator=generator):
+                return torch.randn(2 * P, *shape, generator=generator).double().requires_grad_()
+
+            states, weights, initial = drawn(2, K, 24), drawn(2, K, 24), drawn(2, K, 24)
+            factors = {"rows": (drawn(2, K) / 4).clamp(0, 1), "dense": drawn(2, K, K) / 8, "none": torch.ones(2 * P)}[
+                kind
+            ]
+            factors = factors.detach().requires_grad_(kind != "none")
+            prefix, prefixes = initial[0], []
+            for state, factor in zip(states, factors, strict=True):
+                prefixes.append(prefix)
+                passed = factor @ prefix if kind == "dense" else factor[..., None] * prefix
+                prefix = passed + state
+            sum((x * w).sum() for x, w in zip(prefixes, weights.detach(), strict=True)).backward()
+
+            places = comm.rank, 2 * P - 1 - comm.rank
+
+            def own(x, places=places):
+                return tuple(x[i].detach().float().to(comm.device).requires_grad_() for i in places)
+
+            pair, of_pair = own(states), own(factors)
+            first = initial[0].detach().float().to(comm.device).requires_grad_()
+            how = {"rows": dict(decay=of_pair), "dense": dict(transition=of_pair), "none": {}}[kind]
+            late(epoch, comm.rank, 5)
+            found = allscan.allscan(pair, comm=comm, initial_state=first, layout="zigzag", **how)
+            sum((x * w).sum() for x, w in zip(found, own(weights), strict=True)).backward()
+            for i, j in enumerate(places):
+                errors += [error(found[i], prefixes[j]), error(pair[i].grad, states.grad[j])]
+                if kind != "none":
+                    errors.append(error(of_pair[i].grad, factors.grad[j]))
+            errors.append(error(first.grad, initial.grad[0]) if comm.rank == 0 else first.grad.abs().max().item())
+        return max(errors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["rows", "dense", "none"])
+def test_allscan(run, size, kind):
+    assert max(run(size, collective_case, kind)) < 2e-5
+
+
+def halo_case(group, tokens, lengths, reverse):
+    with allscan.Communicator(group) as comm:
+        total, n, mine = sum(tokens), 3, place(comm, tokens, True)
+        whole = torch.randn(1, total, 5, generator=torch.Generator().manual_seed(0)).to(comm.device)
+        own = whole[:, mine].clone().requires_grad_()
+        found = allscan.halo(own, n, comm=comm, reverse=reverse, cu_seqlens=lengths, layout="zigzag")
+        cuts, expected, where = lengths or [0, total], torch.zeros_like(found), []
+        for i, half in enumerate(mine.chunk(2)):
+            here = half[-1].item() if reverse else half[0].item()
+            begin, end = next((a, b) for a, b in zip(cuts, cuts[1:]) if a <= here < b)
+            for j, t in enumerate(range(here + 1, here + 1 + n) if reverse else range(here - n, here)):
+                if begin <= t < end:
+                    expected[:, i * n + j] = whole[:, t]
+                    where.append(t)
+        assert torch.equal(found, expected)
+        found.sum().backward()  # how many halos a token is in
+        counts = torch.zeros(total)
+        counts[where] = 1
+        counts = sum(torch.tensor(c) for c in comm.exchange(counts.tolist(), "test"))
+        assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
+        labels = (whole[..., 0] * 1000).long()
+        shifted = allscan.halo(labels[:, mine], 1, comm=comm, layout="zigzag")
+        assert shifted.dtype == torch.long and shifted[0, 0] == (labels[0, mine[0] - 1] if comm.rank else 0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_halo(run, size, reverse):
+    tokens = [20, 14, 6, 8][:size]
+    run(size, halo_case, tokens, None, reverse)
+    run(size, halo_case, tokens, [0, 1, 5, 5, sum(tokens) // 2, sum(tokens) - 2, sum(tokens)], reverse)
+
+
+def refused_case(group):
+    with allscan.Communicator(group) as comm:
+        x = torch.ones(1, 7, 1, 16, device=comm.device)
+        state = torch.ones(1, 4, 4, device=comm.device)
+        calls = (
+            lambda: allscan.zeco_gla(x, x, x, -x, comm=comm, layout="zigzag"),
+            lambda: allscan.zeco_gla(x, x, x, -x, comm=comm, layout="ring"),
+            lambda: allscan.halo(x, 1, comm=comm, layout="zigzag"),
+            lambda: allscan.halo(x[:, :4], 3, comm=comm, layout="zigzag"),
+            lambda: allscan.allscan(state, comm=comm, layout="zigzag"),
+            lambda: allscan.allscan((state, state), comm=comm, layout="zigzag", reverse=True),
+            lambda: allscan.allscan((state, state[:, 1:]), comm=comm, layout="zigzag"),
+        )
+        answers = [raised(call) for call in calls]
+        o, _ = allscan.zeco_gla(*(x[:, :4] for x in (x, x, x, 0 * x)), comm=comm, scale=1.0, layout="zigzag")
+        return answers, o[0, :, 0, 0].tolist()
+
+
+def test_what_is_refused(run):
+    words = "even T", '"contiguous" or "zigzag"', "even T", "at least n = 3", "pairs", "neither", "one shape"
+    for rank, (answers, o) in enumerate(run(2, refused_case)):
+        for (_, message), word in zip(answers, words, strict=True):
+            assert word in message
+        places = (0, 1, 6, 7) if rank == 0 else (2, 3, 4, 5)
+        assert o == [16.0 * (t + 1) for t in places]  # the counts of tokens, over K
+
+
+def modes_case(group):
+    """Compiled, checkpointed, and validation without backward in between."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(0, 48, 1, 1, 16, 16, "weak", F32, F32, comm.device)
+        mine, errors = place(comm, [30, 18], True), []
+        expected = whole.reference()
+
+        def call(*x, **options):
+            return allscan.zeco_gla(*x, layout="zigzag", **options)
+
+        def checkpointed(*x, **options):
+            return torch.utils.checkpoint.checkpoint(call, *x, **options, use_reentrant=False)
+
+        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager"), checkpointed, call):
+            call(
+                whole.q[:, mine].clone().requires_grad_(), *(x[:, mine] for x in (whole.k, whole.v, whole.g)), comm=comm
+            )
+            actual = whole.ours(comm, mine, function)
+            errors += [error(actual[i], expected[i][:, mine]) for i in (0, 2, 3, 4, 5)]
+        return max(errors)
+
+
+def test_compiled_and_checkpointed(run):
+    assert max(run(2, modes_case)) < 1e-4

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import boundaries, check_for_an_operator, check_tensor, integer
+from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import agreed, find_layout
-from ..order import PendingBackward, recomputing
+from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
@@ -43,7 +43,7 @@ def zeco_kda(
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, state_v_first: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
-    first_token: int | None = None,
+    first_token: int | None = None, layout: str = "contiguous",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -62,8 +62,8 @@ def zeco_kda(
     use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
     safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
     state_v_first: whether states are [.., V, K].
-    scale, initial_state, output_final_state, cu_seqlens, first_token: as in :func:`allscan.zeco_gla`; states are
-        [B or N, HV, K, V] float32.
+    scale, initial_state, output_final_state, cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; states
+        are [B or N, HV, K, V] float32.
 
     Returns (o, final_state), as zeco_gla does. Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state;
     the gradients of A_log and dt_bias are this rank's share. One scan forward, with the K x K transition that a rank's
@@ -82,7 +82,7 @@ def zeco_kda(
     )  # fmt: skip
     rule = "safe_kda" if safe_gate else "kda"
     return _call(
-        rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token
+        rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
     )
 
 
@@ -91,7 +91,7 @@ def zeco_gated_delta_rule(
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, state_v_first: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
 
@@ -110,7 +110,7 @@ def zeco_gated_delta_rule(
     )  # fmt: skip
     return _call(
         "gated_delta_rule", before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens,
-        first_token,
+        first_token, layout,
     )  # fmt: skip
 
 
@@ -122,10 +122,12 @@ def _call(rule, before, q, k, v, g, beta, comm, *options):
 
 
 def _delta(
-    rule, before: Before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token
+    rule, before: Before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token,
+    layout,
 ):  # fmt: skip
     problem = None
     try:
+        zigzag = is_zigzag(layout)
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
         check_for_an_operator(f"zeco_{rule}", tensors, scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
@@ -151,7 +153,7 @@ def _delta(
     if initial_state is not None:
         initial_state = initial_state.contiguous()
     o, final_state, *_ = _forward(
-        q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token
+        q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token, zigzag
     )
     if not output_final_state:
         return o, None
@@ -180,7 +182,7 @@ def _check_before(before: Before, scalar: bool, q, v, g) -> None:
             raise ValueError(f"{name} must be {count} numbers on {g.device}, got {tuple(x.shape)} on {x.device}")
 
 
-def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
+def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items():
         if x.device != comm.device:
@@ -198,6 +200,8 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm) -> None:
     HV = v.shape[2]
     if HV % H:
         raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
+    if zigzag:
+        check_halves(T)
     if K > 256:
         raise ValueError(f"K must be at most 256, got {K}")
     wanted = dict(g=(B, T, HV) if RULES[rule].scalar else (B, T, HV, K), beta=(B, T, HV))
@@ -228,7 +232,7 @@ def _segment_length(v) -> int:
     return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.device.type == "cuda")
 
 
-def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token):
+def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag):
     """The Layout, after all checks."""
     shape = agree = problem = None
     positive = False
@@ -236,15 +240,15 @@ def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_toke
         if q.ndim == v.ndim == 4:
             shape = _carried_shape(q, v)
             given = initial_state is None, cu_seqlens is None, first_token is None
-            agree = (rule, q.shape[0], q.shape[2], str(q.dtype), *given)
-        _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm)
+            agree = (rule, q.shape[0], q.shape[2], str(q.dtype), *given, zigzag)
+        _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     prepare(comm, shape, agree, problem, positive)
-    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
+    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
 
 
 def _import_fla() -> None:
@@ -254,44 +258,53 @@ def _import_fla() -> None:
         raise ImportError(f"delta rules need flash-linear-attention, whose import failed: {error!r}") from error
 
 
-def _state_pass(rule, layout, q, v, comm) -> StatePass:
+def _state_pass(rule, layout, q, v, comm, zigzag=False) -> StatePass:
     HV, scalar = v.shape[2], RULES[rule].scalar
     shape = q.shape[0], HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3]
-    return StatePass(comm, layout, *shape, q.dtype, scalar)
+    return StatePass(comm, layout, *shape, q.dtype, scalar, zigzag)
 
 
-def _kept_tensors(q, v, cu_seqlens, final):
+def _in_one(*tensors):
+    """[B, T, ...] as [1, B * T, ...]: packed, as the halves of the zigzag layout are for fla."""
+    return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
+
+
+def _kept_tensors(q, v, cu_seqlens, final, zigzag):
     """Uninitialised (final_state, transitions, what enters each segment, ticket); more segments than there may be."""
     shape = _state_shape(v, q.shape[3], cu_seqlens)
-    segments = most_segments(q.shape[0], q.shape[1], shape[0], _segment_length(v))
+    segments = most_segments(q.shape[0], q.shape[1], shape[0], _segment_length(v), zigzag)
     H, K = shape[1:3]
     final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
     transitions = q.new_empty(segments, H, K, K, dtype=torch.float32)
     enters = q.new_empty(segments, *shape[1:], dtype=torch.float32)
-    return final_state, transitions, enters, q.new_empty(1, dtype=torch.int64)
+    return final_state, transitions, enters, q.new_empty(2, dtype=torch.int64)
 
 
 @torch.library.custom_op("allscan::zeco_delta_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    rule: str, scale: float, final: bool, handle: int, first_token: int | None = None,
+    rule: str, scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or nothing, and for backward: sums of gates, scores and solved of chunks.py, and Kept)."""
     comm = communicator_of(handle)
     with comm.call():
-        layout = _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token)
-        tables = local(layout, cu_seqlens is not None, comm.device)
-        final_state, *kept = _kept_tensors(q, v, cu_seqlens, final)
+        layout = _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag)
+        tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
+        final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
+        states = _state_pass(rule, layout, q, v, comm, zigzag)
+        if zigzag:
+            q, k, v, g, beta = _in_one(q, k, v, g, beta)
         o, sums, scores, solved = RULES[rule].forward(
-            _state_pass(rule, layout, q, v, comm), q, k, v, g, beta, scale, initial_state,
-            final_state if final else None, Kept(*kept), tables,
-        )  # fmt: skip
+            states, q, k, v, g, beta, scale, initial_state, final_state if final else None, Kept(*kept), tables
+        )
+        o, sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (o, sums, solved))
+        scores = scores.view(solved.shape) if scores.numel() else scores
         return o, final_state, sums, scores, solved, *kept
 
 
 @_forward.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None):
-    final_state, *kept = _kept_tensors(q, v, cu_seqlens, final)
+def _(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None, zigzag=False):
+    final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
     chunk = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
     scores = k.new_empty(0) if RULES[rule].scalar else chunk
     return torch.empty_like(v), final_state, torch.empty_like(g, dtype=torch.float32), scores, chunk.clone(), *kept
@@ -301,52 +314,57 @@ def _(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, f
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None,
     sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor, rule: str,
-    scale: float, initial: bool, handle: int, first_token: int | None = None,
+    scale: float, initial: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dbeta, dinitial_state or nothing)."""
     comm = communicator_of(handle)
     with comm.call(reverse=True):
-        layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token)
-        tables = local(layout, cu_seqlens is not None, comm.device)
+        layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
+        tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
         dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
+        states, like = _state_pass(rule, layout, q, v, comm, zigzag), (q, k, v, sums, beta)
+        if zigzag:
+            q, k, v, sums, beta, scores, solved, do = _in_one(
+                q, k, v, sums, beta, scores if scores.numel() else None, solved, do
+            )
         grads = RULES[rule].backward(
-            _state_pass(rule, layout, q, v, comm), q, k, v, sums, beta, scores, solved, scale, do, dfinal,
-            dinitial if initial else None, Kept(transitions, enters, ticket), tables,
+            states, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial if initial else None,
+            Kept(transitions, enters, ticket), tables,
         )  # fmt: skip
-        like = q, k, v, sums, beta
-        return *(x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)), dinitial
+        return *(x.to(y.dtype).contiguous().view(y.shape) for x, y in zip(grads, like, strict=True)), dinitial
 
 
 @_backward.register_fake
 def _(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, rule, scale, initial,
-      handle, first_token=None):  # fmt: skip
+      handle, first_token=None, zigzag=False):  # fmt: skip
     dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
 
 def _save(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, ctx.handle, ctx.first_token = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.gate_dtype = g.dtype
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, *output[2:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
-    ctx.pending = None
+    handle, _, zigzag = ctx.where
+    ctx.pending = []
     if not no_node:
-        ctx.pending = PendingBackward(prepare(communicator_of(ctx.handle), _carried_shape(q, v)), False)
+        ctx.pending = pending_backwards(prepare(communicator_of(handle), _carried_shape(q, v)), zigzag)
 
 
 def _gradient(ctx, do, dfinal, *_):
-    if ctx.pending is not None:
-        ctx.pending.run()
+    for pending in ctx.pending:
+        pending.run()
     q, k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    given = ctx.rule, ctx.scale, ctx.initial, ctx.handle, ctx.first_token
+    given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
     dq, dk, dv, dg, dbeta, dinitial = _backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
     dinitial = dinitial if ctx.initial else None
-    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, None, None, None, None, None, None
+    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, None, None, None, None, None, None, None
 
 
 torch.library.register_autograd("allscan::zeco_delta_forward", _gradient, setup_context=_save)

@@ -12,6 +12,7 @@ from ..collective import AllScan
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import get_or_create_scan
+from ..order import zigzag_channels
 from ..packing import CHUNK_TOKENS, Layout
 from ..shmem_kernels.delta import adjoint_kernel, delta_carry_kernel, delta_states_kernel, summary_kernel
 from ..tiling import transition_tile
@@ -72,15 +73,18 @@ class Kept(NamedTuple):
 class StatePass:
     """Forward and backward through the states of this rank's chunks, for one call.
 
-    layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel. scalar: gates are
+    layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel, with ``zigzag``
+    twice as many: of the first half of a batch entry's tokens, and of the second. scalar: gates are
     one number a token and head, and k and q, of HK heads, come without them. dtype: of k, w, u.
     """
 
     def __init__(
         self, comm: Communicator, layout: Layout, B: int, H: int, HK: int, K: int, V: int, dtype: torch.dtype,
-        scalar: bool,
+        scalar: bool, zigzag: bool = False,
     ) -> None:  # fmt: skip
         self.comm, self.layout, self.B, self.H, self.K, self.V = comm, layout, B, H, K, V
+        self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
+        self.alone = comm.size == 1 and not zigzag  # nothing travels
         self.cuda = comm.device.type == "cuda"
         BK = max(16, triton.next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
@@ -95,7 +99,7 @@ class StatePass:
         """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
         ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
         layout = self.layout
-        if self.comm.size > 1 or layout.num_segments > self.B:
+        if not self.alone or layout.num_segments > self.B:
             self._summaries(k, w, u, g, kept)
         through, prev = self._carry(kept.transitions, kept.enters, initial, kept.ticket, False, self._room(False))
         return self._states(k, w, u, g, kept.enters, through, prev, final)
@@ -111,11 +115,11 @@ class StatePass:
         """(what the rank leaves, by which matrix what enters the rank comes to each segment, by which it leaves the
         rank, what enters the rank), uninitialised, of the current stream; None where there is no such thing."""
         H, K = self.H, self.K
-        own = self.empty(self.B * H, K, self.V)
-        prev = torch.empty_like(own) if self.comm.size > 1 else None
-        if self.comm.size == 1 or not (self.layout.left if reverse else self.layout.entered):
+        own = self.empty(self.num_states * H, K, self.V)
+        prev = None if self.alone else torch.empty_like(own)
+        if self.alone or not (self.layout.left if reverse else self.layout.entered):
             return own, None, None, prev
-        return own, self.empty(self.layout.num_segments, H, K, K), self.empty(self.B * H, K, K), prev
+        return own, self.empty(self.layout.num_segments, H, K, K), self.empty(self.num_states * H, K, K), prev
 
     def _through(self, transitions, states, outside, reverse, room=None):
         """Turn what each segment leaves into what enters it from this rank's tokens. Returns (by which matrix what
@@ -126,7 +130,7 @@ class StatePass:
         columns = triton.cdiv(self.V, chosen["BC"])
         if through is not None:
             columns += triton.cdiv(self.K, chosen["BC"])
-        delta_carry_kernel[columns, self.B * self.H](
+        delta_carry_kernel[columns, self.num_states * self.H](
             transitions, states, layout.segments, layout.first_segments, states if outside is None else outside,
             states, states if through is None else through, own, states if dense is None else dense,
             **self.common, **chosen, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
@@ -140,12 +144,30 @@ class StatePass:
         through, own, dense = self._through(transitions, states, outside, reverse, room)
         if prev is None:
             return None, None
-        scan = prepare(self.comm, own.shape)
-        channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
-        # where no sequence goes through the whole rank, nothing that enters it leaves it
-        passing = dict(transition=dense) if self.layout.passed else dict(decay=0)
-        scan.scan(own, **passing, reverse=reverse, channel=channel, out=prev)
+        scan = prepare(self.comm, (self.B * self.H, *own.shape[1:]))
+        if self.zigzag:
+            self._there_and_back(scan, own, dense, prev, ticket, reverse)
+        else:
+            channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket[:1]})
+            # where no sequence goes through the whole rank, nothing that enters it leaves it
+            passing = dict(transition=dense) if self.layout.passing else dict(decay=0)
+            scan.scan(own, **passing, reverse=reverse, channel=channel, out=prev)
         return (None, None) if through is None else (through, prev)
+
+    def _there_and_back(self, scan, own, dense, prev, ticket, reverse) -> None:
+        """Fill ``prev`` in the zigzag layout. Backward, what goes from the first rank to the last are second halves."""
+        order = (1, 0) if reverse else (0, 1)
+
+        def half(x, i):
+            return x.unflatten(0, (self.B, 2, self.H))[:, i].flatten(0, 1)
+
+        passing = [any(index % 2 == i for index in self.layout.passing) for i in order]
+        decays = tuple(None if passes else 0 for passes in passing)
+        transitions = tuple(half(dense, i) if passes else None for i, passes in zip(order, passing, strict=True))
+        states, channels = (half(own, i) for i in order), zigzag_channels(scan, ticket, reverse)
+        found = scan.there_and_back(*states, decays=decays, transitions=transitions, channels=channels)
+        for i, x in zip(order, found, strict=True):
+            prev.unflatten(0, (self.B, 2, self.H))[:, i] = x.unflatten(0, (self.B, self.H))
 
     def total(self, k, w, u, g) -> tuple[Tensor, Tensor]:
         """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences

@@ -14,7 +14,7 @@ from ..collective import AllScan
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import get_or_create_scan
-from ..order import PendingBackward
+from ..order import PendingBackward, pending_backwards, zigzag_channels
 
 
 class StateCarrier(Protocol):
@@ -30,12 +30,13 @@ class StateCarrier(Protocol):
         """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
         the result; what is launched before may run at the same time."""
 
-    def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool) -> None:
-        """Begin the scan of ``state`` [..., K, V]: each rank multiplies what enters it by ``decay`` [..., K]; ``out``,
-        like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward pass, from
-        the last rank. ``ticket``, int64 [1]: see AllScan.channel; written forward, read in reverse."""
+    def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool, zigzag: bool) -> None:
+        """Begin the scan of ``state`` [B, 1, H, K, V]: each rank multiplies what enters it by ``decay`` [B, 1, H, K];
+        ``out``, like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward
+        pass, from the last rank. ``zigzag``: [B, 2, H, ...], of the first half of a rank's tokens and of the second.
+        ``ticket``, int64 [2]: see AllScan.channel; written forward, read in reverse."""
 
-    def pending(self, shape) -> PendingBackward | None:
+    def pending(self, shape, zigzag: bool) -> list[PendingBackward]:
         """For the backward that a forward call is to have."""
 
 
@@ -53,16 +54,23 @@ class AllScanCarrier:
     def stream(self):
         return self.comm.streams.side()
 
-    def carry(self, state, decay, out, *, ticket, reverse):
-        if self.comm.size == 1:
+    def carry(self, state, decay, out, *, ticket, reverse, zigzag):
+        scan = self.prepare((state.shape[0] * state.shape[2], *state.shape[3:]))
+        if zigzag:
+            order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
+            states, decays = (tuple(x[:, i].flatten(0, 1) for i in order) for x in (state, decay))
+            found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
+            for i, x in zip(order, found, strict=True):
+                out[:, i] = x.unflatten(0, (out.shape[0], -1))
+        elif self.comm.size == 1:
             out.zero_()
-            return
-        scan = self.prepare(state.shape)
-        channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
-        scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
+        else:
+            channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket[:1]})
+            state, decay, out = (x.flatten(0, 2) for x in (state, decay, out))
+            scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
 
-    def pending(self, shape):
-        return PendingBackward(self.prepare(shape), False)
+    def pending(self, shape, zigzag):
+        return pending_backwards(self.prepare(shape), zigzag)
 
 
 # By handle, those that are no communicator's own

@@ -32,8 +32,9 @@ PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf
 class Launcher:
     """Block sizes, and the launches that forward and backward share."""
 
-    def __init__(self, q, k, v, g, scale, carrier, layout):
+    def __init__(self, q, k, v, g, scale, carrier, layout, zigzag):
         self.q, self.k, self.v, self.g, self.scale, self.carrier, self.layout = q, k, v, g, scale, carrier, layout
+        self.zigzag = zigzag
         self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
         self.BT = CHUNK_TOKENS
         self.BK = max(16, triton.next_power_of_2(self.K))
@@ -132,8 +133,8 @@ class Launcher:
 
     def carry(self, states, sums, gates, outside, prev, final, ticket, reverse):
         """Through the segments (carry_kernel) and over the ranks: ``states`` and ``gates`` become what enters each
-        segment, ``prev`` [B, H, K, V] what enters this rank, ``final`` the ends of the sequences. Returns ``join``:
-        what is launched on the current stream after join() has ``prev`` and ``final``."""
+        segment, ``prev`` [states, H, K, V] what enters this rank, ``final`` the ends of the sequences. Returns
+        ``join``: what is launched on the current stream after join() has ``prev`` and ``final``."""
         B, H, K, V = prev.shape
         BK, BV = default_tile(K, V, CARRY_WORDS[prev.device.type])
         grid, tables = (
@@ -149,14 +150,18 @@ class Launcher:
                     prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None,
                     **blocks,
                 )  # fmt: skip
-                self.carrier.carry(own.flatten(0, 1), decay, prev.flatten(0, 1), ticket=ticket, reverse=reverse)
+                halves = 1 + self.zigzag
+                own_, prev_ = (x.unflatten(0, (-1, halves)) for x in (own, prev))
+                self.carrier.carry(
+                    own_, decay.view(own_.shape[:-1]), prev_, ticket=ticket, reverse=reverse, zigzag=self.zigzag
+                )
             except BaseException:
                 join()  # what was launched uses memory that is given back now
                 raise
 
         def join_and_finish(_kept=(own, decay)):  # until then another stream uses them
             join()
-            if final is not None and self.carrier.comm.size > 1:
+            if final is not None and (self.carrier.comm.size > 1 or self.zigzag):
                 final_kernel[grid](final, sums, gates, *tables, prev, **blocks)
 
         return join_and_finish

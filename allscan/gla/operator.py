@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..checks import boundaries, check_for_an_operator, check_tensor, integer
+from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import agreed, find_layout
@@ -21,7 +21,7 @@ from .launches import Launcher
 def zeco_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, comm: Communicator, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -44,6 +44,10 @@ def zeco_gla(
     first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
         cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
         tokens follow one another is the caller's word; debug mode compares it.
+    layout: "zigzag" where the whole is cut into 2P chunks and rank r has chunk r in the first half of its T tokens and
+        chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even. Two states
+        travel instead of one: that of the first halves over the ranks, then that of the second halves back.
+        first_token is that of the first half; final_state is rank 0's.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
     the sequence's last token and zeros on the others, or None.
@@ -61,26 +65,27 @@ def zeco_gla(
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
     return zeco_gla_by(
-        AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token
+        AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
     )
 
 
 def zeco_gla_by(
     carrier: StateCarrier, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
-    arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token
+    arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
     if torch.compiler.is_compiling():
         return _zeco_gla(*arguments)
     with carrier.comm.call():
         return _zeco_gla(*arguments)
 
 
-def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token):
+def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout):
     problem = None
     try:
+        zigzag = is_zigzag(layout)
         check_for_an_operator("zeco_gla", dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
@@ -93,12 +98,12 @@ def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_
     if initial_state is not None:
         initial_state = initial_state.contiguous()
     o, final_state, *_ = _forward(
-        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token
+        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag
     )
     return o, final_state if output_final_state else None
 
 
-def _check(q, k, v, g, initial_state, cu_seqlens, comm):
+def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     names = dict(q=q, k=k, v=v, g=g)
     for name, x in names.items():
@@ -115,6 +120,8 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm):
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
     if q.shape[0] * triton.cdiv(q.shape[1], CHUNK_TOKENS) > MOST_CHUNKS:
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
+    if zigzag:
+        check_halves(q.shape[1])
     if q.shape[-1] > 512:
         raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:
@@ -134,7 +141,7 @@ def _state_shape(q, v, cu_seqlens):
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token):
+def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag):
     """The Layout, after all checks."""
     comm = carrier.comm
     shape = agree = problem = None
@@ -143,15 +150,16 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token):
         if q.ndim == v.ndim == 4:
             B = q.shape[0]
             shape = _carried_shape(q, v)
-            agree = ("zeco_gla", B, str(q.dtype), initial_state is None, cu_seqlens is None, first_token is None)
-        _check(q, k, v, g, initial_state, cu_seqlens, comm)
+            given = initial_state is None, cu_seqlens is None, first_token is None
+            agree = ("zeco_gla", B, str(q.dtype), *given, zigzag)
+        _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
             raise ValueError(f"g must be at most 0, got {g.max().item():g}")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     carrier.prepare(shape, agree, problem, at_first=positive)
-    return find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token)
+    return find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token, zigzag)
 
 
 def _segment_length(q) -> int:
@@ -159,37 +167,36 @@ def _segment_length(q) -> int:
     return segment_length(B * T, H, q.device.type == "cuda")
 
 
-def _state_tensors(q, v, cu_seqlens, final):
+def _state_tensors(q, v, cu_seqlens, final, zigzag):
     """Uninitialised (final_state, what enters each segment, its gates, what enters this rank)."""
     B, T, H, K = q.shape
     shape = _state_shape(q, v, cu_seqlens)
-    segments = most_segments(B, T, shape[0], _segment_length(q))
+    segments = most_segments(B, T, shape[0], _segment_length(q), zigzag)
     empty = q.new_empty
     states, gates = (empty(s, dtype=torch.float32) for s in ((segments, *shape[1:]), (segments, H, K)))
     final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
-    return final_state, states, gates, empty(B, *shape[1:], dtype=torch.float32)
+    return final_state, states, gates, empty(2 * B if zigzag else B, *shape[1:], dtype=torch.float32)
 
 
 @torch.library.custom_op("allscan::zeco_gla_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, final: bool, handle: int, first_token: int | None = None,
+    scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank; the
     number of this call)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
-        layout = _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token)
-        return _forward_kernels(
-            q, k, v, g, initial_state, cu_seqlens, final, Launcher(q, k, v, g, scale, carrier, layout)
-        )
+        layout = _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
+        launcher = Launcher(q, k, v, g, scale, carrier, layout, zigzag)
+        return _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher)
 
 
 def _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher):
-    final_state, states, gates, prev = _state_tensors(q, v, cu_seqlens, final)
+    final_state, states, gates, prev = _state_tensors(q, v, cu_seqlens, final, launcher.zigzag)
     k_out, gate, strong = launcher.keys()
     sums = launcher.segment_states(k_out, v, gate, states, reverse=False)
-    ticket = launcher.empty(1, dtype=torch.int64)
+    ticket = launcher.empty(2, dtype=torch.int64)
     join = launcher.carry(
         states, sums, gates, initial_state, prev, final_state if final else None, ticket, reverse=False
     )
@@ -203,26 +210,26 @@ def _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher):
 
 
 @_forward.register_fake
-def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None):
-    return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final), q.new_empty(1, dtype=torch.int64)
+def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
+    return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final, zigzag), q.new_empty(2, dtype=torch.int64)
 
 
 @torch.library.custom_op("allscan::zeco_gla_backward", mutates_args=())
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
     states: Tensor, gates: Tensor, prev: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int,
-    first_token: int | None = None,
+    first_token: int | None = None, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dinitial_state or nothing)."""
     carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
-        layout = find_layout(carrier.comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(q), first_token)
-        launcher = Launcher(q, k, v, g, scale, carrier, layout)
+        layout = find_layout(carrier.comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(q), first_token, zigzag)
+        launcher = Launcher(q, k, v, g, scale, carrier, layout, zigzag)
         return _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher)
 
 
 def _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher):
-    dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial)
+    dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial, launcher.zigzag)
     k_out, gate, strong = launcher.keys()
     q_in, a = launcher.queries(gate, strong, torch.float32)
     sums = launcher.segment_states(q_in, do, gate, dstates, reverse=True)
@@ -242,28 +249,30 @@ def _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket,
 
 
 @_backward.register_fake
-def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle, first_token=None):
-    return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial)[0]
+def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle, first_token=None,
+      zigzag=False):  # fmt: skip
+    return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial, zigzag)[0]
 
 
 def _save(ctx, inputs, output):
-    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, ctx.handle, ctx.first_token = inputs
+    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.save_for_backward(q, k, v, g, cu_seqlens, *output[2:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
-    ctx.pending = None if no_node else carrier_of(ctx.handle).pending(_carried_shape(q, v))
+    handle, _, zigzag = ctx.where
+    ctx.pending = [] if no_node else carrier_of(handle).pending(_carried_shape(q, v), zigzag)
 
 
 def _gradient(ctx, do, dfinal, *_):
-    if ctx.pending is not None:
-        ctx.pending.run()
+    for pending in ctx.pending:
+        pending.run()
     q, k, v, g, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, ctx.handle, ctx.first_token)
-    return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None, None
+    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
+    return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None, None, None
 
 
 torch.library.register_autograd("allscan::zeco_gla_forward", _gradient, setup_context=_save)

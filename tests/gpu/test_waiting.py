@@ -220,10 +220,10 @@ def proof_case(group):
     class Fraud(Baseline):
         """Finds nothing of its own and lets All-Scan do it, as bench/baselines.py did from b79203f to f275caf."""
 
-        def carry(self, state, decay, out, *, ticket, reverse):
+        def carry(self, state, decay, out, **options):
             from allscan.gla.carrier import AllScanCarrier
 
-            AllScanCarrier(self.comm).carry(state, decay, out, ticket=ticket, reverse=reverse)
+            AllScanCarrier(self.comm).carry(state, decay, out, **options)
 
     from bench.baselines import gla
 

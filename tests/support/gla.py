@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,7 @@ import allscan
 from allscan.communicator import cached_on
 from allscan.reference import gla_reference
 
-from .values import place, relative_all
+from .values import chunks, place, relative_all
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -73,13 +75,13 @@ class Whole:
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state")
 
 
-def owners(tokens, lengths, sequences):
+def owners(tokens, lengths, sequences, zigzag=False):
     """(rank of each sequence's first token, rank of its last); an empty one has both where its last would be."""
-    edges = [sum(tokens[: r + 1]) for r in range(len(tokens))]
+    parts = list(chunks(tokens, zigzag))
     if lengths is None:
-        return [0] * sequences, [len(tokens) - 1] * sequences
-    last = [next(r for r, edge in enumerate(edges) if b <= edge) for b in lengths[1:]]
-    first = [next(r for r, edge in enumerate(edges) if a < edge) if a < b else last[i]
+        return [parts[0][0]] * sequences, [parts[-1][0]] * sequences
+    last = [next(r for r, _, end in parts if b <= end) for b in lengths[1:]]
+    first = [next(r for r, _, end in parts if a < end) if a < b else last[i]
              for i, (a, b) in enumerate(zip(lengths, lengths[1:]))]  # fmt: skip
     return first, last
 
@@ -87,15 +89,16 @@ def owners(tokens, lengths, sequences):
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
-def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0):
+def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0, zigzag=False):
     """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
     with allscan.Communicator(group) as comm:
         whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
         expected = whole.reference()
-        mine = place(comm, tokens)
-        actual = whole.ours(comm, mine)
+        mine = place(comm, tokens, zigzag)
+        call = functools.partial(allscan.zeco_gla, layout="zigzag") if zigzag else allscan.zeco_gla
+        actual = whole.ours(comm, mine, call)
         assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
-        first, last = owners(tokens, lengths, B)
+        first, last = owners(tokens, lengths, B, zigzag)
         has_first, has_last = (torch.tensor([r == comm.rank for r in ranks]) for ranks in (first, last))
         assert not actual[1][~has_last.to(comm.device)].any()
         assert not actual[6][~has_first.to(comm.device)].any()

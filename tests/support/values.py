@@ -90,7 +90,16 @@ def relative_all(names, actual, expected):
     return {name: relative(x, y) for name, x, y in zip(names, actual, expected)}
 
 
-def place(comm, tokens):
-    """The slice of the whole that this rank has."""
-    begin = sum(tokens[: comm.rank])
-    return slice(begin, begin + tokens[comm.rank])
+def chunks(tokens, zigzag=False):
+    """(rank, first token, end) in the order of the sequence."""
+    numbers = [(rank, n // (1 + zigzag)) for rank, n in enumerate(tokens)]
+    begin = 0
+    for rank, n in numbers + numbers[::-1] * zigzag:
+        yield rank, begin, begin + n
+        begin += n
+
+
+def place(comm, tokens, zigzag=False):
+    """Which tokens of the whole this rank has, a slice; in the zigzag layout an index."""
+    own = [(begin, end) for rank, begin, end in chunks(tokens, zigzag) if rank == comm.rank]
+    return torch.cat([torch.arange(*part) for part in own]) if zigzag else slice(*own[0])
