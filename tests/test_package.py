@@ -9,7 +9,6 @@ import inspect
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -87,12 +86,14 @@ def test_no_circle_of_imports():
 
 def test_import_is_quick_and_needs_no_gpu():
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    code = "import time, torch; start = time.perf_counter(); import allscan; print(time.perf_counter() - start)"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # warms the file cache
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    whole, own = time.perf_counter() - start, float(done.stdout)
-    assert own < 1 and (whole < 3 or whole - own > 2), (whole, own)  # some machines need over 2 s for torch alone
+    # of the processor, since other tests run beside it; best of 2, the first reads from the disk
+    code = "import time, torch; start = time.process_time(); import allscan; print(start, time.process_time() - start)"
+    times = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+        times.append([float(x) for x in done.stdout.split()])
+    torch_alone, own = (min(x) for x in zip(*times, strict=True))
+    assert own < 1 and torch_alone + own < max(3, torch_alone + 1), times  # some machines need over 2 s for torch alone
 
 
 @pytest.mark.cpu
