@@ -2,10 +2,9 @@
 
     python examples/hybrid.py                     # on all GPUs, or on 4 CPU processes in Triton's interpreter
 
-The GLA layers send one state; the softmax layers gather keys and values, which is all that they can do, and let every
-rank attend from its own queries. Both keep the plain layout, rank order being time order, so nothing is moved between
-them. (Causal softmax gives the last rank the most work. Ring attention in a zigzag layout balances that, at the price
-of moving the activations at every border between the two kinds of layers: allscan.zigzag does it.) Prints the relative
+The tokens are in the zigzag layout: of 2P chunks rank r has r and 2P - 1 - r, so that all ranks have the same work in
+the causal softmax layers, which gather keys and values and attend from each chunk to what is before it. The GLA layers
+take that layout as it is, and send two states: no token is moved between the two kinds of layers. Prints the relative
 difference of loss and gradients to the unsplit model; above 1e-4 the exit status is 1.
 """
 
@@ -40,6 +39,11 @@ class Gather(torch.autograd.Function):
         return dx.chunk(ctx.comm.size, 1)[ctx.comm.rank], None
 
 
+def chunks_of(rank, size):
+    """Which of the 2P chunks of the sequence a rank has."""
+    return rank, 2 * size - 1 - rank
+
+
 class SoftmaxBlock(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
@@ -51,11 +55,16 @@ class SoftmaxBlock(nn.Module):
 
     def forward(self, x, comm):
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        k, v = Gather.apply(k, comm), Gather.apply(v, comm)
-        here = comm.rank * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-        seen = torch.arange(k.shape[1], device=x.device) <= here[:, None]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+        order = [i for rank in range(comm.size) for i in chunks_of(rank, comm.size)]  # of the chunks as they come
+        gathered = [Gather.apply(t, comm).chunk(2 * comm.size, 1) for t in (k, v)]
+        k, v = (torch.cat([t[order.index(i)] for i in range(len(order))], 1).transpose(1, 2) for t in gathered)
+        n, outputs = x.shape[1] // 2, []
+        for i, q_chunk in zip(chunks_of(comm.rank, comm.size), q.chunk(2, 1), strict=True):
+            end = (i + 1) * n
+            seen = torch.ones(n, end, dtype=torch.bool, device=x.device).tril(end - n)
+            o = F.scaled_dot_product_attention(q_chunk.transpose(1, 2), k[:, :, :end], v[:, :, :end], attn_mask=seen)
+            outputs.append(o.transpose(1, 2))
+        o = torch.cat(outputs, 1)
         x = x + self.out(o.flatten(-2))
         return x + self.mlp(x)
 
@@ -73,7 +82,7 @@ class Hybrid(nn.Module):
     def forward(self, tokens, comm):
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, comm)
+            x = block(x, comm, "zigzag") if isinstance(block, GlaBlock) else block(x, comm)
         return self.head(x)
 
 
@@ -82,10 +91,13 @@ def gradient(group):
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Hybrid().to(comm.device)
-        part = LENGTH // comm.size
-        tokens = text_bytes()[comm.rank * part : (comm.rank + 1) * part + 1].to(comm.device)[None]
-        logits = model(tokens[:, :-1], comm)
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / LENGTH
+        n, text = LENGTH // (2 * comm.size), text_bytes().to(comm.device)
+        tokens, labels = (
+            torch.cat([text[i * n + ahead : (i + 1) * n + ahead] for i in chunks_of(comm.rank, comm.size)])[None]
+            for ahead in (0, 1)
+        )
+        logits = model(tokens, comm)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
         loss.backward()
         total = torch.cat([loss.detach()[None]] + [p.grad.flatten() for p in model.parameters()])
         dist.all_reduce(total, group=group)

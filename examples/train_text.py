@@ -39,9 +39,9 @@ class GlaBlock(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
 
-    def forward(self, x, comm):
+    def forward(self, x, comm, layout="contiguous"):
         q, k, v, g = (t.unflatten(-1, (self.heads, -1)) for t in self.qkvg(self.norm(x)).chunk(4, -1))
-        o, _ = allscan.zeco_gla(q, F.normalize(k, dim=-1), v, F.logsigmoid(g + 3) / 4, comm=comm)
+        o, _ = allscan.zeco_gla(q, F.normalize(k, dim=-1), v, F.logsigmoid(g + 3) / 4, comm=comm, layout=layout)
         x = x + self.out(o.flatten(-2))
         return x + self.mlp(x)
 

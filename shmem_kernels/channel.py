@@ -38,8 +38,11 @@ e - DEPTH + 1, and (b) the same tile of epoch e on prev; and within a program fo
 Order waits by (epoch, place of the rank, place in the program): (b) leads to the same epoch and a smaller rank, ends at
 the first rank; an earlier tile of the program waits for smaller ranks and earlier epochs likewise. (a) with
 DEPTH >= 2 leads to an earlier launch of next, which completes by induction; with DEPTH = 1 it leads to next's launch of
-the same epoch, where every program gives the credit before it waits for anything. Blocks need not be co-resident,
-except that a rank's waiting blocks must not keep *another rank's* blocks off a GPU: one rank a GPU.
+the same epoch, where every program gives the credit before it waits for anything. A call that goes over the ranks and
+back (the zigzag layout) is a launch in one direction and then one in the other, on one stream: number the launches of
+both directions in that order, which is the same on all ranks, and every wait still leads to an earlier launch, or to a
+smaller place in the direction of the same one. Blocks need not be co-resident, except that a rank's waiting blocks must
+not keep *another rank's* blocks off a GPU: one rank a GPU.
 
 **Room for others.** Waiting blocks hold their place. Kernels that wait therefore have at most ``Communicator.max_ctas``
 programs, by default half the multiprocessors, and leave the others to whatever else is to run: NCCL above all, whose

@@ -27,7 +27,17 @@ def lengths(cuts, size, device):
     return torch.tensor([int(T * cut) for cut in CUTS[cuts](size)], dtype=torch.int32, device=device)
 
 
-def summary_case(group, cuts):
+def slots(context, size, rank):
+    """(place in the chain of parts, parts before it and behind it with tokens of its outer sequences, its sequences)
+    of each part of this rank."""
+    N = len(context.cu_seqlens) - 1
+    if context.layout == "contiguous":
+        return [(rank, context.pre_num_ranks, context.post_num_ranks, 0, N)]
+    middle, before, behind = context.front_num_seqs, context.pre_num_ranks_by_part, context.post_num_ranks_by_part
+    return [(rank, before[0], behind[0], 0, middle), (2 * size - 1 - rank, before[1], behind[1], middle, N)]
+
+
+def summary_case(group, cuts, layout):
     """Errors of what enters and leaves the sequences of each rank against fla's rule: the chain over the pre_num_ranks
     before it, or the post_num_ranks behind."""
     import_fla()
@@ -38,18 +48,21 @@ def summary_case(group, cuts):
     K, V, errors = 16, 24, []
     with allscan.Communicator(group) as comm:
         context_parallel(comm)
-        context = build_cp_context(lengths(cuts, comm.size, comm.device), comm.group)
+        context = build_cp_context(lengths(cuts, comm.size, comm.device), comm.group, layout=layout)
         local, N = context.cu_seqlens, len(context.cu_seqlens) - 1
+        own, count = slots(context, comm.size, comm.rank), comm.size * (1 + (layout == "zigzag"))
         for seed in range(5):
             generator = torch.Generator().manual_seed(seed)
-            parts = torch.randn(2, comm.size, 2, K, V + K, generator=generator) / K**0.5  # all ranks' [HV, K, V + K]
+            parts = torch.randn(2, count, 2, K, V + K, generator=generator) / K**0.5  # [HV, K, V + K] of each
             if seed == 3:  # what is not finite stays in its own sequence
                 parts[0, 0, ..., :V] = parts[1, -1, ..., :V] = float("nan")
 
             def write(hm=None, dhm=None, cu_seqlens=None, parts=parts, **_):
-                own = local[-2:] if dhm is None else local[:2]
-                assert torch.equal(cu_seqlens, own)
-                (hm if dhm is None else dhm).copy_(parts[int(dhm is not None), comm.rank])
+                for place, _, _, first, end in own:
+                    outer = local[end - 1 : end + 1] if dhm is None else local[first : first + 2]
+                    if torch.equal(cu_seqlens, outer):
+                        return (hm if dhm is None else dhm).copy_(parts[int(dhm is not None), place])
+                raise AssertionError(cu_seqlens)
 
             chunk_delta_h.chunk_cp_fwd_h = chunk_delta_h.chunk_cp_bwd_dh = write
             x, y = torch.zeros(1, T, 2, K), torch.zeros(1, T, 2, V)
@@ -59,23 +72,25 @@ def summary_case(group, cuts):
                 after, _ = chunk_delta_h.chunk_gated_delta_rule_bwd_dhu_pre_process(
                     q=x, k=x, w=x, do=y, dv=y, scale=1.0, **common
                 )
-                before = range(comm.rank - context.pre_num_ranks, comm.rank)
-                behind = range(comm.rank + context.post_num_ranks, comm.rank, -1)
-                for states, i, which, ranks in ((prev, 0, 0, before), (after, -1, 1, behind)):
-                    expected = torch.zeros(N, 2, K, V, dtype=torch.float64)
-                    for rank in ranks:
-                        part = parts[which, rank].double()
-                        expected[i] = part[..., V:] @ expected[i] + part[..., :V]
-                    states = states.mT if v_first else states
-                    errors.append(error(states, expected))
+                expected = torch.zeros(2, N, 2, K, V, dtype=torch.float64)
+                for place, before, behind, first, end in own:
+                    for which, i, chain in (
+                        (0, first, range(place - before, place)), (1, end - 1, range(place + behind, place, -1))
+                    ):  # fmt: skip
+                        for slot in chain:
+                            part = parts[which, slot].double()
+                            expected[which, i] = part[..., V:] @ expected[which, i] + part[..., :V]
+                for states, wanted in zip((prev, after), expected, strict=True):
+                    errors.append(error(states.mT if v_first else states, wanted))
         return max(errors)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_summaries(run, size, cuts):
-    assert max(run(size, summary_case, cuts)) < 1e-5
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_summaries(run, size, cuts, layout):
+    assert max(run(size, summary_case, cuts, layout)) < 1e-5
 
 
 def own_summary_case(group, rule, cuts):

@@ -16,7 +16,8 @@ from support.values import place, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
-TOKENS = {2: [30, 31], 3: [17, 23, 21], 4: [14, 19, 12, 16]}  # of each rank
+TOKENS = {2: [30, 31], 4: [14, 19, 12, 16]}  # of each rank
+EVEN = {2: [30, 32], 3: [18, 22, 20], 4: [14, 20, 12, 16]}  # for the zigzag layout
 CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' cuts
 SOFTMAX = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True)
 GROUPED = dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False)
@@ -81,7 +82,7 @@ def of_first(comm, call, fla, kind, model, whole, **options):
     return answers
 
 
-def model_case(group, tokens, kind, choices, packed):
+def model_case(group, tokens, kind, choices, packed, layout):
     """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's kernels."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
@@ -91,11 +92,11 @@ def model_case(group, tokens, kind, choices, packed):
         torch.manual_seed(0)
         model = model_of(fla, kind, fuse_cross_entropy=on_gpu, **choices).to(comm.device).train()
         whole = torch.randint(97, (1 if packed else 2, sum(tokens))).to(comm.device)
-        lengths = torch.tensor(CUTS, dtype=torch.int32).to(comm.device) if packed else None
+        lengths = torch.tensor([*CUTS[:-1], sum(tokens)], dtype=torch.int32).to(comm.device) if packed else None
         calls = [RECURRENCES[kind], None][: 1 + on_gpu]
         expected = [of_first(comm, call, fla, kind, model, whole, cu_seqlens=lengths) for call in calls]
-        mine = place(comm, tokens)
-        assert sequence_parallel(model, comm=comm) is model
+        mine = place(comm, tokens, layout == "zigzag")
+        assert sequence_parallel(model, comm=comm, layout=layout) is model
         model = copy.deepcopy(model)  # as for averaged weights
         logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
         for x in sums:
@@ -112,21 +113,25 @@ on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 
 
 @pytest.mark.parametrize(
-    "choice, size",
-    [("gla, convolution", 2), ("gla, convolution", 4), ("gla, grouped", 4), ("gla, hybrid", 2), ("kda, hybrid", 4),
-     ("kda, bounded", 2), ("gated_deltanet, hybrid", 2), ("gated_deltanet, plain", 4)],
+    "choice, size, layout",
+    [("gla, convolution", 2, "contiguous"), ("gla, convolution", 4, "contiguous"), ("gla, grouped", 4, "contiguous"),
+     ("gla, hybrid", 2, "contiguous"), ("kda, hybrid", 4, "contiguous"), ("kda, bounded", 2, "contiguous"),
+     ("gated_deltanet, hybrid", 2, "contiguous"), ("gated_deltanet, plain", 4, "contiguous"),
+     ("gla, convolution", 2, "zigzag"), ("gla, hybrid", 4, "zigzag"), ("kda, hybrid", 2, "zigzag"),
+     ("gated_deltanet, hybrid", 4, "zigzag")],
 )  # fmt: skip
-def test_models(run, choice, size):
+def test_models(run, choice, size, layout):
     """Two ranks have whole sequences, four have packed ones."""
     kind = choice.split(",")[0]
     if kind == "gated_deltanet" and on_hopper:
         pytest.skip("fla refuses the backward of Gated DeltaNet on Hopper")
-    for of_recurrence, *of_fla in run(size, model_case, TOKENS[size], kind, CHOICES[choice], size == 4):
+    tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
+    for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], size == 4, layout):
         assert max(of_recurrence) < (5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5), of_recurrence
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
 
 
-def prefill_case(group, tokens, kind, choices):
+def prefill_case(group, tokens, kind, choices, layout):
     """The ordinary model goes on from the last rank's cache. Relative error of the cache."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
@@ -136,11 +141,11 @@ def prefill_case(group, tokens, kind, choices):
         model = model_of(fla, kind, **choices).to(comm.device).eval()
         whole = torch.randint(97, (2, sum(tokens))).to(comm.device)
         expected = model(input_ids=whole, use_cache=True)
-        sequence_parallel(model, comm=comm)
-        actual = model(input_ids=whole[:, place(comm, tokens)], use_cache=True)
+        sequence_parallel(model, comm=comm, layout=layout)
+        actual = model(input_ids=whole[:, place(comm, tokens, layout == "zigzag")], use_cache=True)
         sequence_parallel(model, comm=None)
         assert actual.past_key_values.get_seq_length() == sum(tokens)
-        if comm.rank == comm.size - 1:
+        if comm.rank == (0 if layout == "zigzag" else comm.size - 1):
             errors = []
             for a, b in zip(actual.past_key_values, expected.past_key_values, strict=True):
                 for name in ("conv_state", "attn_state"):
@@ -156,11 +161,12 @@ def prefill_case(group, tokens, kind, choices):
 PREFILLED = {"gla": dict(use_short_conv=True), "kda": CHOICES["kda, hybrid"], "gated_deltanet": dict(head_dim=16)}
 
 
-@pytest.mark.parametrize("kind", PREFILLED)
+@pytest.mark.parametrize("kind, layout", [*((kind, "contiguous") for kind in PREFILLED), ("kda", "zigzag")])
 @pytest.mark.parametrize("size", [3])
-def test_the_last_ranks_cache(run, size, kind):
+def test_the_last_ranks_cache(run, size, kind, layout):
     limit = 5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5
-    assert run(size, prefill_case, TOKENS[size], kind, PREFILLED[kind])[-1] < limit
+    (found,) = (x for x in run(size, prefill_case, EVEN[size], kind, PREFILLED[kind], layout) if x is not None)
+    assert found < limit
 
 
 class Other(torch.nn.Module):

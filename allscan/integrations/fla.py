@@ -4,6 +4,7 @@ and hybrids of these with softmax attention."""
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from fla.layers import attn as softmax_attention
 from fla.layers.utils import get_layer_cache, update_layer_cache
 
-from ..checks import boundaries
+from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition, partition_start
@@ -26,7 +27,9 @@ from ..packing import TensorKey, boundaries_on_host, to_device
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
 
-def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> torch.nn.Module:
+def sequence_parallel(
+    module: torch.nn.Module, *, comm: Communicator | None, layout: str = "contiguous"
+) -> torch.nn.Module:
     """Let ``module``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
         >>> model = sequence_parallel(GLAForCausalLM(config).cuda(), comm=comm)
@@ -37,19 +40,22 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
         softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``, ``GatedDeltaNetModel`` or
         ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay as they are.
     comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
+    layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the whole is cut into, as for
+        zeco_gla. All ranks of a softmax layer have the same work then.
 
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
     convolutions look back at come from the rank before, so each rank needs at least conv_size - 1 tokens. Softmax
-    attention gathers the keys and values of all ranks, and the last rank has the most to do; without ``cu_seqlens`` it
-    asks on the host, once a call, how many tokens the ranks have. ``cu_seqlens`` is that of the whole, as for zeco_gla.
+    attention gathers the keys and values of all ranks, and the last rank of the contiguous layout has the most to do;
+    without ``cu_seqlens`` it asks on the host, once a call, how many tokens the ranks have. ``cu_seqlens`` is that of
+    the whole, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
     ``criterion`` of the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the
     tokens, by their ``weight`` if it has one) or "sum".
 
-    With ``use_cache=True`` the cache of the last rank is what the ordinary model goes on from, as a single process:
-    ``sequence_parallel(model, comm=None)``. The others' is not to be used.
+    With ``use_cache=True`` the cache of the rank with the last token, in zigzag the first rank, is what the ordinary
+    model goes on from, as a single process: ``sequence_parallel(model, comm=None)``. The others' is not to be used.
 
     Raises ValueError if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
     class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack with
@@ -57,6 +63,7 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
     cache that is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False),
     and for ``use_l2warp``, whose penalty fla scales by what one rank has.
     """
+    zigzag = is_zigzag(layout)
     layers = [m for m in module.modules() if _kind(m) is not None]
     others = {type(m).__name__ for m in module.modules() if _of_fla(type(m)) and _kind(m) is None}
     others |= {type(m).__name__ for m in layers if type(m).forward is not _kind(m).forward}
@@ -64,10 +71,10 @@ def sequence_parallel(module: torch.nn.Module, *, comm: Communicator | None) -> 
         kinds = ", ".join(kind.__name__ for kind in _CALLS)
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
     for layer in layers:
-        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm))
+        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout))
     for model in module.modules():
         if hasattr(model, "_compute_logits_and_loss"):
-            _replace(model, "_compute_logits_and_loss", comm and functools.partial(_loss, model, comm))
+            _replace(model, "_compute_logits_and_loss", comm and functools.partial(_loss, model, comm, zigzag))
     return module
 
 
@@ -91,8 +98,8 @@ def _kind(module):
 
 
 def _layer(
-    layer, comm, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, output_attentions=False,
-    cu_seqlens=None, first_token=None, **_,
+    layer, comm, layout, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
+    output_attentions=False, cu_seqlens=None, first_token=None, **_,
 ):  # fmt: skip
     """The forward of a layer, over this rank's tokens."""
     if attention_mask is not None and not _masks_nothing(TensorKey(attention_mask)):
@@ -101,18 +108,19 @@ def _layer(
         _refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
         _refuse(comm, "packed sequences leave no cache: pass use_cache=False")
-    cache, call = past_key_values if use_cache else None, _CALLS[_kind(layer)]
+    cache = past_key_values if use_cache else None
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
         _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states.shape[1]))
-    return call(layer, comm, hidden_states, cache, cu_seqlens, first_token), None, past_key_values
+    where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
+    return _CALLS[_kind(layer)](layer, hidden_states, cache, where), None, past_key_values
 
 
-def _mixed(layer, comm, x, cache, cu_seqlens, first_token, activation=None):
+def _mixed(layer, x, cache, where, activation=None):
     """(q, k, v with heads, and the layer's convolutions' states) of a recurrent layer."""
     xs, states = (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), None
     if layer.use_short_conv:
         convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
-        xs, states = _convolve(convolutions, xs, comm, cu_seqlens, first_token, cache is not None)
+        xs, states = _convolve(convolutions, xs, cache is not None, **where)
     elif activation is not None:
         xs = [activation(y) for y in xs]
     widths = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
@@ -126,8 +134,8 @@ def _remember(layer, cache, state, conv_states):
         )
 
 
-def _gla(layer, comm, x, cache, cu_seqlens, first_token):
-    q, k, v, conv_states = _mixed(layer, comm, x, cache, cu_seqlens, first_token)
+def _gla(layer, x, cache, where):
+    q, k, v, conv_states = _mixed(layer, x, cache, where)
     g = layer.gk_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     if layer.num_kv_groups > 1:
         k, v, g = (y.repeat_interleave(layer.num_kv_groups, -2) for y in (k, v, g))
@@ -136,9 +144,7 @@ def _gla(layer, comm, x, cache, cu_seqlens, first_token):
         g = g.clamp_min(layer.clamp_min)
     if layer.feature_map_fn is not None:
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
-    o, state = zeco_gla(
-        q, k, v, g, comm=comm, output_final_state=cache is not None, cu_seqlens=cu_seqlens, first_token=first_token
-    )
+    o, state = zeco_gla(q, k, v, g, output_final_state=cache is not None, **where)
     _remember(layer, cache, state if state is None else state.mT, conv_states)
     if not layer.use_output_gate:
         o = layer.g_norm(o).flatten(-2)
@@ -149,112 +155,136 @@ def _gla(layer, comm, x, cache, cu_seqlens, first_token):
     return layer.o_proj(o)
 
 
-def _delta_rule(rule, layer, comm, x, cache, cu_seqlens, first_token, g, gated, **options):
+def _delta_rule(rule, layer, x, cache, where, g, gated, **options):
     """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
-    q, k, v, conv_states = _mixed(layer, comm, x, cache, cu_seqlens, first_token, F.silu)
+    q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
     o, state = rule(
-        q, k, v, g, layer.b_proj(x), comm=comm, output_final_state=cache is not None, use_qk_l2norm_in_kernel=True,
+        q, k, v, g, layer.b_proj(x), output_final_state=cache is not None, use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=layer.allow_neg_eigval,
-        A_log=layer.A_log, dt_bias=layer.dt_bias, state_v_first=True, cu_seqlens=cu_seqlens, first_token=first_token,
-        **options,
+        A_log=layer.A_log, dt_bias=layer.dt_bias, state_v_first=True, **where, **options,
     )  # fmt: skip
     _remember(layer, cache, state, conv_states)
     gate = (layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim)),) if gated else ()
     return layer.o_proj(layer.o_norm(o, *gate).flatten(-2))
 
 
-def _kda(layer, comm, x, cache, cu_seqlens, first_token):
+def _kda(layer, x, cache, where):
     g = layer.f_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     options = dict(safe_gate=layer.safe_gate, lower_bound=layer.lower_bound)
-    return _delta_rule(zeco_kda, layer, comm, x, cache, cu_seqlens, first_token, g, True, **options)
+    return _delta_rule(zeco_kda, layer, x, cache, where, g, True, **options)
 
 
-def _gated_delta_net(layer, comm, x, cache, cu_seqlens, first_token):
-    g = layer.a_proj(x)
-    return _delta_rule(zeco_gated_delta_rule, layer, comm, x, cache, cu_seqlens, first_token, g, layer.use_gate)
+def _gated_delta_net(layer, x, cache, where):
+    return _delta_rule(zeco_gated_delta_rule, layer, x, cache, where, layer.a_proj(x), layer.use_gate)
 
 
-def _softmax(layer, comm, x, cache, cu_seqlens, first_token):
-    """Softmax attention of this rank's queries to the keys and values up to its last token."""
-    T = x.shape[1]
+def _softmax(layer, x, cache, where):
+    """Softmax attention of this rank's queries to the keys and values up to each."""
+    comm, cu_seqlens, first_token, layout = where.values()
+    zigzag, T = is_zigzag(layout), x.shape[1]
+    if zigzag and T % 2:
+        _refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
     if lengths is not None and first_token is None:
         tokens = partition(comm, lengths, T)
     else:
         tokens = _tokens_of_all(comm, T)
-    first, total = sum(tokens[: comm.rank]), sum(tokens)
+    chunks = _chunks(tokens, zigzag)
+    own = [(first, end) for rank, first, end in chunks if rank == comm.rank]
     q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.qk_norm:
         q, k = layer.q_norm(q), layer.k_norm(k)
-    pieces = None
-    if lengths is not None:
-        key = "softmax", first, T, lengths
-        pieces = cached_table(comm, key, lambda: _pieces(comm.device, first, lengths, T))
-    longest = total if pieces is None else pieces.longest
-    q, k = layer.rotary(
-        q, k, seqlen_offset=first if pieces is None else pieces.offsets,
-        max_seqlen=max(longest, layer.max_position_embeddings or 0),
-        cu_seqlens=None if pieces is None else pieces.queries,
-    )  # fmt: skip
-    k, v = (_Gather.apply(y, tokens, comm)[:, : first + T] for y in (k, v))
+
+    def pieces_of(first, end):
+        key = "softmax", first, end, lengths
+        return cached_table(comm, key, lambda: _pieces(comm.device, first, end, lengths or (0, sum(tokens))))
+
+    pieces = [pieces_of(*part) for part in own]
+    rotated = []
+    for y, z, part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), pieces, strict=True):
+        packed = dict(seqlen_offset=part.before[0]) if lengths is None else dict(
+            seqlen_offset=part.offsets, cu_seqlens=part.queries
+        )  # fmt: skip
+        longest = max(part.longest, layer.max_position_embeddings or 0)
+        rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed))
+    queries, keys = zip(*rotated, strict=True)
+    k, v = (_Gather.apply(y, chunks, comm) for y in (torch.cat(keys, 1), v))
     if cache is not None:
+        last = own[-1][1]
         cache.update(
-            attn_state=(k.flatten(-2), v.flatten(-2)), layer_idx=layer.layer_idx, offset=_prefilled[cache],
-            cache_kwargs=dict(window_size=layer.window_size),
+            attn_state=(k[:, :last].flatten(-2), v[:, :last].flatten(-2)), layer_idx=layer.layer_idx,
+            offset=_prefilled[cache], cache_kwargs=dict(window_size=layer.window_size),
         )  # fmt: skip
     # where there are more keys than queries, the last query is that of the last key
     options = dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
-    if pieces is None:
-        o = softmax_attention.flash_attn_func(q, k, v, **options)
-    else:
-        o = softmax_attention.flash_attn_varlen_func(
-            q[0], k[0, pieces.begin :], v[0, pieces.begin :], cu_seqlens_q=pieces.queries, cu_seqlens_k=pieces.keys,
-            max_seqlen_q=T, max_seqlen_k=longest, **options,
-        )[None]  # fmt: skip
-    return layer.o_proj(o.flatten(-2))
+    outputs = []
+    for y, (first, end), part in zip(queries, own, pieces, strict=True):
+        if lengths is None:
+            outputs.append(softmax_attention.flash_attn_func(y, k[:, :end], v[:, :end], **options))
+        else:
+            outputs.append(softmax_attention.flash_attn_varlen_func(
+                y[0], k[0, part.begin : end], v[0, part.begin : end], cu_seqlens_q=part.queries,
+                cu_seqlens_k=part.keys, max_seqlen_q=end - first, max_seqlen_k=part.longest, **options,
+            )[None])  # fmt: skip
+    return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
+
+
+def _chunks(tokens, zigzag):
+    """(rank, first token, end) of the ranks' parts, in the order of the sequence."""
+    numbers = [(rank, n // 2 if zigzag else n) for rank, n in enumerate(tokens)]
+    numbers += reversed(numbers) if zigzag else ()
+    ends = list(itertools.accumulate(n for _, n in numbers))
+    return [(rank, end - n, end) for (rank, n), end in zip(numbers, ends, strict=True)]
 
 
 class _Pieces(NamedTuple):
-    """Of packed sequences that have tokens on this rank: where the first one begins in the whole, cu_seqlens of their
-    queries here and of their keys up to here, how many tokens of each are before this rank's, the longest one."""
+    """Of packed sequences that have tokens in a part of a rank: where the first one begins in the whole, cu_seqlens of
+    their queries there and of their keys up to its end, how many tokens of each are before it, and the longest one."""
 
     begin: int
     queries: torch.Tensor
     keys: torch.Tensor
     offsets: torch.Tensor
+    before: list[int]
     longest: int
 
 
-def _pieces(device, first, lengths, T) -> _Pieces:
-    here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, first + T)]
-    begin = here[0][0]
-    queries = torch.tensor([0, *(min(b, first + T) - first for _, b in here)], dtype=torch.int32)
-    keys = torch.tensor([0, *(min(b, first + T) - begin for _, b in here)], dtype=torch.int32)
-    offsets = torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32)
-    queries, keys, offsets = (to_device(table, device) for table in (queries, keys, offsets))
-    return _Pieces(begin, queries, keys, offsets, max(b - a for a, b in here))
+def _pieces(device, first, end, lengths) -> _Pieces:
+    here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
+    begin, before = here[0][0], [max(first - a, 0) for a, _ in here]
+    queries = torch.tensor([0, *(min(b, end) - first for _, b in here)], dtype=torch.int32)
+    keys = torch.tensor([0, *(min(b, end) - begin for _, b in here)], dtype=torch.int32)
+    queries, keys, offsets = (to_device(x, device) for x in (queries, keys, torch.tensor(before, dtype=torch.int32)))
+    return _Pieces(begin, queries, keys, offsets, before, max(b - a for a, b in here))
 
 
 class _Gather(torch.autograd.Function):
-    """x [B, T, ...] of all ranks one behind the other; in backward each rank gets its part of the sum."""
+    """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
 
     @staticmethod
-    def forward(ctx, x, tokens, comm):
-        ctx.tokens, ctx.comm = tokens, comm
-        if comm.size == 1:
-            return x
+    def forward(ctx, x, chunks, comm):
+        ctx.chunks, ctx.comm = chunks, comm
+        tokens = _tokens(chunks, comm.size)
         parts = [x.new_empty(x.shape[0], max(tokens), *x.shape[2:]) for _ in tokens]
         dist.all_gather(parts, _padded(x, max(tokens)), group=comm.group)
-        return torch.cat([part[:, :n] for part, n in zip(parts, tokens, strict=True)], 1)
+        at, pieces = [0] * comm.size, []
+        for rank, first, end in chunks:
+            pieces.append(parts[rank][:, at[rank] : at[rank] + end - first])
+            at[rank] += end - first
+        return torch.cat(pieces, 1)
 
     @staticmethod
     def backward(ctx, dx):
-        if ctx.comm.size == 1:
-            return dx, None, None
-        most, rank = max(ctx.tokens), ctx.comm.rank
-        mine = dx.new_empty(dx.shape[0], most, *dx.shape[2:])
-        dist.reduce_scatter(mine, [_padded(part, most) for part in dx.split(ctx.tokens, 1)], group=ctx.comm.group)
-        return mine[:, : ctx.tokens[rank]], None, None
+        comm, chunks = ctx.comm, ctx.chunks
+        tokens = _tokens(chunks, comm.size)
+        parts = [[dx[:, first:end] for rank, first, end in chunks if rank == r] for r in range(comm.size)]
+        mine = dx.new_empty(dx.shape[0], max(tokens), *dx.shape[2:])
+        dist.reduce_scatter(mine, [_padded(torch.cat(part, 1), max(tokens)) for part in parts], group=comm.group)
+        return mine[:, : tokens[comm.rank]], None, None
+
+
+def _tokens(chunks, size):
+    return [sum(end - first for rank, first, end in chunks if rank == r) for r in range(size)]
 
 
 def _padded(x, length):
@@ -286,31 +316,43 @@ def _masks_nothing(mask: TensorKey) -> bool:
     return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
 
 
-def _convolve(convolutions, xs, comm, cu_seqlens, first_token, use_cache):
+def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout):
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
-    n, T = convolutions[0].kernel_size[0] - 1, xs[0].shape[1]
+    n, (B, T) = convolutions[0].kernel_size[0] - 1, xs[0].shape[:2]
+    halves = 1 + is_zigzag(layout)
     if n:
-        before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens, first_token=first_token)
-        xs = [torch.cat(both, 1) for both in zip(before, xs, strict=True)]
+        before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
+        both = [[y.unflatten(1, (halves, -1)) for y in pair] for pair in zip(before, xs, strict=True)]
+        xs = [torch.cat(pair, 2) for pair in both]  # [B, halves, n + T / halves, ...]
+    else:
+        xs = [x.unflatten(1, (halves, -1)) for x in xs]
     if cu_seqlens is not None:
         lengths = boundaries_on_host(boundaries(cu_seqlens))
-        first = partition_start(comm, lengths, T, first_token)
-        key = ("convolution", first, T, lengths, n)
-        cu_seqlens = cached_table(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T))
+        first = partition_start(comm, lengths, T, first_token, halves == 2)
+        key = ("convolution", first, T, lengths, n, halves)
+        cu_seqlens = cached_table(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T, halves))
+    # each half a sequence, or some
+    xs = [x.flatten(0, 1) if cu_seqlens is None else x.flatten(1, 2) for x in xs]
     options = dict(output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
     ys, states = zip(*(c(x, **options) for c, x in zip(convolutions, xs, strict=True)))
-    return [y[:, n:] for y in ys], states
+    ys = [y.reshape(B, halves, -1, *y.shape[2:])[:, :, n:].flatten(1, 2) for y in ys]
+    return ys, tuple(x if x is None else x[halves - 1 :: halves] for x in states)
 
 
-def _lengths_here(device, first, lengths, n, T):
-    """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens."""
-    inside = sorted({n + c - first for c in lengths if first < c < first + T})
-    return to_device(torch.tensor([0, *inside, n + T], dtype=torch.int32), device)
+def _lengths_here(device, first, lengths, n, T, halves):
+    """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens; in
+    the zigzag layout of both halves."""
+    part, cuts = T // halves, [0]
+    for begin in (first, lengths[-1] - first - part)[:halves]:
+        inside = sorted({n + c - begin for c in lengths if begin < c < begin + part})
+        cuts += [cuts[-1] + c for c in (*inside, n + part)]
+    return to_device(torch.tensor(cuts, dtype=torch.int32), device)
 
 
 def _loss(
-    model, comm, hidden_states, labels=None, logits_to_keep=0, *, shift_labels=None, num_items_in_batch=None, **options
-):
+    model, comm, zigzag, hidden_states, labels=None, logits_to_keep=0, *, shift_labels=None, num_items_in_batch=None,
+    **options,
+):  # fmt: skip
     """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
     penalty = options.get("use_l2warp")
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
@@ -319,10 +361,11 @@ def _loss(
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
     if shift_labels is None and labels is not None:
-        following = halo(labels, 1, comm=comm, reverse=True)
-        if comm.rank == comm.size - 1:
-            following = torch.full_like(following, ignored)
-        shift_labels = torch.cat([labels[:, 1:], following], 1)
+        following = halo(labels, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
+        if comm.rank == (0 if zigzag else comm.size - 1):  # it has the last token, at the end of its own
+            following[:, -1] = ignored
+        halves = labels.chunk(1 + zigzag, 1), following.chunk(1 + zigzag, 1)
+        shift_labels = torch.cat([x for half, after in zip(*halves, strict=True) for x in (half[:, 1:], after)], 1)
     if shift_labels is not None and num_items_in_batch is None:
         num_items_in_batch = _divisor(criterion, shift_labels, shift_labels != ignored)
         if num_items_in_batch is not None and comm.size > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import fla.ops.cp.comm
 import torch
@@ -55,9 +55,9 @@ def context_parallel(comm: Communicator) -> None:
     are.
 
     For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives, and
-    in the short convolutions; of rules without gates, or with gates of the keys, the summaries stay fla's. Contexts of
-    the "zigzag" layout go on as fla does them, and so does ``use_graph``: there the boundaries of sequences are read on
-    the GPU at every replay. The first call for a shape is collective on the host.
+    in the short convolutions, in both layouts of a context; of rules without gates, or with gates of the keys, the
+    summaries stay fla's. ``use_graph`` goes on as fla does it: there the boundaries of sequences are read on the GPU at
+    every replay. The first call for a shape is collective on the host.
     """
     _communicators[comm.group] = comm
     _install()
@@ -89,7 +89,7 @@ def _or_fla(name, ours):
 
 def _carrier(context, use_graph):
     """The communicator that carries the states of this context, or None: fla does it."""
-    if context is None or context.group is None or context.layout != "contiguous" or use_graph:
+    if context is None or context.group is None or use_graph:
         return None
     return _communicator(context.group)
 
@@ -120,43 +120,69 @@ def _convolution(name, reverse):
     return call
 
 
+class _Part(NamedTuple):
+    """Of this rank's tokens that follow one another: all of them, or one of the zigzag layout's halves."""
+
+    first: int  # its sequences, among this rank's
+    end: int
+    starts: bool  # whether the first one has no tokens before this part
+    finishes: bool  # whether the last one has none behind it
+
+
+def _parts(context, N) -> list[_Part]:
+    if context.layout == "contiguous":
+        return [_Part(0, N, context.is_first_rank, context.is_last_rank)]
+    middle, starts, finishes = context.front_num_seqs, context.is_first_by_part, context.is_last_by_part
+    return [_Part(0, middle, starts[0], finishes[0]), _Part(middle, N, starts[1], finishes[1])]
+
+
 def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given):
-    """The states that enter this rank's sequences [N, HV, K, V]: what precedes the first, zeros for the others."""
+    """The states that enter this rank's sequences [N, HV, K, V]: what precedes the first of a part, else zeros."""
     if initial_state is not None:
         raise ValueError("initial_state must be None with a cp_context")
-    state, transition = _summary(given["k"], given["u"])
-    if not context.is_last_rank:  # the last sequence here goes on behind this rank
-        passes = _passes(comm, context, cu_seqlens, -2, given, given["k"], given["u"])
-        if passes is not None:
-            state, transition = passes.total(given["k"], given["w"], given["u"], _gates(given))
-        else:
-            both = torch.cat([state, transition], -1)
-            chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=cu_seqlens[-2:], **given)
-            state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
-    begins = context.is_first_rank or len(cu_seqlens) > 2  # that sequence, on this rank
-    prev = _scan(comm, state, transition, begins or context.is_last_rank, reverse=False)
-    return _states(prev, 0, not context.is_first_rank, len(cu_seqlens) - 1, state_v_first)
+    N = len(cu_seqlens) - 1
+    parts, totals = _parts(context, N), []
+    for part in parts:
+        state, transition = _summary(given["k"], given["u"])
+        if not part.finishes:  # its last sequence goes on elsewhere
+            passes = _passes(comm, context, cu_seqlens, part.end - 1, given, given["k"], given["u"])
+            if passes is not None:
+                state, transition = passes.total(given["k"], given["w"], given["u"], _gates(given))
+            else:
+                both, own = torch.cat([state, transition], -1), cu_seqlens[part.end - 1 : part.end + 1]
+                chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **given)
+                state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
+        begun_here = part.starts or part.end - part.first > 1  # that sequence
+        totals.append((state, transition, begun_here or part.finishes))
+    found = _scan(comm, totals, reverse=False)
+    places = [(part.first, prev) for part, prev in zip(parts, found, strict=True) if not part.starts]
+    return _states(found[0], places, N, state_v_first)
 
 
 def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_v_first=False, **given):
-    """(The gradients of the states that leave this rank's sequences: zeros but for the last, None)."""
+    """(The gradients of the states that leave this rank's sequences: zeros but for the last of a part, None)."""
     if dht is not None:
         raise ValueError("dht must be None with a cp_context")
-    state, transition = _summary(given["w"], given["do"])
-    if not context.is_first_rank:  # the first sequence here began before this rank
-        passes = _passes(comm, context, cu_seqlens, 0, given, given["q"], given["do"])
-        if passes is not None:
-            tensors = (given[name].contiguous() for name in ("q", "k", "w"))
-            state, transition = passes.total_back(
-                *tensors, _gates(given), given["do"].contiguous(), given["dv"].contiguous(), given["scale"]
-            )
-        else:
-            both = torch.cat([state, transition], -1)
-            chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=cu_seqlens[:2], **given)
-            state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
-    ends = context.is_last_rank or len(cu_seqlens) > 2
-    following = _scan(comm, state, transition, ends or context.is_first_rank, reverse=True)
-    return _states(following, -1, not context.is_last_rank, len(cu_seqlens) - 1, state_v_first), None
+    N = len(cu_seqlens) - 1
+    parts, totals = _parts(context, N), []
+    for part in parts:
+        state, transition = _summary(given["w"], given["do"])
+        if not part.starts:  # its first sequence began elsewhere
+            passes = _passes(comm, context, cu_seqlens, part.first, given, given["q"], given["do"])
+            if passes is not None:
+                tensors = (given[name].contiguous() for name in ("q", "k", "w"))
+                state, transition = passes.total_back(
+                    *tensors, _gates(given), given["do"].contiguous(), given["dv"].contiguous(), given["scale"]
+                )
+            else:
+                both, own = torch.cat([state, transition], -1), cu_seqlens[part.first : part.first + 2]
+                chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **given)
+                state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
+        ended_here = part.finishes or part.end - part.first > 1
+        totals.append((state, transition, ended_here or part.starts))
+    found = _scan(comm, totals, reverse=True)
+    places = [(part.end - 1, after) for part, after in zip(parts, found, strict=True) if not part.finishes]
+    return _states(found[0], places, N, state_v_first), None
 
 
 def _gates(given):
@@ -187,15 +213,23 @@ def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
 
 
-def _scan(comm, state, transition, cut, reverse) -> torch.Tensor:
-    """What comes from the ranks before; nothing of it goes on where a sequence is ``cut``, not even NaN."""
-    scan = get_or_create_scan(comm, state.shape, tile=transition_tile(state.shape[1]))
-    return scan.scan(state, 0 if cut else None, transition=None if cut else transition, reverse=reverse)
+def _scan(comm, totals, reverse) -> list[torch.Tensor]:
+    """What comes to each part from those before; nothing of it goes on where a sequence is cut, not even NaN."""
+    states, matrices, cuts = zip(*totals, strict=True)
+    scan = get_or_create_scan(comm, states[0].shape, tile=transition_tile(states[0].shape[1]))
+    decays = [0 if cut else None for cut in cuts]
+    transitions = [None if cut else x for cut, x in zip(cuts, matrices, strict=True)]
+    if len(states) == 1:
+        return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
+    order = slice(None, None, -1 if reverse else 1)  # backward, second halves go from the first rank to the last
+    there, back = states[order]
+    found = scan.there_and_back(there, back, decays=tuple(decays[order]), transitions=tuple(transitions[order]))
+    return list(found[order])
 
 
-def _states(state, i, enters, N, state_v_first) -> torch.Tensor:
-    state = state.mT if state_v_first else state
-    states = state.new_zeros(N, *state.shape)
-    if enters:
-        states[i] = state
+def _states(like, places, N, state_v_first) -> torch.Tensor:
+    like = like.mT if state_v_first else like
+    states = like.new_zeros(N, *like.shape)
+    for i, state in places:
+        states[i] = state.mT if state_v_first else state
     return states

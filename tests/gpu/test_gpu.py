@@ -19,7 +19,7 @@ from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
 from support.gla import check, gates, gla_case
 from support.scans import scan_case
-from support.values import error, inputs, late, relative
+from support.values import error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
 SIZES = [2, 4]
@@ -65,6 +65,33 @@ def long_case(group, epochs, protocol, depth, late_rank, kind="decays"):
             worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()
         return worst.item()
+
+
+def zigzag_case(group, epochs, late_rank):
+    """The same of two states, there and back."""
+    with allscan.Communicator(group) as comm:
+        shape, P = (4, 16, 32), comm.size
+        scan = allscan.AllScan(comm, shape)
+        generator = torch.Generator(comm.device).manual_seed(0)
+        chance, places = random.Random(comm.rank), (comm.rank, 2 * P - 1 - comm.rank)
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        for _ in range(epochs):
+            states = torch.randn(2 * P, *shape, device=comm.device, generator=generator)
+            decays = torch.rand(2 * P, *shape[:-1], device=comm.device, generator=generator)
+            if comm.rank == late_rank and chance.random() < 0.02:
+                torch.cuda.synchronize()
+                time.sleep(chance.uniform(0, 4e-3))
+            found = scan.there_and_back(*(states[i] for i in places), decays=tuple(decays[i] for i in places))
+            expected = allscan_reference(list(states), decays=list(decays))
+            for x, i in zip(found, places, strict=True):
+                worst = torch.maximum(worst, (x - expected[i]).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_10000_epochs_of_zigzag(run, size):
+    assert max(run(size, zigzag_case, 10_000, size - 1)) < 1e-5
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -235,7 +262,7 @@ def test_1000_graph_replays_of_halo(run, size):
     assert max(run(size, halo_graph_case, 1000)) == 0
 
 
-def gla_graph_case(group, packed, mixed):
+def gla_graph_case(group, packed, mixed, layout):
     """zeco_gla forward and backward in one CUDA graph, replayed on fresh inputs, and twice on the same.
 
     packed: sequences over ranks; mixed: one link of the chain is NVSHMEM's.
@@ -252,7 +279,7 @@ def gla_graph_case(group, packed, mixed):
         def step():
             for leaf in leaves:
                 leaf.grad = None
-            o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths)
+            o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths, layout=layout)
             (o * weights).sum().backward()
             return o
 
@@ -275,7 +302,7 @@ def gla_graph_case(group, packed, mixed):
             reference = [x.double().to(comm.device).requires_grad_() for x in whole]
             expected, _ = gla_reference(*reference[:4], cu_seqlens=cuts)
             (expected * reference[4]).sum().backward()
-            mine = slice(comm.rank * T, (comm.rank + 1) * T)
+            mine = place(comm, [T] * comm.size, layout == "zigzag")
             with torch.no_grad():
                 for leaf, x in zip((*leaves, weights), whole):
                     leaf.copy_(x[:, mine])
@@ -292,10 +319,13 @@ def gla_graph_case(group, packed, mixed):
 
 
 @pytest.mark.parametrize(
-    "size, packed, mixed", [(2, False, False), (4, False, False), (4, True, False), (4, False, True)]
-)
-def test_zeco_gla_in_a_graph(run, size, packed, mixed):
-    for worst, same in run(size, gla_graph_case, packed, mixed):
+    "size, packed, mixed, layout",
+    [(2, False, False, "contiguous"), (4, False, False, "contiguous"), (4, True, False, "contiguous"),
+     (4, False, True, "contiguous"), (2, False, False, "zigzag"), (2, True, False, "zigzag"),
+     (4, True, False, "zigzag")],
+)  # fmt: skip
+def test_zeco_gla_in_a_graph(run, size, packed, mixed, layout):
+    for worst, same in run(size, gla_graph_case, packed, mixed, layout):
         assert worst < 1e-5 and same
 
 

@@ -17,7 +17,7 @@ from allscan import rendezvous
 from allscan.tiling import transition_tile
 
 from .gla import gates
-from .values import raised
+from .values import chunks, place, raised
 
 TIMEOUT = 60.0  # of communicators on which nothing is to go wrong
 
@@ -370,10 +370,13 @@ class GlaCall:
         self.tokens = [
             draw.choice([1, 1, 2, draw.randint(3, 20), draw.randint(30, 150) if long else 7]) for _ in range(size)
         ]
-        total = sum(self.tokens)
+        self.zigzag = draw.happens(0.3)
+        if self.zigzag:
+            self.tokens = [n + n % 2 for n in self.tokens]
+        self.chunks, total = list(chunks(self.tokens, self.zigzag)), sum(self.tokens)
         self.lengths = None
         if packed:
-            edges = [sum(self.tokens[:p]) for p in range(size + 1)]
+            edges = [0, *(end for _, _, end in self.chunks)]
             cuts = [draw.choice([draw.randint(0, total), draw.choice(edges)]) for _ in range(draw.randint(0, 6))]
             self.lengths = sorted([0, total, *cuts, *draw.sample(cuts, len(cuts) // 3)])
         sequences = B if self.lengths is None else len(self.lengths) - 1
@@ -394,8 +397,9 @@ class GlaCall:
             self.wanted.discard("initial")
         self.strided, self.form = draw.happens(0.3), draw.choice(["list", "int32", "int64"])
         self.text = (
-            f"tokens {self.tokens}, B={B}, H={H}, K={K}, V={V}, {dtype}, gates {self.kind} {self.gate_dtype}, "
-            f"cu_seqlens {self.lengths} as {self.form}, initial={self.initial is not None}, final={self.final}, "
+            f"tokens {self.tokens}, zigzag={self.zigzag}, B={B}, H={H}, K={K}, V={V}, {dtype}, "
+            f"gates {self.kind} {self.gate_dtype}, cu_seqlens {self.lengths} as {self.form}, "
+            f"initial={self.initial is not None}, final={self.final}, "
             f"scale={self.scale}, loss of {self.loss}, gradients of {sorted(self.wanted)}, strided={self.strided}"
         )
 
@@ -430,8 +434,7 @@ class GlaCall:
 
     def forward(self, comm):
         """The call on a rank; returns what runs backward and gives {name: tensor} of this rank."""
-        begin = sum(self.tokens[: comm.rank])
-        mine = slice(begin, begin + self.tokens[comm.rank])
+        mine = place(comm, self.tokens, self.zigzag)
         leaves = self.leaves(lambda x: x[:, mine], lambda x: x.clone().to(comm.device))
         packed = self.lengths
         if packed is not None and self.form != "list":
@@ -439,7 +442,7 @@ class GlaCall:
         given = [strided(x) if self.strided else x for x in leaves[:4]]
         o, final = allscan.zeco_gla(
             *given, comm=comm, scale=self.scale, initial_state=leaves[4], output_final_state=self.final,
-            cu_seqlens=packed,
+            cu_seqlens=packed, layout="zigzag" if self.zigzag else "contiguous",
         )  # fmt: skip
         assert o.dtype == self.dtype and (final is not None) == self.final
 
@@ -467,7 +470,10 @@ class GlaCall:
                 self._check_owners(name, parts)
                 actual = sum(part.double() for part in parts)
             else:
-                actual = torch.cat(parts, 1).double()
+                actual = torch.empty_like(whole)
+                for rank, part in enumerate(parts):
+                    where = [torch.arange(begin, end) for r, begin, end in self.chunks if r == rank]
+                    actual[:, torch.cat(where)] = part.double()
             assert actual.shape == whole.shape, (name, actual.shape, whole.shape)
             if name == "dg":  # see support/gla.py
                 actual = actual.masked_fill(self.g.isinf(), 0.0)
@@ -482,7 +488,7 @@ class GlaCall:
     def _check_owners(self, name, parts):
         """A final state lies on the rank of the sequence's last token, an initial state's gradient on the first's."""
         size = len(self.tokens)
-        owner = [p for p in range(size) for _ in range(self.tokens[p])]
+        owner = [p for p, begin, end in self.chunks for _ in range(begin, end)]
         for i in range(parts[0].shape[0]):
             begin, end = (0, len(owner)) if self.lengths is None else self.lengths[i : i + 2]
             having = [p for p in range(size) if parts[p][i].any()]
@@ -613,9 +619,9 @@ class HaloCall:
         for i in used:
             whole = torch.zeros_like(self.wholes[i])
             for rank in range(len(self.tokens)):
-                for place, t in enumerate(self.sources(rank)):
+                for n, t in enumerate(self.sources(rank)):
                     if t is not None:
-                        whole[:, t] += self.weights[i][rank][:, place]
+                        whole[:, t] += self.weights[i][rank][:, n]
             assert same(xs[i].grad.cpu(), whole[:, mine]), ("gradients", i, xs[i].grad, whole[:, mine])
 
 
