@@ -228,7 +228,7 @@ def halo(
 
 def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     several = isinstance(x, tuple)
-    xs, shape, problem = x if several else (x,), None, None
+    xs, shape, problem, zigzag = x if several else (x,), None, None, False
     try:
         for x in xs:
             if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -87,6 +89,7 @@ class Ranks:
             pipes = [self._pipes[rank] for rank in waiting]
             ready = multiprocessing.connection.wait(pipes, max(0.0, deadline - time.monotonic()))
             if not ready:
+                self._show(waiting)
                 answers |= {rank: (None, TimeoutError(f"rank {rank} did not answer {limit}")) for rank in waiting}
             for rank in (rank for rank in waiting if self._pipes[rank] in ready):
                 try:
@@ -99,6 +102,13 @@ class Ranks:
                 if answer[1] is not None and after_failure is not None and time.monotonic() + after_failure < deadline:
                     deadline, limit = time.monotonic() + after_failure, f"{after_failure:g} s after rank {rank} failed"
         return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _show(self, ranks: list[int]) -> None:
+        """Let these processes print where they are."""
+        for process in (self.processes[rank] for rank in ranks):
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
 
     def run(self, function, *arguments, timeout: float = 300.0) -> list:
         """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed. The
@@ -149,6 +159,7 @@ def _serve(rank, size, device, backend, port, pipe, path, environment):
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path
+    faulthandler.register(signal.SIGUSR2)
     store = dist.TCPStore(LOOPBACK, port)
     where = {}
     if device == "cuda":
