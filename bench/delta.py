@@ -139,12 +139,11 @@ def _small(comm):
 
 @contextlib.contextmanager
 def allscan_alone():
-    """A communicator of this rank alone, on CPUs; nothing on GPUs."""
+    """A communicator of this rank alone, on CPUs; None on GPUs."""
     if torch.cuda.is_available():
         yield None
         return
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    with allscan.Communicator(alone) as one:
+    with allscan.Communicator(_groups["alone"]) as one:
         yield one
 
 
@@ -154,6 +153,8 @@ def point(ranks, rule, T, H, gate, backward) -> dict | None:
     for purpose in ("ranks", "fla"):  # fla's own, so that All-Scan does not carry its states
         if (purpose, ranks) not in _groups:
             _groups[purpose, ranks] = dist.new_group(list(range(ranks)))
+    if "alone" not in _groups:  # by every rank of the job, as all groups
+        _groups["alone"] = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     group = _groups["ranks", ranks]
     if dist.get_rank() >= ranks:
         return None

@@ -4,8 +4,9 @@
 
 Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold; blocking,
 and beside what needs nothing remote), the ring of LASP-1 and the all-to-all of Ulysses, all around the same local
-kernels; zeco_gla on one rank, which is the ideal, since it does the same without communication; and, where fla is
-installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns
+kernels; zeco_gla with the tokens in the zigzag layout, as it takes that natively, and with the tokens moved to rank
+order and back; zeco_gla on one rank, which is the ideal, since it does the same without communication; and, where fla
+is installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns
 whose order is drawn anew each time. A time is the median over samples of STEP_REPLAYS replays in a row, of the slowest
 rank. Every method is checked first against one rank's zeco_gla on the whole sequence (at a tenth of the tokens, since
 that must fit one GPU), and proven afterwards to be what ran (bench/proof.py; column ``proof``, of rank 0). Without GPUs
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.tools.ranks import Ranks
+from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.baselines import METHODS, Baseline, all_to_all, gla
 from bench.harness import STEP_REPLAYS, Table, capture, checked, inputs, quantiles, results, sample, slowest, step
 from bench.proof import Method
@@ -40,9 +42,21 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def calls(comm, one, others) -> dict:
-    """{method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}."""
-    found = {"zeco": Method(lambda *x: allscan.zeco_gla(*x, comm=comm)[0], comm, scans=True)}
+ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
+
+
+def moved(q, k, v, g, *, comm):
+    """zeco_gla of tokens in the zigzag layout, by way of rank order."""
+    return to_zigzag(allscan.zeco_gla(*(from_zigzag(x, comm=comm) for x in (q, k, v, g)), comm=comm)[0], comm=comm)
+
+
+def calls(comm, one, others, zigzags) -> dict:
+    """{method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}; ``zigzags``: the
+    communicators of ZIGZAG."""
+    native, moving = zigzags
+    found = {"zeco": Method(lambda *x: allscan.zeco_gla(*x, comm=comm)[0], comm, scans=1)}
+    found[ZIGZAG[0]] = Method(lambda *x: allscan.zeco_gla(*x, comm=native, layout="zigzag")[0], native, scans=2)
+    found[ZIGZAG[1]] = Method(functools.partial(moved, comm=moving), moving, scans=1, nccl="SendRecv")
     for name, other in others.items():
         found[name] = Method(functools.partial(gla, carrier=other), other.comm, nccl=other.nccl)
     found["all_to_all"] = Method(lambda *x: all_to_all(*x, comm=comm, alone=one), one, nccl="SendRecv")
@@ -59,13 +73,15 @@ def check(comm, methods, T, H, D, dtype, mildness) -> dict:
     """{method: largest error against one rank on the whole, relative to each tensor's size}."""
     leaves, do = inputs(T * comm.size, H, D, comm.device, 1, dtype, mildness)
     expected = step(leaves, do, methods["one rank"], True)
-    mine = slice(comm.rank * T, (comm.rank + 1) * T)
+    mine, places = slice(comm.rank * T, (comm.rank + 1) * T), zigzag_positions(T, comm=comm)
     own = [x.detach()[:, mine].contiguous().requires_grad_() for x in leaves]
     local = step(own, do[:, mine].contiguous(), methods["one rank"], True)
     limit, errors = 1e-5 if dtype == torch.float32 else 5e-3, {}
     for name in (name for name in methods if name != "one rank"):
-        wanted = local if name == "fla, one rank" else [x[:, mine] for x in expected]
-        errors[name] = checked(name, step(own, do[:, mine].contiguous(), methods[name], True), wanted, limit)
+        where = places if name in ZIGZAG else mine
+        given = [x.detach()[:, where].contiguous().requires_grad_() for x in leaves]
+        wanted = local if name == "fla, one rank" else [x[:, where] for x in expected]
+        errors[name] = checked(name, step(given, do[:, where].contiguous(), methods[name], True), wanted, limit)
     return errors
 
 
@@ -86,7 +102,8 @@ def over(ranks):
     with contextlib.ExitStack() as stack:
         comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
         others = {name: Baseline(stack.enter_context(allscan.Communicator(group)), name) for name in METHODS}
-        yield comm, calls(comm, one, others)
+        zigzags = [stack.enter_context(allscan.Communicator(group)) for _ in ZIGZAG]
+        yield comm, calls(comm, one, others, zigzags)
 
 
 def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
@@ -99,7 +116,7 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
             methods = {name: methods[name] for name in (*chosen, "one rank")}
         if comm.device.type == "cpu":
             return check(comm, methods, T, H, D, torch.float32, mildness)
-        errors = check(comm, methods, T // 10, H, D, torch.bfloat16, mildness)
+        errors = check(comm, methods, T // 20 * 2, H, D, torch.bfloat16, mildness)
         leaves, do = inputs(T, H, D, comm.device, comm.rank, mildness=mildness)
         made = {name: capture(leaves, do, call, backward) for name, call in methods.items()}
         before = {name: method.epochs() for name, method in methods.items()}

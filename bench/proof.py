@@ -14,11 +14,12 @@ import torch
 class Method:
     """One way to compute the operator: a function of q, k, v, g, and what must be seen to run when it is called.
 
-    comm: whose All-Scans are counted. scans: whether All-Scan carries the state. nccl: what the names of the kernels of
-    NCCL contain by which the method communicates, None for none.
+    comm: whose All-Scans are counted. scans: how many of All-Scan carry the state in a pass: 0, 1, or 2 in the zigzag
+    layout, there and back. nccl: what the names of the kernels of NCCL contain by which the method communicates, None
+    for none.
     """
 
-    def __init__(self, call, comm, *, scans: bool = False, nccl: str | None = None):
+    def __init__(self, call, comm, *, scans: int = 0, nccl: str | None = None):
         self.call, self.comm, self.scans, self.nccl = call, comm, scans, nccl
 
     def __call__(self, q, k, v, g):
@@ -33,7 +34,8 @@ class Method:
         """Since ``before`` (epochs) ``steps`` steps were made, each with ``layers`` calls of the operator; ``once()``
         makes another one. AssertionError unless it was this method; a sentence of what was counted. Not on CPUs."""
         made = tuple(now - then for now, then in zip(self.epochs(), before))
-        wanted = (steps * layers, steps * layers * backward) if self.scans else (0, 0)
+        calls = steps * layers
+        wanted = {0: (0, 0), 1: (calls, calls * backward), 2: (calls * (1 + backward),) * 2}[int(self.scans)]
         found = kernels(once)
         scans = sum(n for kernel, n in found.items() if kernel.startswith("scan_kernel"))
         nccl = {kernel: n for kernel, n in found.items() if self.nccl and "nccl" in kernel and self.nccl in kernel}
