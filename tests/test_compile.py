@@ -165,7 +165,7 @@ def compiled_launches(most_spilled=None):
 
 @pytest.mark.parametrize(
     "K, V, dtype", [(128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (64, 128, torch.float16),
-                    (32, 32, torch.bfloat16), (320, 640, torch.bfloat16), (512, 16, torch.float32)],
+                    (32, 32, torch.bfloat16), (512, 16, torch.float32)],
 )  # fmt: skip
 def test_gla_kernels(K, V, dtype, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
