@@ -46,7 +46,8 @@ def allscan(
     out: like state, to be written instead of a new array; not with gradients.
     layout: "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and transition where there are
         any, are pairs of tensors, of the former and of the latter. The states go over the ranks and back:
-        E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out.
+        E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses both
+        results, in one backward pass.
     Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
     Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
@@ -113,6 +114,12 @@ def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout)
         problem = Problem(error)
     if problem is not None:
         get_or_create_scan(comm, None, problem=problem)
+    tile = None if transitions[0] is None else transition_tile(there.shape[-2])
+    get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile)  # no rank does without the way back
+    inputs = there, back, *decays, *transitions, initial_state
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        # both scans have a backward then, on every rank
+        there, back = (x if x.requires_grad else x.detach().requires_grad_() for x in (there, back))
     prev = _allscan(there, decays[0], comm, transitions[0], initial_state, False, None)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
@@ -260,7 +267,8 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)
     half = T // halves
     begins = [i * half if reverse else (i + 1) * half - n for i in range(halves)]
-    edges = [torch.cat([_to_words(x[:, a : a + n].reshape(B, n, -1)) for x in xs], -1) for a in begins]
+    parts = [[_to_words(x[:, a : a + n].reshape(B, n, -1)) for x in xs] for a in begins]
+    edges = [torch.cat(part, -1) if several else part[0] for part in parts]
     inside = None
     if cu_seqlens is not None:
         lengths = boundaries_on_host(cu_seqlens)

@@ -128,6 +128,25 @@ def test_allscan(run, size, kind):
     assert max(run(size, collective_case, kind)) < 2e-5
 
 
+def one_gradient_case(group):
+    """What all states leave is asked of one learned initial state; and of ranks with different layouts all hear."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        learned = torch.full((1, 4, 4), 2.0, device=comm.device, requires_grad=True)
+        state = torch.ones(1, 4, 4, device=comm.device)
+        there, back = allscan.allscan((state, state), (0.5, 0.5), comm=comm, initial_state=learned, layout="zigzag")
+        (there.sum() + back.sum()).backward()
+        gradient = learned.grad.clone()
+    with allscan.Communicator(group, timeout=5) as comm:
+        given = ((state, state), "zigzag") if comm.rank else (state, "contiguous")
+        return gradient.unique().tolist(), raised(allscan.allscan, given[0], comm=comm, layout=given[1])
+
+
+def test_one_gradient_and_different_layouts(run, size=3):
+    for rank, (gradient, answer) in enumerate(run(size, one_gradient_case)):
+        assert gradient == [sum(0.5**i for i in range(2 * size)) if rank == 0 else 0.0]
+        assert answer[0] == "ValueError" and "different arguments" in answer[1]
+
+
 def halo_case(group, tokens, lengths, reverse):
     with allscan.Communicator(group) as comm:
         total, n, mine = sum(tokens), 3, place(comm, tokens, True)

@@ -133,7 +133,7 @@ def _delta(
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         if before.gate or before.sigmoid or before.twice:
-            _check_before(before, RULES[rule].scalar, q, v, g)
+            _check_before(before, rule, q, v, g)
         if not torch.compiler.is_compiling():
             _import_fla()
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
@@ -160,14 +160,17 @@ def _delta(
     return o, final_state.mT if before.state_v_first else final_state
 
 
-def _check_before(before: Before, scalar: bool, q, v, g) -> None:
+def _check_before(before: Before, rule: str, q, v, g) -> None:
     """Raise TypeError or ValueError for what raw gates and beta cannot be made of."""
+    scalar = RULES[rule].scalar
     if before.twice and not before.sigmoid:
         raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
     if not before.gate:
         return
     if before.lower_bound is not None and not -float("inf") < before.lower_bound < 0:
         raise ValueError(f"lower_bound must be below 0, got {before.lower_bound}")
+    if rule == "safe_kda" and (before.lower_bound is None or before.lower_bound < -5):
+        raise ValueError(f"safe_gate with use_gate_in_kernel needs -5 <= lower_bound < 0, got {before.lower_bound}")
     if before.A_log is None and before.lower_bound is None:
         raise ValueError("use_gate_in_kernel needs A_log")
     heads, K = v.shape[-2], q.shape[-1]
@@ -210,8 +213,8 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
             raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
     if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
-    if B * HV > MOST_CHUNKS:
-        raise ValueError(f"B times the heads of v must be at most {MOST_CHUNKS:,}, got {B * HV}")
+    if (1 + zigzag) * B * HV > MOST_CHUNKS:
+        raise ValueError(f"B times the heads of v must be at most {MOST_CHUNKS // (1 + zigzag):,}, got {B * HV}")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
     if initial_state is not None:

@@ -226,7 +226,11 @@ class StatePass:
             except BaseException:
                 join()
                 raise
-        return (leaves, through, next_), join
+
+        def join_and_free(_kept=room):  # until then another stream uses it
+            join()
+
+        return (leaves, through, next_), join_and_free
 
     def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
         """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is

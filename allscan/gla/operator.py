@@ -122,6 +122,8 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
     if zigzag:
         check_halves(q.shape[1])
+    if (1 + zigzag) * q.shape[0] * q.shape[2] > MOST_CHUNKS:
+        raise ValueError(f"B * H must be at most {MOST_CHUNKS // (1 + zigzag):,}, got {tuple(q.shape)}")
     if q.shape[-1] > 512:
         raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:

@@ -19,7 +19,7 @@ from fla.layers.utils import get_layer_cache, update_layer_cache
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
-from ..first_call import cached_table, partition, partition_start
+from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..ops import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
@@ -46,8 +46,8 @@ def sequence_parallel(
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
     convolutions look back at come from the rank before, so each rank needs at least conv_size - 1 tokens. Softmax
     attention gathers the keys and values of all ranks, and the last rank of the contiguous layout has the most to do;
-    without ``cu_seqlens`` it asks on the host, once a call, how many tokens the ranks have. ``cu_seqlens`` is that of
-    the whole, as for zeco_gla.
+    each call of such a layer asks on the host how many tokens the ranks have. ``cu_seqlens`` is that of the whole, as
+    for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
@@ -180,15 +180,14 @@ def _gated_delta_net(layer, x, cache, where):
 
 def _softmax(layer, x, cache, where):
     """Softmax attention of this rank's queries to the keys and values up to each."""
-    comm, cu_seqlens, first_token, layout = where.values()
+    comm, cu_seqlens, _, layout = where.values()
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         _refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
-    if lengths is not None and first_token is None:
-        tokens = partition(comm, lengths, T)
-    else:
-        tokens = _tokens_of_all(comm, T)
+    tokens = _tokens_of_all(comm, T)  # always: what follows is the back end's collective, where nobody is refused
+    if lengths is not None and sum(tokens) != lengths[-1]:
+        _refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
     chunks = _chunks(tokens, zigzag)
     own = [(first, end) for rank, first, end in chunks if rank == comm.rank]
     q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))

@@ -55,9 +55,10 @@ def context_parallel(comm: Communicator) -> None:
     are.
 
     For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives, and
-    in the short convolutions, in both layouts of a context; of rules without gates, or with gates of the keys, the
-    summaries stay fla's. ``use_graph`` goes on as fla does it: there the boundaries of sequences are read on the GPU at
-    every replay. The first call for a shape is collective on the host.
+    in both layouts of a context; short convolutions get the tokens before a cut by halo in the contiguous one, and stay
+    fla's in zigzag. Of rules without gates, or with gates of the keys, the summaries stay fla's. ``use_graph`` goes on
+    as fla does it, but for the convolutions: there the boundaries of sequences are read on the GPU at every replay. The
+    first call for a shape is collective on the host, and must come before a CUDA graph's capture.
     """
     _communicators[comm.group] = comm
     _install()

@@ -60,6 +60,7 @@ class Ranks:
         os.environ.update(changed)
         try:
             self.processes, self._pipes, self._calls = [], [], 0
+            self._begun: set[int] = set()  # ranks that have answered a call
             for rank in range(size):
                 mine, theirs = context.Pipe()
                 arguments = (rank, size, self.device, backend, self._store.port, theirs, sys.path, environment)
@@ -99,15 +100,16 @@ class Ranks:
                 except (EOFError, ConnectionError):
                     answer = None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")
                 answers[rank] = answer
+                self._begun.add(rank)
                 if answer[1] is not None and after_failure is not None and time.monotonic() + after_failure < deadline:
                     deadline, limit = time.monotonic() + after_failure, f"{after_failure:g} s after rank {rank} failed"
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _show(self, ranks: list[int]) -> None:
-        """Let these processes print where they are."""
-        for process in (self.processes[rank] for rank in ranks):
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR2)
+        """Let these processes print where they are, but any that may not have begun: the signal would end it."""
+        for rank in ranks:
+            if rank in self._begun and self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
 
     def run(self, function, *arguments, timeout: float = 300.0) -> list:
