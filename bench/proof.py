@@ -35,7 +35,7 @@ class Method:
         makes another one. AssertionError unless it was this method; a sentence of what was counted. Not on CPUs."""
         made = tuple(now - then for now, then in zip(self.epochs(), before))
         calls = steps * layers
-        wanted = {0: (0, 0), 1: (calls, calls * backward), 2: (calls * (1 + backward),) * 2}[int(self.scans)]
+        wanted = {0: (0, 0), 1: (calls, calls * backward), 2: (calls * (1 + backward),) * 2}[self.scans]
         found = kernels(once)
         scans = sum(n for kernel, n in found.items() if kernel.startswith("scan_kernel"))
         nccl = {kernel: n for kernel, n in found.items() if self.nccl and "nccl" in kernel and self.nccl in kernel}

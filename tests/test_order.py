@@ -202,7 +202,8 @@ def test_a_rank_that_ignores_what_it_gets(run, how, size):
     for found, right, later in answers:
         assert isinstance(found[-1], str) and len(found) <= 3, found
         wanted = later if how == "allscan" else 1 + (later > 0)  # its own output, and the next rank's first one
-        assert right == pytest.approx([wanted * i for i in range(1, 4)])
+        right = right if how == "allscan" else [round(x, 4) for x in right]  # fla's products round
+        assert right == [float(wanted * i) for i in range(1, 4)]
     assert answers[0][0] == [0.0, "RuntimeError"]
 
 

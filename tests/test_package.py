@@ -86,14 +86,13 @@ def test_no_circle_of_imports():
 
 def test_import_is_quick_and_needs_no_gpu():
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    # of the processor, since other tests run beside it; best of 2, the first reads from the disk
-    code = "import time, torch; start = time.process_time(); import allscan; print(start, time.process_time() - start)"
+    # beside torch alone, for which some machines need over 2 s; the processor's time, since other tests run beside it
+    code = "import time, torch; start = time.process_time(); import allscan; print(time.process_time() - start)"
     times = []
-    for _ in range(2):
+    for _ in range(2):  # the first reads from the disk
         done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-        times.append([float(x) for x in done.stdout.split()])
-    torch_alone, own = (min(x) for x in zip(*times, strict=True))
-    assert own < 1 and torch_alone + own < max(3, torch_alone + 1), times  # some machines need over 2 s for torch alone
+        times.append(float(done.stdout))
+    assert min(times) < 1, times
 
 
 @pytest.mark.cpu

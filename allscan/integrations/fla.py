@@ -200,10 +200,8 @@ def _softmax(layer, x, cache, where):
 
     pieces = [pieces_of(*part) for part in own]
     rotated = []
-    for y, z, part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), pieces, strict=True):
-        packed = dict(seqlen_offset=part.before[0]) if lengths is None else dict(
-            seqlen_offset=part.offsets, cu_seqlens=part.queries
-        )  # fmt: skip
+    for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
+        packed = dict(seqlen_offset=part.offsets, cu_seqlens=part.queries) if lengths else dict(seqlen_offset=first)
         longest = max(part.longest, layer.max_position_embeddings or 0)
         rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed))
     queries, keys = zip(*rotated, strict=True)
@@ -244,17 +242,16 @@ class _Pieces(NamedTuple):
     queries: torch.Tensor
     keys: torch.Tensor
     offsets: torch.Tensor
-    before: list[int]
     longest: int
 
 
 def _pieces(device, first, end, lengths) -> _Pieces:
     here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
-    begin, before = here[0][0], [max(first - a, 0) for a, _ in here]
+    begin, before = here[0][0], torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32)
     queries = torch.tensor([0, *(min(b, end) - first for _, b in here)], dtype=torch.int32)
     keys = torch.tensor([0, *(min(b, end) - begin for _, b in here)], dtype=torch.int32)
-    queries, keys, offsets = (to_device(x, device) for x in (queries, keys, torch.tensor(before, dtype=torch.int32)))
-    return _Pieces(begin, queries, keys, offsets, before, max(b - a for a, b in here))
+    queries, keys, offsets = (to_device(x, device) for x in (queries, keys, before))
+    return _Pieces(begin, queries, keys, offsets, max(b - a for a, b in here))
 
 
 class _Gather(torch.autograd.Function):
