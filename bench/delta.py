@@ -5,7 +5,8 @@
 Weak scaling: T tokens a rank. Beside each other: fla's operator on one rank with as many tokens, which is what a split
 should cost; fla's own context parallelism (``cp_context=``); the same with allscan.integrations.fla_cp; ours. Ours is
 also timed with every rank doing a middle rank's work: an initial state on the first and a gradient of the final state
-on the last, so that transitions are made and applied everywhere.
+on the last, so that transitions are made and applied everywhere; and with tokens in the zigzag layout, as it takes them
+natively, and moved to rank order and back.
 
 Calls from Python, in turns whose order is drawn anew each time; a time is the median over samples of CALLS calls in a
 row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.tools.ranks import Ranks
+from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.harness import Table, checked, extra_mib, quantiles, results, slowest
 from bench.proof import kernels
 
@@ -43,7 +45,10 @@ SEEN = {
     "fla cp_context, All-Scan": (("scan_kernel|transition_kernel",), ("nccl",)),
     "zeco": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
     "zeco, middle rank's work": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
+    "zeco, zigzag": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
+    "zeco, tokens moved": (("scan_kernel|transition_kernel", "delta_states_kernel", "SendRecv"), ("chunk_cp",)),
 }
+ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
 COLUMNS = (
     "method", "rule", "T", "H", "gates", "pass", "ranks", "p20_us", "p50_us", "p80_us", "skew_us", "graph_us",
     "times_one_rank", "extra_mib", "max_error", "proof", "gpu", "torch", "triton", "sources",
@@ -81,7 +86,16 @@ def methods(rule, comm, T) -> dict:
         *given, state = x
         return ours(*given, comm=comm, initial_state=state, output_final_state=True)
 
-    found = {"zeco": lambda *x: ours(*x[:5], comm=comm), "zeco, middle rank's work": middle}
+    def moved(*x):
+        o, _ = ours(*(from_zigzag(part, comm=comm) for part in x[:5]), comm=comm)
+        return to_zigzag(o, comm=comm), None
+
+    found = {
+        "zeco": lambda *x: ours(*x[:5], comm=comm),
+        "zeco, middle rank's work": middle,
+        "zeco, zigzag": lambda *x: ours(*x[:5], comm=comm, layout="zigzag"),
+        "zeco, tokens moved": moved,
+    }
     if comm.device.type == "cuda":
         from fla.ops.cp import build_cp_context
 
@@ -115,7 +129,7 @@ def step(call, given, do, state, backward):
 def check(rule, comm, found, T, H, gate, backward) -> dict:
     """{method: largest relative error against the whole sequence on one rank}; the others' inputs lie in one draw."""
     given, do, state = inputs(rule, comm.size * T, H, gate, comm.device, 1, *_small(comm))
-    mine, errors = slice(comm.rank * T, (comm.rank + 1) * T), {}
+    places, errors = (slice(comm.rank * T, (comm.rank + 1) * T), zigzag_positions(T, comm=comm)), {}
     with allscan_alone() as one:
         ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
         whole = fla_operator(rule) if comm.device.type == "cuda" else partial(ours, comm=one)
@@ -127,6 +141,7 @@ def check(rule, comm, found, T, H, gate, backward) -> dict:
         }  # fmt: skip
     for name, call in found.items():
         if name != "fla, one rank":
+            mine = places[name in ZIGZAG]
             part = step(call, [x[:, mine] for x in given], do[:, mine], state, backward)
             wanted = [x[:, mine] for x in expected["middle" in name]]
             errors[name] = checked(name, part, wanted, 2e-2 if given[0].dtype == torch.bfloat16 else 1e-4)

@@ -55,13 +55,38 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+class Pool:
+    """Ranks that tests share. After a test that failed they must still answer, or others take their place."""
+
+    def __init__(self, size, device):
+        self.size, self.ranks = size, ranks.Ranks(size, device)
+
+    def run(self, *arguments, timeout=240.0):
+        try:
+            return self.ranks.run(*arguments, timeout=timeout)
+        except RuntimeError:
+            try:
+                self.ranks.run(answering, timeout=10.0)
+            except RuntimeError:
+                for process in self.ranks.processes:
+                    process.kill()
+                self.ranks = ranks.Ranks(self.size, self.ranks.device)
+            raise
+
+
+def answering():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # raises for ever after a kernel that read or wrote where it may not
+
+
 @pytest.fixture(scope="session")
 def pool(request):
     on_gpu = request.config.getoption("--gpu")
     os.environ.setdefault("ALLSCAN_HEAP", "512M")
     size = torch.cuda.device_count() if on_gpu else 4 if request.config.option.markexpr == "quick" else 8
-    with ranks.Ranks(size, "cuda" if on_gpu else "cpu") as made:
-        yield made
+    made = Pool(size, "cuda" if on_gpu else "cpu")
+    yield made
+    made.ranks.close()
 
 
 @pytest.fixture

@@ -231,8 +231,10 @@ def bench_case():
 
 @pytest.mark.cpu
 def test_what_the_benchmark_checks(pool):
+    from bench import delta
+
     for errors in pool.run(bench_case)[:2]:
-        assert set(errors) == {"zeco", "zeco, middle rank's work"} and max(errors.values()) < 1e-4
+        assert set(errors) == {n for n in delta.SEEN if "fla" not in n} and max(errors.values()) < 1e-4
 
 
 @pytest.mark.cpu

@@ -529,6 +529,6 @@ def test_the_store_of_ranks_listens_on_the_loopback_address_only(pool):
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as file:
             listening += [line.split()[1] for line in file.readlines()[1:] if line.split()[3] == "0A"]
-    assert [address for address in listening if int(address.split(":")[1], 16) == pool._store.port] == [
-        f"0100007F:{pool._store.port:04X}"
+    assert [address for address in listening if int(address.split(":")[1], 16) == pool.ranks._store.port] == [
+        f"0100007F:{pool.ranks._store.port:04X}"
     ]

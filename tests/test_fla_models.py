@@ -65,7 +65,11 @@ def answers_of(model, tokens, **options):
     """(logits, loss, every parameter's gradient)."""
     model.zero_grad()
     output = model(input_ids=tokens, labels=tokens, use_cache=False, **options)
-    logits, loss = output.logits.detach().clone(), output.loss.detach()  # backward may write over them
+    logits, loss = output.logits, output.loss.detach()
+    if logits is None:  # a loss that makes them piece by piece
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False, **options).logits
+    logits = logits.detach().clone()  # backward may write over them
     output.loss.backward()
     return logits, loss, *(p.grad.clone() for p in model.parameters())
 

@@ -157,7 +157,7 @@ def all_refuse_case(group):
 
 
 def test_a_call_that_all_ranks_refuse(run, pool):
-    assert all(run(min(3, len(pool.processes)), all_refuse_case))
+    assert all(run(min(3, pool.size), all_refuse_case))
 
 
 def training(comm, i, ignores, validate=False, how="allscan"):
@@ -219,7 +219,7 @@ def validation_case(group):
 
 
 def test_validation_without_backward(run, pool):
-    assert all(run(min(3, len(pool.processes)), validation_case))
+    assert all(run(min(3, pool.size), validation_case))
 
 
 def checkpoint_case(group):
@@ -301,7 +301,7 @@ def resync_case(group):
 
 
 def test_resync_after_time_outs(run, pool):
-    assert all(run(min(3, len(pool.processes)), resync_case))
+    assert all(run(min(3, pool.size), resync_case))
 
 
 def one_hop_case(group, key, how):
@@ -351,7 +351,7 @@ def nan_decay_case(group):
 
 
 def test_a_decay_that_is_nan(run, pool):
-    assert all(run(min(3, len(pool.processes)), nan_decay_case))
+    assert all(run(min(3, pool.size), nan_decay_case))
 
 
 def few_programs_case(group, depth, protocol):
@@ -378,7 +378,7 @@ def few_programs_case(group, depth, protocol):
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_more_tiles_than_programs(run, pool, depth, protocol):
-    assert all(run(min(3, len(pool.processes)), few_programs_case, depth, protocol))
+    assert all(run(min(3, pool.size), few_programs_case, depth, protocol))
 
 
 def overtaking_case(group, depth):

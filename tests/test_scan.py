@@ -38,19 +38,19 @@ def test_values(run, size, shape, decay_shape):
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_depths_and_protocols(run, pool, depth, protocol):
-    size = min(3, len(pool.processes))
+    size = min(3, pool.size)
     assert max(run(size, scan_case, (2, 9, 20), (2, 9), False, depth, protocol, True, 8, False, 5)) < 1e-6
     assert max(run(size, scan_case, (2, 9, 20), (2, 9), True, depth, protocol, True, 8, False, 0)) < 1e-6
 
 
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 def test_special_values(run, pool, protocol):
-    size = min(4, len(pool.processes))
+    size = min(4, pool.size)
     assert max(run(size, scan_case, (2, 8, 40), (2, 8), False, 2, protocol, False, 4, True, 0)) < 1e-6
 
 
 def test_many_epochs_with_late_ranks(run, pool):
-    size = min(4, len(pool.processes))
+    size = min(4, pool.size)
     assert max(run(size, scan_case, (1, 4, 8), (1, 4), False, 2, "auto", False, 60, False, 4)) < 1e-6
 
 
@@ -398,7 +398,7 @@ def mesh_case(group):
 
 
 def test_sub_groups_at_work_at_once(run, pool):
-    assert max(run(len(pool.processes), mesh_case)) < 1e-6
+    assert max(run(pool.size, mesh_case)) < 1e-6
 
 
 def alone_case(group):

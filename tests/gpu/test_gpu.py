@@ -429,7 +429,7 @@ def effects_case(group):
 
 
 def test_nvshmem_functions_and_constants_by_effect(run, pool):
-    assert all(run(len(pool.processes), effects_case))
+    assert all(run(pool.size, effects_case))
 
 
 def quick_case(protocol="auto", epoch=1):

@@ -91,6 +91,8 @@ def delta_kernels() -> None:
         (128, 128, BF16, False),
         (128, 64, BF16, True),
         (40, 24, F32, False),
+        (100, 16, F32, False),
+        (200, 40, F32, True),
         (200, 48, BF16, True),
     ):
         H, T = 2, 300
