@@ -199,18 +199,31 @@ def load_entering(
     p_enters, p_through, p_prev, p_segment, s, h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, COMES: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters a segment [BK, BV], from this rank's tokens and from the other ranks; p_enters, which had
-    the first part, then has it too."""
-    at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+    """The state that enters a segment, transposed [BV, BK], from this rank's tokens and from the other ranks; p_enters,
+    which had the first part, then has it too."""
+    at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
     b_state = load(p_enters, at, inside)
     if HAS_PREV:
         if (tl.load(p_segment + FLAGS) & COMES) != 0:
             k, v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
             prev = (tl.load(p_segment + STATE_INDEX) * H + h).to(tl.int64) * (K * V)
             dense = (s * H + h).to(tl.int64) * (K * K)
-            b_state = times(p_through + dense, p_prev + prev, b_state, k, v, K, 1, V, K, V, BJ)
+            for n in tl.range((K + BJ - 1) // BJ, num_stages=2):
+                j = n * BJ + tl.arange(0, BJ)
+                at_prev = prev + j[None, :] * V + v[:, None]
+                b_prev = tl.load(p_prev + at_prev, mask=(j < K)[None, :] & (v < V)[:, None], other=0.0)
+                at_dense = dense + k[None, :] * K + j[:, None]
+                b_dense = tl.load(p_through + at_dense, mask=(k < K)[None, :] & (j < K)[:, None], other=0.0)
+                b_state = tl.dot(b_prev, b_dense, b_state, input_precision="tf32x3")
             tl.store(p_enters + at, b_state, mask=inside)
     return b_state
+
+
+@triton.jit
+def transposed_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """(offsets, mask) [BV, BK] of one of many [K, V] matrices: columns i_v * BV .. + BV."""
+    k, v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    return i_state.to(tl.int64) * (K * V) + k[None, :] * V + v[:, None], (k < K)[None, :] & (v < V)[:, None]
 
 
 @triton.jit
@@ -221,28 +234,35 @@ def delta_states_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Through the chunks of one segment, from what enters it: the state that enters each chunk (p_states [NC, H, K, V])
-    and v_new [tokens, H, V]; p_final [N, H, K, V], the state behind the last token of a sequence that ends here."""
+    and v_new [tokens, H, V]; p_final [N, H, K, V], the state behind the last token of a sequence that ends here.
+
+    The state is held transposed, [BV, BK]: so it and v_new are left operands of the products, which tensor cores take
+    from registers, and nothing that a product waits for goes through shared memory. A chunk's decay is loaded while the
+    one before is computed.
+    """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    b_decay = chunk_decay(p_g, h, start, end, H, K, BT, BK, SCALAR)
     for n in range(loop_bound(num_chunks)):
         first = start + n * BT
-        at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
-        tl.store(p_states + at_s, cast(b_state, p_states.dtype.element_ty), mask=inside_s)
+        b_next_decay = chunk_decay(p_g, h, tl.minimum(first + BT, end - 1), end, H, K, BT, BK, SCALAR)
         at, inside = rows(h, first, end, H, K, BT, BK)
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
         at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
-        b_v = load(p_u, at_v, inside_v).to(tl.float32)
-        b_v -= product(load(p_w, at, inside), b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
-        tl.store(p_v_new + at_v, cast(b_v, p_v_new.dtype.element_ty), mask=inside_v)
+        b_v = tl.trans(load(p_u, at_v, inside_v)).to(tl.float32)
+        b_v = product(-b_state, tl.trans(load(p_w, at, inside)), b_v, PRECISION)
+        at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+        tl.store(p_states + at_s, tl.trans(cast(b_state, p_states.dtype.element_ty)), mask=inside_s)
+        tl.store(p_v_new + at_v, tl.trans(cast(b_v, p_v_new.dtype.element_ty)), mask=inside_v)
         if SCALAR:
             b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
-            b_v *= b_behind[:, None]
-        b_state *= chunk_decay(p_g, h, first, end, H, K, BT, BK, SCALAR)[:, None]
-        b_state = product(tl.trans(load(p_k, at_k, inside_k)), b_v, b_state, PRECISION)
+            b_v *= b_behind[None, :]
+        b_state = product(b_v, load(p_k, at_k, inside_k), b_state * b_decay[None, :], PRECISION)
+        b_decay = b_next_decay
     if HAS_FINAL:
         if (tl.load(p_segment + FLAGS) & LAST) != 0:
-            at, inside = state_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+            at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
             tl.store(p_final + at, b_state, mask=inside)
 
 
@@ -253,7 +273,8 @@ def adjoint_kernel(
     BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, EVERY_CHUNK: tl.constexpr, HAS_OUTSIDE: tl.constexpr,
     HAS_FINAL: tl.constexpr, FROM_SCORES: tl.constexpr, SCALAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state through the chunks of one segment, from the last to the first.
+    """The gradient of the state through the chunks of one segment, from the last to the first; held as by
+    delta_states_kernel.
 
     From zero, or where its sequence ends from p_outside [N, H, K, V] if there is one, it writes what the segment leaves
     (p_leaves [NS, H, K, V]), unless its sequence begins with it.
@@ -264,49 +285,54 @@ def adjoint_kernel(
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
-    b_state = tl.zeros([BK, BV], tl.float32)
+    b_state = tl.zeros([BV, BK], tl.float32)
     if EVERY_CHUNK:
         b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT)
     elif begins:
         return
     elif HAS_OUTSIDE:
         ends = (tl.load(p_segment + FLAGS) & LAST) != 0
-        at, inside = state_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+        at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
         b_state = load(p_outside, at, inside & ends)
+    b_decay = chunk_decay(p_g, h, start + (num_chunks - 1) * BT, end, H, K, BT, BK, SCALAR)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
         first = start + n * BT
+        b_next_decay = chunk_decay(p_g, h, tl.maximum(first - BT, start), end, H, K, BT, BK, SCALAR)
         at, inside = rows(h, first, end, H, K, BT, BK)
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
         at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
-        b_dv = product(load(p_k, at_k, inside_k), b_state, tl.zeros([BT, BV], tl.float32), PRECISION)
-        if SCALAR:
-            b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
-            b_dv *= b_behind[:, None]
-        b_do = load(p_do, at_v, inside_v)
+        b_do = tl.trans(load(p_do, at_v, inside_v))
         if FROM_SCORES:
             at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
             b_scores = tl.where(lower(BT, 0), load(p_dv, at_a, inside_a), 0.0)
-            b_dv = product(tl.trans(b_scores), b_do, b_dv, PRECISION)
+            b_given = product(b_do, b_scores, tl.zeros([BV, BT], tl.float32), PRECISION)
         else:
-            b_dv += load(p_dv, at_v, inside_v).to(tl.float32)
+            b_given = tl.trans(load(p_dv, at_v, inside_v)).to(tl.float32)
+        b_k = tl.trans(load(p_k, at_k, inside_k))
+        if SCALAR:
+            b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
+            b_dv = product(b_state, b_k, tl.zeros([BV, BT], tl.float32), PRECISION) * b_behind[None, :] + b_given
+        else:
+            b_dv = product(b_state, b_k, b_given, PRECISION)
         if EVERY_CHUNK:
             at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
-            tl.store(p_dstates + at_s, cast(b_state, p_dstates.dtype.element_ty), mask=inside_s)
-            tl.store(p_dv_new + at_v, cast(b_dv, p_dv_new.dtype.element_ty), mask=inside_v)
-        b_state *= chunk_decay(p_g, h, first, end, H, K, BT, BK, SCALAR)[:, None]
+            tl.store(p_dstates + at_s, tl.trans(cast(b_state, p_dstates.dtype.element_ty)), mask=inside_s)
+            tl.store(p_dv_new + at_v, tl.trans(cast(b_dv, p_dv_new.dtype.element_ty)), mask=inside_v)
+        b_state *= b_decay[None, :]
+        b_decay = b_next_decay
         if SCALAR:
             b_q = load(p_q, at_k, inside_k).to(tl.float32) * (b_before * scale)[:, None]
-            b_state = fine_product(tl.trans(b_q), b_do, b_state, PRECISION)
+            b_state = fine_product(b_do, b_q, b_state, PRECISION)
         else:
             b_q = load(p_q, at, inside)
-            b_state += scale * product(tl.trans(b_q), b_do, tl.zeros([BK, BV], tl.float32), PRECISION)
-        b_state = product(tl.trans(load(p_w, at, inside)), -b_dv, b_state, PRECISION)
+            b_state += scale * product(b_do, b_q, tl.zeros([BV, BK], tl.float32), PRECISION)
+        b_state = product(-b_dv, load(p_w, at, inside), b_state, PRECISION)
     if EVERY_CHUNK:
         if HAS_FINAL:
             if begins:
-                at, inside = state_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+                at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
                 tl.store(p_leaves + at, b_state, mask=inside)
     else:
-        at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+        at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
         tl.store(p_leaves + at, b_state, mask=inside)

@@ -6,6 +6,7 @@ This process itself never interprets: it compiles kernels for sm_90.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -46,7 +47,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if any(name in item.nodeid for name in QUICK):
             item.add_marker("quick")
-        size = item.callspec.params.get("size", 1) if hasattr(item, "callspec") else 1
+        size = inspect.signature(item.function).parameters.get("size")
+        size = 1 if size is None or size.default is size.empty else size.default
+        size = item.callspec.params.get("size", size) if hasattr(item, "callspec") else size
         wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
         (kept if wanted else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):

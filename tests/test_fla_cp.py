@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.reference import delta_reference
 from support.delta import Parts, Whole
 from support.fla import D, H, drawn, import_fla
 from support.gla import BF16, F32
@@ -170,7 +171,7 @@ def test_convolutions(run, size):
 
 
 def kernel_case(group, name, cuts):
-    """{tensor: (error with All-Scan, error with fla's all-gather)} against the unsplit sequence, for several inputs."""
+    """{tensor: (error with All-Scan, of the unsplit operator)} against float64, for several inputs."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -198,9 +199,15 @@ def kernel_case(group, name, cuts):
             return [o.detach()]
         return [o.detach(), *torch.autograd.grad(o, leaves, weights[:, part].to(o.dtype))]
 
+    def law(factor):
+        leaves = [(x * (factor if i == 2 else 1)).double().requires_grad_() for i, x in enumerate(given)]
+        o = delta_reference(*leaves, cu_seqlens=whole.tolist())[0]
+        return [x[:, mine] for x in (o.detach(), *torch.autograd.grad(o, leaves, weights.double()))]
+
     context = build_cp_context(whole, comm.group)
-    factors = (1.0, -2.0, 0.5, 3.0, 1.5)  # of v: other states each time
-    expected = [[x[:, mine] for x in results(slice(None), factor, cu_seqlens=whole)] for factor in factors]
+    factors = (1.0, -2.0, 0.5)  # of v: other states each time
+    expected = [law(factor) for factor in factors]
+    unsplit = [[x[:, mine] for x in results(slice(None), factor, cu_seqlens=whole)] for factor in factors]
     gathered = [results(mine, factor, cp_context=context) for factor in factors]
     gather = chunk_delta_h.all_gather_into_tensor
     chunk_delta_h.all_gather_into_tensor = None  # fails if it is called
@@ -212,7 +219,7 @@ def kernel_case(group, name, cuts):
     assert all(torch.equal(a, b) for a, b in zip(again, gathered[0], strict=True))
     return [
         {n: (relative(a, e), relative(b, e)) for n, a, b, e in zip(("o", *names.split()), *each, strict=False)}
-        for each in zip(scanned, gathered, expected, strict=True)
+        for each in zip(scanned, unsplit, expected, strict=True)
     ]
 
 
@@ -221,6 +228,5 @@ def kernel_case(group, name, cuts):
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", ["KDA", "Gated DeltaNet"])
 def test_kernels(run, size, name, cuts):
-    """fla's all-gather is the measure; where it rounds alike, the difference is that of its tf32x3 products."""
     for errors in sum(run(size, kernel_case, name, cuts), []):
-        assert all(ours <= 1.1 * theirs + 1e-4 and theirs < 2e-2 for ours, theirs in errors.values()), errors
+        assert all(ours <= 1.1 * theirs + 1e-5 and theirs < 2e-2 for ours, theirs in errors.values()), errors

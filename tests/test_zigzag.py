@@ -141,7 +141,8 @@ def one_gradient_case(group):
         return gradient.unique().tolist(), raised(allscan.allscan, given[0], comm=comm, layout=given[1])
 
 
-def test_one_gradient_and_different_layouts(run, size=3):
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_gradient_and_different_layouts(run, size):
     for rank, (gradient, answer) in enumerate(run(size, one_gradient_case)):
         assert gradient == [sum(0.5**i for i in range(2 * size)) if rank == 0 else 0.0]
         assert answer[0] == "ValueError" and "different arguments" in answer[1]

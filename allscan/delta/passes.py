@@ -18,7 +18,7 @@ from ..shmem_kernels.delta import adjoint_kernel, delta_carry_kernel, delta_stat
 from ..tiling import transition_tile
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
-PROGRAMS = 256  # about as many as a GPU holds at a time, of the passes over segments
+PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
 
 
 def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
@@ -31,20 +31,20 @@ def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
 
 def blocks(BK: int, widest: int, dtype: torch.dtype, scalar: bool) -> dict[str, dict[str, int]]:
     """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/test_compile.py)."""
-    wide = BK > 128 or dtype != torch.bfloat16
-    states = min(32 if wide else 64, widest)
-    several = dict(BV=states, BJ=32 if BK > 16 else 16, num_stages=1 if wide else 2)
-    rows = 16 if BK > 128 and dtype != torch.bfloat16 else 64  # or shared memory does not hold them
+    fine, BJ = dtype != torch.bfloat16, 32 if BK > 16 else 16
+    wide = BK > 128 or fine
+    columns = min(16 if fine else 32 if wide else 128, widest)
+    rows = (16 if BK > 128 else 32) if fine else 64 if wide else 128
+    # where 8 warps have 16 columns of a product with 64 rows, Triton 3.6 makes them read outside of shared memory
+    summary = dict(num_warps=8 if widest >= 32 or fine else 4, num_stages=1 if wide else 3)
+    several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=1 if wide else 2)
     return dict(
-        summary=dict(
-            BR=min(rows, BK), BV=min(64 if wide else 128, widest), num_warps=8 if wide or scalar else 4,
-            num_stages=1 if wide else 2,
-        ),
-        carry=dict(BC=min(32, BK), BJ=32 if BK > 16 else 16, num_warps=8 if BK > 64 else 4),
-        states=several | dict(num_warps=8 if wide else 4),
-        leaves=several | dict(num_warps=8 if wide or scalar else 4),
-        adjoint=several | dict(num_warps=8),
-    )  # fmt: skip
+        summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, widest)),
+        carry=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
+        states=several if wide else several | dict(BV=min(64, widest), num_warps=4),
+        leaves=several if wide else several | dict(num_stages=3),
+        adjoint=several,
+    )
 
 
 def blocks_of_cpus(BK: int, widest: int) -> dict[str, dict[str, int]]:
@@ -98,17 +98,18 @@ class StatePass:
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
         """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
         ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
-        layout = self.layout
-        if not self.alone or layout.num_segments > self.B:
-            self._summaries(k, w, u, g, kept)
-        through, prev = self._carry(kept.transitions, kept.enters, initial, kept.ticket, False, self._room(False))
+        leaves = self.states()
+        if not self.alone or self.layout.num_segments > self.B:
+            self._summaries(k, w, u, g, kept.transitions, leaves)
+        room = self._room(False)
+        through, prev = self._carry(kept.transitions, leaves, kept.enters, initial, kept.ticket, False, room)
         return self._states(k, w, u, g, kept.enters, through, prev, final)
 
-    def _summaries(self, k, w, u, g, kept) -> None:
+    def _summaries(self, k, w, u, g, transitions, leaves) -> None:
         chosen = self.blocks["summary"]
         rows, columns = triton.cdiv(self.K, chosen["BR"]), triton.cdiv(self.V, chosen["BV"])
         summary_kernel[rows * columns, self.layout.num_segments, self.H](
-            k, w, u, g, self.layout.segments, kept.transitions, kept.enters, **self.common, **self.chunked, **chosen
+            k, w, u, g, self.layout.segments, transitions, leaves, **self.common, **self.chunked, **chosen
         )
 
     def _room(self, reverse):
@@ -121,27 +122,27 @@ class StatePass:
             return own, None, None, prev
         return own, self.empty(self.layout.num_segments, H, K, K), self.empty(self.num_states * H, K, K), prev
 
-    def _through(self, transitions, states, outside, reverse, room=None):
-        """Turn what each segment leaves into what enters it from this rank's tokens. Returns (by which matrix what
-        enters the rank comes to each segment, what the rank leaves, by which matrix what enters it leaves it); the
-        matrices are None where nothing enters."""
+    def _through(self, transitions, leaves, enters, outside, reverse, room=None):
+        """Fill ``enters`` with what enters each segment from this rank's tokens, of what each leaves. Returns (by which
+        matrix what enters the rank comes to each segment, what the rank leaves, by which matrix what enters it leaves
+        it); the matrices are None where nothing enters."""
         own, through, dense, _ = room or self._room(reverse)
         layout, chosen = self.layout, self.blocks["carry"]
         columns = triton.cdiv(self.V, chosen["BC"])
         if through is not None:
             columns += triton.cdiv(self.K, chosen["BC"])
         delta_carry_kernel[columns, self.num_states * self.H](
-            transitions, states, layout.segments, layout.first_segments, states if outside is None else outside,
-            states, states if through is None else through, own, states if dense is None else dense,
+            transitions, leaves, layout.segments, layout.first_segments, leaves if outside is None else outside,
+            enters, enters if through is None else through, own, own if dense is None else dense,
             **self.common, **chosen, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
         )  # fmt: skip
         return through, own, dense
 
-    def _carry(self, transitions, states, outside, ticket, reverse, room):
+    def _carry(self, transitions, leaves, enters, outside, ticket, reverse, room):
         """_through, and the scan. Returns (by which matrix what enters the rank comes to each segment, what enters the
         rank), None where nothing does."""
         prev = room[3]
-        through, own, dense = self._through(transitions, states, outside, reverse, room)
+        through, own, dense = self._through(transitions, leaves, enters, outside, reverse, room)
         if prev is None:
             return None, None
         scan = prepare(self.comm, (self.B * self.H, *own.shape[1:]))
@@ -173,15 +174,15 @@ class StatePass:
         """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences
         neither begin nor end here."""
         transitions, states = self.empty(self.layout.num_segments, self.H, self.K, self.K), self.states()
-        self._summaries(k, w, u, g, Kept(transitions, states, states))
-        return self._through(transitions, states, None, reverse=False)[1:]
+        self._summaries(k, w, u, g, transitions, states)
+        return self._through(transitions, states, self.states(), None, reverse=False)[1:]
 
     def total_back(self, q, k, w, g, do, dv, scale) -> tuple[Tensor, Tensor]:
         """The same of the gradient, from the end to the beginning."""
         transitions, states = self.empty(self.layout.num_segments, self.H, self.K, self.K), self.states()
-        self._summaries(k, w, do, g, Kept(transitions, states, states))
+        self._summaries(k, w, do, g, transitions, states)
         leaves = self.leaves(q, k, w, g, do, None, None, scale, dv=dv)
-        return self._through(transitions, leaves, None, reverse=True)[1:]
+        return self._through(transitions, leaves, states, None, reverse=True)[1:]
 
     def states(self) -> Tensor:
         """Uninitialised, one for each segment."""
@@ -218,19 +219,19 @@ class StatePass:
 
     def carry_back(self, leaves, dfinal, kept: Kept):
         """(what enters each segment from behind, for :meth:`backward`; join): the scan is launched beside the current
-        stream, which is to wait for it by ``join()``, in any case. ``leaves`` is written over."""
-        room = self._room(True)  # here, since memory belongs to the stream on which it is taken
+        stream, which is to wait for it by ``join()``, in any case."""
+        room, enters = self._room(True), self.states()  # here, since memory belongs to the stream on which it is taken
         with self.comm.streams.side() as join:
             try:
-                through, next_ = self._carry(kept.transitions, leaves, dfinal, kept.ticket, True, room)
+                through, next_ = self._carry(kept.transitions, leaves, enters, dfinal, kept.ticket, True, room)
             except BaseException:
                 join()
                 raise
 
-        def join_and_free(_kept=room):  # until then another stream uses it
+        def join_and_free(_kept=(room, leaves)):  # until then another stream uses it
             join()
 
-        return (leaves, through, next_), join_and_free
+        return (enters, through, next_), join_and_free
 
     def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
         """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is
