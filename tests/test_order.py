@@ -44,8 +44,12 @@ def value(comm, how, i, bad):
             return allscan.zeco_gla(0 * x + 1, x, 10.0 * i * x, 0 * x, comm=comm, scale=1.0)[0][0, 0, 0, 0].item()
         if how == "delta":  # no tokens
             return delta(comm, torch.full((1, 0 if bad else 3, 1, 8), 10.0 * i, device=comm.device))[0, 0, 0, 0].item()
-        if bad:  # how: "skipped", with "step" called once an iteration
+        if bad and "skipped" in how:
             raise torch.OutOfMemoryError
+        if "zigzag" in how:
+            state = torch.full((1, 2), 10.0 * i, device=comm.device)
+            pair = state, state.double() if bad else state
+            return allscan.allscan(pair, comm=comm, layout="zigzag")[1].mean().item()
         return allscan.allscan(torch.full((1, 2), 10.0 * i, device=comm.device), comm=comm).mean().item()
     except (RuntimeError, ValueError, TypeError) as problem:
         return type(problem).__name__
@@ -56,6 +60,8 @@ def expected(how, comm, i):
         return 10.0 * i if comm.rank else 0.0
     if how == "zeco_gla":  # 3 tokens a rank before this one's first, and that one; K = 2
         return 2 * 10.0 * i * (3 * comm.rank + 1)
+    if "zigzag" in how:  # all states on the way there, and on the way back those of the ranks behind
+        return 10.0 * i * (2 * comm.size - 1 - comm.rank)
     return 10.0 * i * comm.rank
 
 
@@ -79,7 +85,7 @@ def shifted_case(group, how, step):
     return found, right, end, again
 
 
-@pytest.mark.parametrize("how, size", [*product(["allscan", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
+@pytest.mark.parametrize("how, size", [*product(["allscan", "zigzag", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
 def test_a_call_that_one_rank_refuses(run, size, how):
     """No rank gets a number of another call, all ranks get an error, and resync() brings them back."""
     answers = run(size, shifted_case, how, False)
@@ -94,21 +100,20 @@ def test_a_call_that_one_rank_refuses(run, size, how):
     assert any(f"Rank {size - 1} has refused its call 4" in text for text in said), said
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_call_that_one_rank_never_enters(run, size):
+@pytest.mark.parametrize("how, size", [("skipped", 2), ("skipped", 3), ("zigzag skipped", 3)])
+def test_a_call_that_one_rank_never_enters(run, how, size):
     """Without step() the barrier tells all ranks; with it the first wrong launch does."""
-    for rank, (_, _, end, again) in enumerate(run(size, shifted_case, "skipped", False)):
-        assert end[0] == "AllScanOutOfStep" and f"rank {size - 1}: 8 forward, 0 reverse" in end[1] and again, (
-            rank,
-            end,
-        )
-    answers = run(size, shifted_case, "skipped", True)
+    counted = f"rank {size - 1}: 8 forward, 0 reverse"
+    for rank, (_, _, end, again) in enumerate(run(size, shifted_case, how, False)):
+        assert end[0] == "AllScanOutOfStep" or "zigzag" in how and end[0] == "AllScanTimeout", (rank, end)
+        assert again and (counted in end[1] or "zigzag" in how), (rank, end)  # which waits for all ranks in each call
+    answers = run(size, shifted_case, how, True)
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
             assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
         assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again
-    found, _, end, _ = answers[-1]
-    assert found[:4] == [10.0 * i * (size - 1) for i in range(1, 4)] + ["OutOfMemoryError"], found
+    found, right, end, _ = answers[-1]
+    assert found[:4] == [*right[:3], "OutOfMemoryError"], found
     assert not any(isinstance(x, float) and x == x for x in found[4:])
     assert "here it is step 5, there it was step 4" in end[1], end
 
@@ -161,14 +166,18 @@ def test_a_call_that_all_ranks_refuse(run, pool):
 
 
 def training(comm, i, ignores, validate=False, how="allscan"):
-    """One step of prev = allscan(state); loss = prev * i; what state.grad is; of delta() that of the last token's v."""
+    """One step of prev = allscan(state); loss = prev * i; what state.grad is; of delta() that of the last token's v. In
+    the zigzag layout prev is the sum of both, and state that of the way there."""
     if how == "delta":
         v = torch.full((1, 3, 1, 8), float(i), device=comm.device, requires_grad=True)
         o = delta(comm, v)
         (v.sum() * 0 if ignores else (o * i).sum()).backward()
         return v.grad[:, -1].mean().item()
     state = torch.full((1, 1), float(i), device=comm.device, requires_grad=True)
-    prev = allscan.allscan(state, comm=comm)
+    if how == "zigzag":
+        prev = sum(allscan.allscan((state, state.detach()), comm=comm, layout=how))
+    else:
+        prev = allscan.allscan(state, comm=comm)
     loss = state.sum() * 0 if ignores else (prev * i).sum()
     if validate:
         return None
@@ -195,16 +204,18 @@ def ignoring_case(group, how):
     return found, right, comm.size - 1 - comm.rank
 
 
-@pytest.mark.parametrize("how, size", [("allscan", 2), ("allscan", 3), ("delta", 2)])
+@pytest.mark.parametrize("how, size", [("allscan", 2), ("allscan", 3), ("zigzag", 3), ("delta", 2)])
 def test_a_rank_that_ignores_what_it_gets(run, how, size):
     """Its gradient is wrong in the step in which it happens, and in none after it."""
     answers = run(size, ignoring_case, how)
     for found, right, later in answers:
         assert isinstance(found[-1], str) and len(found) <= 3, found
-        wanted = later if how == "allscan" else 1 + (later > 0)  # its own output, and the next rank's first one
-        right = right if how == "allscan" else [round(x, 4) for x in right]  # fla's products round
+        wanted = dict(allscan=later, zigzag=later + size)  # on the way back it comes to all ranks
+        wanted = wanted.get(how, 1 + (later > 0))  # of delta: its own output, and the next rank's first one
+        right = [round(x, 4) for x in right] if how == "delta" else right  # fla's products round
         assert right == [float(wanted * i) for i in range(1, 4)]
-    assert answers[0][0] == [0.0, "RuntimeError"]
+    # in the zigzag layout the others' backward begins with what the first rank sends
+    assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
 
 
 def validation_case(group):
