@@ -12,16 +12,20 @@ Calls from Python, in turns whose order is drawn anew each time; a time is the m
 row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
 method is checked first against fla on one rank with the whole sequence, at an eighth of the tokens, and proven
 afterwards by the kernels of one more call (torch's profiler; column ``proof``, of rank 0). fla chooses its
-configurations at the first shape, T=16,384, which takes minutes, and the other shapes use what it chose, unless its
-keys contain the shape. The backward of Gated DeltaNet is left out, which fla refuses on Hopper with this Triton.
+configurations at the first shape, T=16,384, which many processes compile first; the other shapes use what it chose,
+unless its keys contain the shape. The backward of Gated DeltaNet is left out, which fla refuses on Hopper with this
+Triton.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
+import os
 import random
 import sys
+import time
 from functools import partial
 
 import torch
@@ -133,16 +137,18 @@ def check(rule, comm, found, T, H, gate, backward) -> dict:
     with allscan_alone() as one:
         ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
         whole = fla_operator(rule) if comm.device.type == "cuda" else partial(ours, comm=one)
-        expected = {
-            False: step(lambda *x: (whole(*x[:5])[0], None), given, do, state, backward),
-            True: step(
-                lambda *x: whole(*x[:5], initial_state=x[5], output_final_state=True), given, do, state, backward
-            ),
-        }  # fmt: skip
+        with said(comm, "the whole on one rank"):
+            expected = {
+                False: step(lambda *x: (whole(*x[:5])[0], None), given, do, state, backward),
+                True: step(
+                    lambda *x: whole(*x[:5], initial_state=x[5], output_final_state=True), given, do, state, backward
+                ),
+            }  # fmt: skip
     for name, call in found.items():
         if name != "fla, one rank":
             mine = places[name in ZIGZAG]
-            part = step(call, [x[:, mine] for x in given], do[:, mine], state, backward)
+            with said(comm, f"{name} checked"):
+                part = step(call, [x[:, mine] for x in given], do[:, mine], state, backward)
             wanted = [x[:, mine] for x in expected["middle" in name]]
             errors[name] = checked(name, part, wanted, 2e-2 if given[0].dtype == torch.bfloat16 else 1e-4)
     return errors
@@ -162,6 +168,17 @@ def allscan_alone():
         yield one
 
 
+@contextlib.contextmanager
+def said(comm, what):
+    """The first rank says how long it took: first calls compile, and fla measures its configurations."""
+    begin = time.monotonic()
+    yield
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+        if comm.rank == 0:
+            print(f"  {what}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
 def point(ranks, rule, T, H, gate, backward) -> dict | None:
     """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors."""
     allscan.init()
@@ -176,14 +193,15 @@ def point(ranks, rule, T, H, gate, backward) -> dict | None:
     with allscan.Communicator(group) as comm:
         if comm.device.type == "cpu":
             return check(rule, comm, methods(rule, comm, T), T, H, gate, backward)
-        errors = check(rule, comm, methods(rule, comm, T // 8), T // 8, H, gate, backward)
         found = methods(rule, comm, T)
         given, do, state = inputs(rule, T, H, gate, comm.device, comm.rank)
         calls = {name: partial(step, call, given, do, state, backward) for name, call in found.items()}
         extra = {}
         for name, call in calls.items():
-            call()
+            with said(comm, f"{name} called"):
+                call()
             extra[name] = extra_mib(call)
+        errors = check(rule, comm, methods(rule, comm, T // 8), T // 8, H, gate, backward)
         times: dict = {name: [] for name in calls}
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):
@@ -235,6 +253,40 @@ def graph_us(name, call, comm) -> float | str:
     return torch.tensor(times).median().item()
 
 
+def compile_share(share: int, of: int, rule: str, H: int) -> None:
+    """Compile every ``of``-th configuration of fla's kernels, which then lie in Triton's cache."""
+    from triton.runtime.autotuner import Autotuner
+
+    seen: dict = {}
+
+    def bench(self, *args, config, **meta):
+        number = seen[self] = seen.get(self, -1) + 1
+        if number and number % of != share:  # the first too, for there must be one that runs
+            return [float("inf")] * 3
+        with contextlib.suppress(Exception):  # what does not compile is left out when configurations are measured
+            self.fn.run(*args, **meta, **config.all_kwargs())
+            return [float(number % of != share)] * 3
+        return [float("inf")] * 3
+
+    def without_cache(self, key, configs, measure):
+        measure()
+        return False
+
+    Autotuner._bench, Autotuner.check_disk_cache = bench, without_cache
+    given, do, state = inputs(rule, 512, H, 0.1, torch.device("cuda", 0), 1)
+    operator, backward = fla_operator(rule), rule == "kda"
+    step(lambda *x: (operator(*x[:5])[0], None), given, do, state, backward)
+    step(lambda *x: operator(*x[:5], initial_state=x[5], output_final_state=True), given, do, state, backward)
+
+
+def compile_ahead(rules, H: int) -> None:
+    """By many processes, since fla has hundreds of configurations, and would compile one after the other."""
+    count = max(1, min(16, (os.cpu_count() or 2) - 2))
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        for rule in rules:
+            pool.starmap(compile_share, [(share, count, rule, H) for share in range(count)], chunksize=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
@@ -248,6 +300,7 @@ def main() -> int:
         print("No two GPUs here, and fla's kernels need one: nothing is measured.")
         return 0
     counts = arguments.ranks or sorted({2, gpus})
+    compile_ahead(arguments.rules, SHAPES[0][1])
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for rule in arguments.rules:
             for T, H in SHAPES[: arguments.shapes]:
