@@ -6,7 +6,8 @@ Weak scaling: T tokens a rank. Beside each other: fla's operator on one rank wit
 should cost; fla's own context parallelism (``cp_context=``); the same with allscan.integrations.fla_cp; ours. Ours is
 also timed with every rank doing a middle rank's work: an initial state on the first and a gradient of the final state
 on the last, so that transitions are made and applied everywhere; and with tokens in the zigzag layout, as it takes them
-natively, and moved to rank order and back.
+natively, and moved to rank order and back. Before that, on one rank, what is between the chunks, beside fla's two
+kernels for it.
 
 Calls from Python, in turns whose order is drawn anew each time; a time is the median over samples of CALLS calls in a
 row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
@@ -206,13 +207,7 @@ def point(ranks, rule, T, H, gate, backward) -> dict | None:
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):
                 comm.barrier()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(CALLS):
-                    calls[name]()
-                end.record()
-                end.synchronize()
-                times[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
+                times[name].append(elapsed(calls[name]))
         rows = {}
         for name, call in calls.items():
             comm.barrier()
@@ -239,18 +234,64 @@ def graph_us(name, call, comm) -> float | str:
     with torch.cuda.graph(graph):
         kept = call()
     comm.barrier()
-    times = []
-    for _ in range(SAMPLES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    times = [elapsed(graph.replay) for _ in range(SAMPLES)]
     comm.barrier()
     del kept
     return torch.tensor(times).median().item()
+
+
+def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
+    """On one rank, us: what is between the chunks of KDA, forward and backward, ours and fla's two kernels for it."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
+
+    from allscan.delta.passes import Kept, StatePass, delta_segment_length
+    from allscan.first_call import find_layout
+
+    with allscan.Communicator() as comm:
+        generator = torch.Generator(comm.device).manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device=comm.device)
+
+        q, k, w = ((normal(1, T, H, K) / K).bfloat16() for _ in range(3))
+        u, do, dv = (normal(1, T, H, K).bfloat16() for _ in range(3))
+        sums = F.logsigmoid(normal(T // 64, 64, H, K)).div(16).cumsum(1).view(1, T, H, K)
+        scores = (normal(1, T, H, 64) / 8).bfloat16()
+        layout = find_layout(comm, 1, T, None, delta_segment_length(T, H, True))
+        ours = StatePass(comm, layout, 1, H, H, K, K, torch.bfloat16, scalar=False)
+        kept = Kept(ours.empty(layout.num_segments, H, K, K), ours.states(), ours.empty(1, dtype=torch.int64))
+
+        def backward():
+            entering, join = ours.carry_back(ours.leaves(q, k, w, sums, do, scores, None, K**-0.5), None, kept)
+            join()
+            ours.backward(q, k, w, sums, do, dv, K**-0.5, entering, None)
+
+        calls = {
+            "ours, forward": lambda: ours.forward(k, w, u, sums, None, None, kept),
+            "ours, backward": backward,
+            "fla, forward": lambda: chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums),
+            "fla, backward": lambda: chunk_gated_delta_rule_bwd_dhu(
+                q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=K**-0.5
+            ),
+        }
+        for call in calls.values():
+            call()
+        times: dict = {name: [] for name in calls}
+        for turn in range(SAMPLES):
+            for name in random.Random(turn).sample(list(calls), len(calls)):
+                times[name].append(elapsed(calls[name]))
+        return {name: torch.tensor(values).median().item() for name, values in times.items()}
+
+
+def elapsed(call) -> float:
+    """us a call, of CALLS in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / CALLS
 
 
 def compile_share(share: int, of: int, rule: str, H: int) -> None:
@@ -296,8 +337,14 @@ def main() -> int:
     parser.add_argument("--csv", default=results("delta.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
+    if gpus:
+        for T, H in SHAPES[: arguments.shapes]:
+            times = passes(T, H)
+            faster = sum(t for n, t in times.items() if "fla" in n) / sum(t for n, t in times.items() if "ours" in n)
+            print(f"between the chunks, one rank, T={T} H={H}, us:", {n: round(t, 1) for n, t in times.items()},
+                  f"together {faster:.2f} times as fast", flush=True)  # fmt: skip
     if gpus < 2:
-        print("No two GPUs here, and fla's kernels need one: nothing is measured.")
+        print("No two GPUs here, and fla's kernels need one: nothing else is measured.")
         return 0
     counts = arguments.ranks or sorted({2, gpus})
     compile_ahead(arguments.rules, SHAPES[0][1])
