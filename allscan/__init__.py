@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from . import device, zigzag
-from .collective import AllScan
+from .collective import AllScan, Work
 from .communicator import Communicator
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .gla import zeco_gla
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AllScan", "AllScanOutOfStep", "AllScanTimeout", "Communicator", "allscan", "device", "finalize", "halo", "init",
-    "zeco_gated_delta_rule", "zeco_gla", "zeco_kda", "zigzag",
+    "AllScan", "AllScanOutOfStep", "AllScanTimeout", "Communicator", "Work", "allscan", "device", "finalize", "halo",
+    "init", "zeco_gated_delta_rule", "zeco_gla", "zeco_kda", "zigzag",
 ]  # fmt: skip
 
 

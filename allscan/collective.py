@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import numbers
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 import triton.language as tl
@@ -234,11 +235,25 @@ class AllScan:
                 return
             time.sleep(1e-3)
 
+    @overload
     def scan(
         self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
         adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
-        out: torch.Tensor | None = None, channel: Channel | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        out: torch.Tensor | None = None, channel: Channel | None = None, async_op: Literal[False] = False,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    @overload
+    def scan(
+        self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
+        adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
+        out: torch.Tensor | None = None, channel: Channel | None = None, async_op: Literal[True],
+    ) -> Work: ...  # fmt: skip
+
+    def scan(
+        self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
+        adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
+        out: torch.Tensor | None = None, channel: Channel | None = None, async_op: bool = False,
+    ) -> torch.Tensor | Work:  # fmt: skip
         """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
 
         state: float32 tensor of this AllScan's shape, on the communicator's device.
@@ -248,6 +263,8 @@ class AllScan:
         initial_state: like state, or None (0); used by the first rank in the direction of the scan.
         out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument otherwise.
         channel: of the direction ``reverse``, to be used instead of ``self.channel(reverse)``.
+        async_op: return a :class:`Work` at once; the scan runs on the communicator's own stream, beside what is
+            launched next on the current one.
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
         with self.comm.call(reverse):
@@ -276,21 +293,22 @@ class AllScan:
             channel = self.channel(reverse) if channel is None else channel
             initial = dict(HAS_INITIAL=initial_state is not None)
             given = state if initial_state is None else initial_state
-            if transition is not None:
-                tiles = -(-self.num_tiles // self.max_ctas)  # of a program
-                self.launch(
-                    transition_kernel, (-(-self.num_tiles // tiles),), state, transition, given, out, channel,
-                    *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V, **initial,
-                    **transition_blocks(self.tile[0]),
-                )  # fmt: skip
-                return out
-            self.launch(
-                scan_kernel, (min(self.num_tiles, self.max_ctas),),
-                state, state if decay is None else decay, given, out, channel, *strides,
-                K=self.K, V=self.V, HAS_DECAY=decay is not None, ONE_HOP=one_hop, **initial,
-                num_warps=max(1, min(8, math.prod(self.tile) // 512)),
-            )  # fmt: skip
-            return out
+            with self.comm.streams.beside() if async_op else contextlib.nullcontext() as join:
+                if transition is not None:
+                    tiles = -(-self.num_tiles // self.max_ctas)  # of a program
+                    self.launch(
+                        transition_kernel, (-(-self.num_tiles // tiles),), state, transition, given, out, channel,
+                        *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V, **initial,
+                        **transition_blocks(self.tile[0]),
+                    )  # fmt: skip
+                else:
+                    self.launch(
+                        scan_kernel, (min(self.num_tiles, self.max_ctas),),
+                        state, state if decay is None else decay, given, out, channel, *strides,
+                        K=self.K, V=self.V, HAS_DECAY=decay is not None, ONE_HOP=one_hop, **initial,
+                        num_warps=max(1, min(8, math.prod(self.tile) // 512)),
+                    )  # fmt: skip
+            return Work(self.comm, out, join, (state, decay, transition, given)) if join is not None else out
 
     def there_and_back(
         self, there: torch.Tensor, back: torch.Tensor, *, decays: tuple = (None, None),
@@ -333,6 +351,36 @@ class AllScan:
                 raise ValueError(
                     f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
                 )
+
+
+class Work:
+    """A scan under way, as ``async_op=True`` returns it.
+
+    What the scan reads must not be written before :meth:`wait`. A Work that goes without having been waited for only
+    gives its memory back behind the scan: this rank has taken part all the same. With gradients its result then counts
+    as ignored, see :func:`allscan.allscan`.
+    """
+
+    def __init__(self, comm: Communicator, result: torch.Tensor, join: Callable[[], None], read: tuple) -> None:
+        self._comm, self.result, self._join, self._read = comm, result, join, read
+
+    def of(self, result: torch.Tensor) -> Work:
+        """This, with ``result`` in place of the tensor that the scan writes."""
+        self.result = result
+        return self
+
+    def wait(self) -> torch.Tensor:
+        """The result. What is launched on the current stream from here on has it; the host does not wait. May be called
+        again. Raises AllScanTimeout or AllScanOutOfStep if the scan is known to have failed; as long as it is not, the
+        next call does, as for a scan that was not asynchronous."""
+        self._join()
+        self._read = ()
+        self._comm.check()
+        return self.result
+
+    def __del__(self) -> None:
+        if self._read:
+            self._join()
 
 
 def leaves(state: torch.Tensor, decay, transition, prev: torch.Tensor, adjoint: bool = False) -> torch.Tensor:

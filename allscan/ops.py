@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .checks import boundaries, check_halves, check_tensor, check_transition, decay_target, integer, is_zigzag
 from .collective import leaves
-from .communicator import Communicator
+from .communicator import Communicator, communicator_of
 from .errors import Problem
 from .first_call import cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
@@ -23,11 +23,11 @@ Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
 
-@dynamo_disabled
 def allscan(
     state: Array, decay: Array | float | None = None, *, comm: Communicator, transition: Array | None = None,
     initial_state: Array | None = None, reverse: bool = False, out: Array | None = None, layout: str = "contiguous",
-) -> Array:  # fmt: skip
+    async_op: bool = False,
+) -> Any:  # fmt: skip
     """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
@@ -48,10 +48,14 @@ def allscan(
         any, are pairs of tensors, of the former and of the latter. The states go over the ranks and back:
         E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses both
         results, in one backward pass.
+    async_op: return an :class:`allscan.Work` at once, whose ``wait()`` returns R_p: the scan runs on the communicator's
+        own stream, beside what is launched next on the current one. The scan of the backward pass is not asynchronous.
+        For torch tensors in the contiguous layout.
     Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
     Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
-    :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream.
+    :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile
+    takes it as one operator, also with fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
 
     Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport, a first
     call in a CUDA graph's capture), MemoryError (arena full), AllScanTimeout (an earlier call has timed out),
@@ -59,16 +63,38 @@ def allscan(
 
         >>> comm = allscan.Communicator()
         >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
+        >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
+        >>> prev = work.wait()                                      # after what does not need it
     """
+    if torch.compiler.is_compiling() and isinstance(state, Tensor) and layout == "contiguous" and out is None:
+        if not async_op:
+            number = None if decay is None or isinstance(decay, Tensor) else float(decay)  # type: ignore[arg-type]
+            given = decay if isinstance(decay, Tensor) else None
+            return _scan(state, given, transition, initial_state, number, reverse, comm.handle)[0]
+    return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+
+
+@dynamo_disabled
+def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
     with comm.call(reverse):
         if layout != "contiguous":
-            return _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout)
-        if not isinstance(state, torch.Tensor):
+            return _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+        if not isinstance(state, torch.Tensor) and not async_op:
             return _foreign(state, decay, transition, comm, initial_state, reverse, out)
-        return _allscan(state, decay, comm, transition, initial_state, reverse, out)
+        return _allscan(state, decay, comm, transition, initial_state, reverse, out, async_op)
 
 
-def _allscan(state, decay, comm, transition, initial_state, reverse, out):
+def _allscan(state, decay, comm, transition, initial_state, reverse, out, async_op=False):
+    scan, wanted = _checked(state, decay, comm, transition, initial_state, out)
+    if wanted:
+        prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
+        return prev if work is None else work.of(prev)
+    options = dict(transition=transition, initial_state=initial_state, reverse=reverse, out=out, async_op=async_op)
+    return scan.scan(state, decay, **options)
+
+
+def _checked(state, decay, comm, transition, initial_state, out=None):
+    """(the AllScan, whether a gradient is wanted). Raises for wrong arguments, at a first call on every rank."""
     problem = tile = None
     try:
         check_tensor("state", state, None, comm.device)
@@ -87,21 +113,18 @@ def _allscan(state, decay, comm, transition, initial_state, reverse, out):
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    scan = get_or_create_scan(comm, state.shape, problem=problem, tile=tile)
-    if wanted:
-        return _AllScan.apply(state, decay, transition, initial_state, scan, reverse)
-    return scan.scan(state, decay, transition=transition, initial_state=initial_state, reverse=reverse, out=out)
+    return get_or_create_scan(comm, getattr(state, "shape", None), problem=problem, tile=tile), wanted
 
 
-def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout):
+def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
     problem = None
     try:
         is_zigzag(layout)
         pairs = [(None, None) if x is None else x for x in (state, decay, transition)]
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise TypeError("state, and decay and transition if there are any, must be pairs in the zigzag layout")
-        if reverse or out is not None:
-            raise ValueError("the zigzag layout goes neither with reverse nor with out")
+        if reverse or out is not None or async_op:
+            raise ValueError("the zigzag layout goes neither with reverse nor with out nor with async_op")
         (there, back), decays, transitions = pairs
         if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
             raise TypeError("both states must be tensors of one shape")
@@ -129,50 +152,113 @@ def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout)
 
 class _AllScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, state, decay, transition, initial_state, scan, reverse):
-        ctx.ticket = scan.ticket()
+    def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
+        ctx.ticket, work = scan.ticket(), None
         prev = scan.scan(
             state, decay, transition=transition, initial_state=initial_state, reverse=reverse,
-            channel=scan.channel(reverse, ticket=ctx.ticket),
+            channel=scan.channel(reverse, ticket=ctx.ticket), async_op=async_op,
         )  # fmt: skip
+        if async_op:
+            work, prev = prev, prev.result
         tensor_decay = isinstance(decay, torch.Tensor)
         ctx.save_for_backward(decay if tensor_decay else None, transition, prev)
         ctx.number = None if tensor_decay else decay
         ctx.scan, ctx.reverse = scan, reverse
         ctx.pending = None if recomputing() else PendingBackward(scan, reverse)
-        return prev
+        return prev, work
 
     @staticmethod
-    def backward(ctx, dprev):
+    def backward(ctx, dprev, _):
         if ctx.pending is not None:
             ctx.pending.run()
         with ctx.scan.comm.call(not ctx.reverse):
             if torch.is_grad_enabled():
                 raise RuntimeError("allscan() has no second derivative (create_graph=True)")
+            decay, transition, prev = ctx.saved_tensors
+            given = ctx.number if decay is None else decay
             with torch.autocast(dprev.device.type, enabled=False):
-                return _gradients(ctx, dprev.contiguous())
+                wanted = ctx.needs_input_grad[1:4]
+                grads = _gradients(ctx.scan, dprev, given, transition, prev, ctx.ticket, ctx.reverse, wanted)
+            return *grads, None, None, None
 
 
-def _gradients(ctx, dprev):
-    decay, transition, prev = ctx.saved_tensors
-    scan, given = ctx.scan, decay if decay is not None else ctx.number
+def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
+    """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``."""
+    dprev = dprev.contiguous()
     dstate = scan.scan(
-        dprev, given, transition=transition, adjoint=True, reverse=not ctx.reverse,
-        channel=scan.channel(not ctx.reverse, adjoint_of=ctx.ticket),
+        dprev, decay, transition=transition, adjoint=True, reverse=not reverse,
+        channel=scan.channel(not reverse, adjoint_of=ticket),
     )  # fmt: skip
     ddecay = dtransition = dinitial = None
-    if ctx.needs_input_grad[1]:
+    if wanted[0]:
         rows = (dstate * prev).sum(-1)
         if decay.ndim < rows.ndim:
             rows = rows.sum(-1)
         ddecay = rows.sum_to_size(decay.shape)
-    if ctx.needs_input_grad[2]:
+    if wanted[1]:
         dtransition = dstate @ prev.transpose(-1, -2)
-    if ctx.needs_input_grad[3]:
+    if wanted[2]:
         dinitial = torch.zeros_like(prev)
-        if scan.comm.rank == (scan.comm.size - 1 if ctx.reverse else 0):
-            dinitial = leaves(dprev, given, transition, dstate, adjoint=True)
-    return dstate, ddecay, dtransition, dinitial, None, None
+        if scan.comm.rank == (scan.comm.size - 1 if reverse else 0):
+            dinitial = leaves(dprev, decay, transition, dstate, adjoint=True)
+    return dstate, ddecay, dtransition, dinitial
+
+
+@torch.library.custom_op("allscan::scan", mutates_args=())
+def _scan(
+    state: Tensor, decay: Tensor | None, transition: Tensor | None, initial_state: Tensor | None,
+    number: float | None, reverse: bool, handle: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """allscan() as torch.compile takes it: (R_p, the number of this call). number: a decay that is no tensor."""
+    comm = communicator_of(handle)
+    with comm.call(reverse):
+        given = number if decay is None else decay
+        scan, _ = _checked(state, given, comm, transition, initial_state)
+        ticket = scan.ticket()
+        options = dict(transition=transition, initial_state=initial_state, reverse=reverse)
+        return scan.scan(state, given, **options, channel=scan.channel(reverse, ticket=ticket)), ticket
+
+
+@_scan.register_fake
+def _(state, decay, transition, initial_state, number, reverse, handle):
+    return state.new_empty(state.shape), state.new_empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("allscan::scan_backward", mutates_args=())
+def _scan_backward(
+    dprev: Tensor, decay: Tensor | None, transition: Tensor | None, prev: Tensor, ticket: Tensor,
+    number: float | None, reverse: bool, handle: int, of_decay: bool, of_transition: bool, of_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of state, decay, transition and initial_state; empty where not wanted."""
+    comm = communicator_of(handle)
+    with comm.call(not reverse):
+        tile = None if transition is None else transition_tile(dprev.shape[-2])
+        scan, given = get_or_create_scan(comm, dprev.shape, tile=tile), number if decay is None else decay
+        wanted = of_decay, of_transition, of_initial
+        grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
+        dstate, *rest = (dprev.new_empty(0) if x is None else x.contiguous() for x in grads)
+        return dstate, rest[0], rest[1], rest[2]
+
+
+@_scan_backward.register_fake
+def _(dprev, decay, transition, prev, ticket, number, reverse, handle, of_decay, of_transition, of_initial):
+    shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
+    return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
+
+
+def _save_scan(ctx, inputs, output):
+    _, decay, transition, _, *ctx.where = inputs
+    ctx.save_for_backward(decay, transition, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _scan_gradient(ctx, dprev, _):
+    wanted = ctx.needs_input_grad[1:4]
+    grads = _scan_backward(dprev, *ctx.saved_tensors, *ctx.where, *wanted)
+    return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True)), None, None, None
+
+
+torch.library.register_autograd("allscan::scan", _scan_gradient, setup_context=_save_scan)
 
 
 def _foreign(state, decay, transition, comm, initial_state, reverse, out):
@@ -200,7 +286,6 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
     return result.numpy() if out is None else out
 
 
-@dynamo_disabled
 def halo(
     x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
     first_token: int | None = None, layout: str = "contiguous",
@@ -218,7 +303,8 @@ def halo(
         the one at the cut count as none.
     layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second, each
         half of at least n tokens.
-    Returns [B, n, ...] like x, a tuple for a tuple. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
+    Returns [B, n, ...] like x, a tuple for a tuple. torch.compile takes it with fullgraph=True, but not the zigzag
+    layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
     for its neighbours only. The first call for a shape is collective on the host. For gradients every rank uses the
     result, the first one too, which has zeros: else its own backward does not run, and the next call raises.
 
@@ -229,6 +315,29 @@ def halo(
         >>> after = allscan.halo(tokens, 1, comm=comm, reverse=True)     # 0 behind the last rank's
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
+    xs = x if isinstance(x, tuple) else (x,)
+    if torch.compiler.is_compiling() and _traceable(xs, n, comm, cu_seqlens, layout):
+        edge, T = _edges(xs, n, [0 if reverse else xs[0].shape[1] - n])[0], xs[0].shape[1]
+        found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle)[0], xs, n)
+        return found if isinstance(x, tuple) else found[0]
+    return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+
+
+def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
+    """Whether nothing has to be refused, and the layout is contiguous."""
+    alike = xs and all(
+        isinstance(x, Tensor) and x.ndim >= 2 and x.device == comm.device and x.shape[:2] == xs[0].shape[:2]
+        and not x.is_complex() and x.dtype not in (torch.float64, torch.bool)
+        for x in xs
+    )  # fmt: skip
+    packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
+    return alike and type(n) is int and 1 <= n <= xs[0].shape[1] and layout == "contiguous" and (
+        cu_seqlens is None or packed and len(cu_seqlens) > 1
+    )  # fmt: skip
+
+
+@dynamo_disabled
+def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     with comm.call(reverse):
         return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
@@ -252,8 +361,7 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
         zigzag = is_zigzag(layout)
         halves = 1 + zigzag
-        widths = [math.prod(x.shape[2:]) * _words(x.dtype) for x in xs]
-        shape = (B, n, sum(widths))
+        shape = (B, n, sum(_widths(xs)))
         if zigzag:
             check_halves(T)
         if T // halves < n:
@@ -266,18 +374,8 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
         problem = Problem(error)
     get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)
     half = T // halves
-    begins = [i * half if reverse else (i + 1) * half - n for i in range(halves)]
-    parts = [[_to_words(x[:, a : a + n].reshape(B, n, -1)) for x in xs] for a in begins]
-    edges = [torch.cat(part, -1) if several else part[0] for part in parts]
-    inside = None
-    if cu_seqlens is not None:
-        lengths = boundaries_on_host(cu_seqlens)
-        first = partition_start(comm, lengths, T, first_token, zigzag)
-        starts = [first, lengths[-1] - first - half][:halves]
-        key = ("halo", first, T, lengths, n, reverse, zigzag)
-        inside = cached_table(
-            comm, key, lambda: _same_sequence(comm.device, [(a, a + half) for a in starts], n, reverse, lengths)
-        )
+    edges = _edges(xs, n, [i * half if reverse else (i + 1) * half - n for i in range(halves)])
+    inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
     # decay 0: nothing comes from beyond the neighbour
     if not zigzag:
         found = allscan(edges[0], 0.0, comm=comm, reverse=reverse)
@@ -287,11 +385,94 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
-    out = tuple(
-        _from_words(part, x.dtype).reshape(B, halves * n, *x.shape[2:])
-        for part, x in zip(found.split(widths, -1), xs, strict=True)
-    )
+    out = _from_edges(found, xs, halves * n)
     return out if several else out[0]
+
+
+def _edges(xs, n, begins) -> list[Tensor]:
+    """The n tokens from each of ``begins`` on as float32 [B, n, words], of all ``xs`` side by side."""
+    parts = [[_to_words(x[:, a : a + n].reshape(x.shape[0], n, -1)) for x in xs] for a in begins]
+    return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
+
+
+def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
+    """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
+    return tuple(
+        _from_words(part, x.dtype).reshape(x.shape[0], n, *x.shape[2:])
+        for part, x in zip(words.split(_widths(xs), -1), xs, strict=True)
+    )
+
+
+def _widths(xs) -> list[int]:
+    return [math.prod(x.shape[2:]) * _words(x.dtype) for x in xs]
+
+
+def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | None:
+    """Which of the tokens beyond the cut belong to the sequence on this rank's side, [n, 1], with zigzag [2n, 1]; None
+    without cu_seqlens. The first call with these is collective."""
+    if cu_seqlens is None:
+        return None
+    lengths, half = boundaries_on_host(cu_seqlens), T // (1 + zigzag)
+    first = partition_start(comm, lengths, T, first_token, zigzag)
+    starts = [first, lengths[-1] - first - half][: 1 + zigzag]
+    key = ("halo", first, T, lengths, n, reverse, zigzag)
+    ranges = [(a, a + half) for a in starts]
+    return cached_table(comm, key, lambda: _same_sequence(comm.device, ranges, n, reverse, lengths))
+
+
+@torch.library.custom_op("allscan::hop", mutates_args=())
+def _hop(
+    edge: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool, handle: int
+) -> tuple[Tensor, Tensor]:
+    """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
+    comm, n = communicator_of(handle), edge.shape[1]
+    with comm.call(reverse):
+        agree = "halo", cu_seqlens is None, first_token is None, False
+        scan = get_or_create_scan(comm, edge.shape, agree)
+        ticket = scan.ticket()
+        inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
+        found = scan.scan(edge, 0.0, reverse=reverse, channel=scan.channel(reverse, ticket=ticket))
+        return found if inside is None else torch.where(inside, found, 0.0), ticket
+
+
+@_hop.register_fake
+def _(edge, T, cu_seqlens, first_token, reverse, handle):
+    return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("allscan::hop_backward", mutates_args=())
+def _hop_backward(
+    dfound: Tensor, ticket: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool,
+    handle: int,
+) -> Tensor:  # fmt: skip
+    comm = communicator_of(handle)
+    with comm.call(not reverse):
+        scan = get_or_create_scan(comm, dfound.shape)
+        inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
+        dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
+        return scan.scan(
+            dfound.contiguous(), 0.0, adjoint=True, reverse=not reverse,
+            channel=scan.channel(not reverse, adjoint_of=ticket),
+        )  # fmt: skip
+
+
+@_hop_backward.register_fake
+def _(dfound, ticket, T, cu_seqlens, first_token, reverse, handle):
+    return dfound.new_empty(dfound.shape)
+
+
+def _save_hop(ctx, inputs, output):
+    _, ctx.T, cu_seqlens, *ctx.where = inputs
+    ctx.save_for_backward(output[1], cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _hop_gradient(ctx, dfound, _):
+    ticket, cu_seqlens = ctx.saved_tensors
+    return _hop_backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), None, None, None, None, None
+
+
+torch.library.register_autograd("allscan::hop", _hop_gradient, setup_context=_save_hop)
 
 
 def _words(dtype) -> int:

@@ -51,11 +51,33 @@ class Streams:
         if not self._cuda:
             yield lambda: None
             return
-        current = torch.cuda.current_stream(self.device)
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device, priority=-1)
-        side = self._side
+        current, side = torch.cuda.current_stream(self.device), self._own()
         side.wait_stream(current)
         current.wait_stream(side)
         with torch.cuda.stream(side):
             yield lambda: current.wait_stream(side)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Callable[[], None]]:
+        """The same stream, but the current one goes on at once. ``join`` waits for what was launched inside only: the
+        stream that is current here, whose memory is used, and the one that is current when ``join`` is called."""
+        if not self._cuda:
+            yield lambda: None
+            return
+        current, side, done = torch.cuda.current_stream(self.device), self._own(), torch.cuda.Event()
+
+        def join() -> None:
+            for stream in {current, torch.cuda.current_stream(self.device)}:
+                stream.wait_event(done)
+
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                yield join
+        finally:
+            done.record(side)
+
+    def _own(self) -> torch.cuda.Stream:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        return self._side

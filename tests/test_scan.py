@@ -168,18 +168,23 @@ def test_beside_first_gradients(run):
     run(2, autograd_case)
 
 
-def compiled_case(group, backend):
-    """torch.compile leaves allscan() and halo() as they are."""
+def compiled_case(group, backend, packed):
+    """torch.compile takes allscan() and halo() whole."""
 
     def layer(x, decay):
-        before, _ = allscan.halo((x, x.square()), 1, comm=comm)
-        state = (x[:, -2:] + before).sin()
-        return allscan.allscan(state, decay.sigmoid(), comm=comm).cos() * x.sum()
+        cuts = torch.tensor([0, x.shape[1] + 1, 2 * x.shape[1]]) if packed else None
+        before, _ = allscan.halo((x, x.square()), 1, comm=comm, cu_seqlens=cuts)
+        after = allscan.halo(x.half(), 2, comm=comm, reverse=True, cu_seqlens=cuts)
+        state = (x[:, -2:] + before + after.mean(1, keepdim=True)).sin()
+        dense = torch.stack([decay, state[:, 0, :2]], 1)
+        prev = allscan.allscan(state, decay.sigmoid(), comm=comm)
+        prev = allscan.allscan(prev.cos(), 0.5, comm=comm, initial_state=state[:1], reverse=True)
+        return allscan.allscan(prev, comm=comm, transition=dense).cos() * x.sum()
 
     with allscan.Communicator(group) as comm, warnings.catch_warnings():
         warnings.filterwarnings("error", "Dynamo detected")
         torch._dynamo.reset()
-        compiled, worst = torch.compile(layer, backend=backend), 0.0
+        compiled, worst = torch.compile(layer, backend=backend, fullgraph=True), 0.0
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + comm.rank)
             answers = []
@@ -193,8 +198,67 @@ def compiled_case(group, backend):
         return worst
 
 
-def test_in_compiled_functions(run):
-    assert max(run(2, compiled_case, "inductor" if torch.cuda.is_available() else "aot_eager")) < 1e-5
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_compiled_functions(run, packed):
+    assert max(run(2, compiled_case, "inductor" if torch.cuda.is_available() else "aot_eager", packed)) < 1e-5
+
+
+def asynchronous_case(group):
+    """Scans that are waited for later, in another order, or not at all, between others that are not asynchronous."""
+    with allscan.Communicator(group) as comm:
+        behind, first = comm.size - 1 - comm.rank, comm.rank == 0
+        ones, found = torch.ones(2, 5, 6, device=comm.device), []
+        scan = allscan.AllScan(comm, ones.shape)
+        for i in range(1, 4):
+            early = scan.scan(ones * i, async_op=True)  # what it reads belongs to nobody else
+            late = allscan.allscan(ones * 2 * i, 0.5, comm=comm, async_op=True)
+            scan.scan(ones, async_op=True)  # nobody waits for it
+            found.append(allscan.allscan(ones * 3 * i, comm=comm))
+            assert torch.equal(late.wait(), late.wait())
+            found += [late.wait() / (2 - 2.0 * 0.5**comm.rank if comm.rank else 1.0), early.wait()]
+        wanted = [i * x * (not first) for i in range(1, 4) for x in (3 * comm.rank, 2, comm.rank)]
+        right = all(torch.equal(x, torch.full_like(x, float(w))) for x, w in zip(found, wanted, strict=True))
+        state = torch.full((2, 5, 6), 3.0, device=comm.device, requires_grad=True)
+        prev = allscan.allscan(state, comm=comm, async_op=True).wait()
+        (prev * prev).sum().backward()
+        gradient = sum(2.0 * 3 * (comm.rank + 1 + i) for i in range(behind))
+        right &= torch.equal(state.grad, torch.full_like(state, gradient))
+        for wrong in (dict(layout="zigzag"), dict(out=torch.empty(2, 6, device=comm.device))):
+            pair = (ones, ones) if "layout" in wrong else ones
+            assert raised(allscan.allscan, pair, comm=comm, async_op=True, **wrong)[0] == "ValueError"
+        return right, raised(allscan.allscan, ones.cpu().numpy(), comm=comm, async_op=True)[0]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_asynchronous(run, size):
+    assert run(size, asynchronous_case) == [(True, "TypeError")] * size
+
+
+def failing_case(group):
+    """The first rank makes no call; the others hear of it when they wait, or at the next call."""
+    comm = allscan.Communicator(group, timeout=2)
+    state = torch.ones(1, 8, device=comm.device)
+    allscan.allscan(state, comm=comm)
+    answers = []
+    if comm.rank:
+        for _ in range(2):
+            try:
+                work = allscan.allscan(state, comm=comm, async_op=True)
+                if comm.device.type == "cuda":
+                    torch.cuda.synchronize()
+                work.wait()
+            except RuntimeError as error:
+                answers.append(type(error).__name__)
+    dist.barrier(group)
+    comm.resync()
+    again = allscan.allscan(state, comm=comm, async_op=True).wait().mean().item() == comm.rank
+    comm.close()
+    return answers, again
+
+
+def test_an_asynchronous_scan_that_fails(run):
+    (first, _), (second, _) = answers = run(2, failing_case)
+    assert first == [] and second == ["AllScanTimeout"] * 2 and all(again for _, again in answers)
 
 
 def transition_case(group, shape, reverse, from_zero):
