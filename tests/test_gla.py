@@ -188,7 +188,7 @@ def operator_case(group):
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         for final, cu_seqlens, initial in ((True, packed, leaves[4]), (False, None, None)):
             arguments = (*leaves[:4], initial, cu_seqlens, 0.25, final, comm.handle)
-            torch.library.opcheck(torch.ops.allscan.zeco_gla_forward, arguments, test_utils=checks)
+            torch.library.opcheck(torch.ops.allscan.zeco_gla, arguments, test_utils=checks)
     return True
 
 

@@ -12,6 +12,7 @@ from ..checks import boundaries, check_for_an_operator, check_halves, check_tens
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import agreed, find_layout
+from ..operators import Operator
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
@@ -152,7 +153,7 @@ def _delta(
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    o, final_state, *_ = _forward(
+    o, final_state, *_ = _operator(
         q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token, zigzag
     )
     if not output_final_state:
@@ -283,7 +284,6 @@ def _kept_tensors(q, v, cu_seqlens, final, zigzag):
     return final_state, transitions, enters, q.new_empty(2, dtype=torch.int64)
 
 
-@torch.library.custom_op("allscan::zeco_delta_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     rule: str, scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
@@ -305,15 +305,13 @@ def _forward(
         return o, final_state, sums, scores, solved, *kept
 
 
-@_forward.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None, zigzag=False):
+def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None, zigzag=False):
     final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
     chunk = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
     scores = k.new_empty(0) if RULES[rule].scalar else chunk
     return torch.empty_like(v), final_state, torch.empty_like(g, dtype=torch.float32), scores, chunk.clone(), *kept
 
 
-@torch.library.custom_op("allscan::zeco_delta_backward", mutates_args=())
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None,
     sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor, rule: str,
@@ -337,9 +335,8 @@ def _backward(
         return *(x.to(y.dtype).contiguous().view(y.shape) for x, y in zip(grads, like, strict=True)), dinitial
 
 
-@_backward.register_fake
-def _(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, rule, scale, initial,
-      handle, first_token=None, zigzag=False):  # fmt: skip
+def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, rule,
+                   scale, initial, handle, first_token=None, zigzag=False):  # fmt: skip
     dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
@@ -358,16 +355,16 @@ def _save(ctx, inputs, output):
         ctx.pending = pending_backwards(prepare(communicator_of(handle), _carried_shape(q, v)), zigzag)
 
 
-def _gradient(ctx, do, dfinal, *_):
+def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
     q, k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
-    dq, dk, dv, dg, dbeta, dinitial = _backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
+    dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
     dinitial = dinitial if ctx.initial else None
     return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, None, None, None, None, None, None, None
 
 
-torch.library.register_autograd("allscan::zeco_delta_forward", _gradient, setup_context=_save)
+_operator = Operator("allscan::zeco_delta", _forward, _fake, _backward, _fake_backward, _save, _gradient)

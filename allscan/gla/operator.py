@@ -12,6 +12,7 @@ from ..checks import boundaries, check_for_an_operator, check_halves, check_tens
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import agreed, find_layout
+from ..operators import Operator
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, segment_length
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
@@ -97,7 +98,7 @@ def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_
     q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    o, final_state, *_ = _forward(
+    o, final_state, *_ = _operator(
         q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag
     )
     return o, final_state if output_final_state else None
@@ -180,7 +181,6 @@ def _state_tensors(q, v, cu_seqlens, final, zigzag):
     return final_state, states, gates, empty(2 * B if zigzag else B, *shape[1:], dtype=torch.float32)
 
 
-@torch.library.custom_op("allscan::zeco_gla_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
@@ -211,12 +211,10 @@ def _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher):
     return o, final_state, states, gates, prev, ticket
 
 
-@_forward.register_fake
-def _(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
+def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
     return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final, zigzag), q.new_empty(2, dtype=torch.int64)
 
 
-@torch.library.custom_op("allscan::zeco_gla_backward", mutates_args=())
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
     states: Tensor, gates: Tensor, prev: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int,
@@ -250,9 +248,8 @@ def _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket,
     return dq, dk, dv, dg, dinitial
 
 
-@_backward.register_fake
-def _(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle, first_token=None,
-      zigzag=False):  # fmt: skip
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle,
+                   first_token=None, zigzag=False):  # fmt: skip
     return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial, zigzag)[0]
 
 
@@ -267,14 +264,14 @@ def _save(ctx, inputs, output):
     ctx.pending = [] if no_node else carrier_of(handle).pending(_carried_shape(q, v), zigzag)
 
 
-def _gradient(ctx, do, dfinal, *_):
+def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
     q, k, v, g, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    grads = _backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
+    grads = backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
     return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None, None, None
 
 
-torch.library.register_autograd("allscan::zeco_gla_forward", _gradient, setup_context=_save)
+_operator = Operator("allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save, _gradient)
