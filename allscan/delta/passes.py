@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..collective import AllScan
@@ -15,7 +14,7 @@ from ..first_call import get_or_create_scan
 from ..order import zigzag_channels
 from ..packing import CHUNK_TOKENS, Layout
 from ..shmem_kernels.delta import adjoint_kernel, delta_carry_kernel, delta_states_kernel, summary_kernel
-from ..tiling import transition_tile
+from ..tiling import cdiv, next_power_of_2, transition_tile
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
 PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
@@ -26,7 +25,7 @@ def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
     if not cuda:
         return 2 * CHUNK_TOKENS
     number = max(1, min(32, PROGRAMS // H))
-    return max(4 * CHUNK_TOKENS, triton.cdiv(triton.cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
+    return max(4 * CHUNK_TOKENS, cdiv(cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
 
 
 def blocks(BK: int, widest: int, dtype: torch.dtype, scalar: bool) -> dict[str, dict[str, int]]:
@@ -86,10 +85,10 @@ class StatePass:
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing travels
         self.cuda = comm.device.type == "cuda"
-        BK = max(16, triton.next_power_of_2(K))
+        BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
-        widest = max(16, triton.next_power_of_2(V))
+        widest = max(16, next_power_of_2(V))
         self.blocks = blocks(BK, widest, dtype, scalar) if self.cuda else blocks_of_cpus(BK, widest)
 
     def empty(self, *shape, dtype=torch.float32) -> Tensor:
@@ -107,7 +106,7 @@ class StatePass:
 
     def _summaries(self, k, w, u, g, transitions, leaves) -> None:
         chosen = self.blocks["summary"]
-        rows, columns = triton.cdiv(self.K, chosen["BR"]), triton.cdiv(self.V, chosen["BV"])
+        rows, columns = cdiv(self.K, chosen["BR"]), cdiv(self.V, chosen["BV"])
         summary_kernel[rows * columns, self.layout.num_segments, self.H](
             k, w, u, g, self.layout.segments, transitions, leaves, **self.common, **self.chunked, **chosen
         )
@@ -128,9 +127,9 @@ class StatePass:
         it); the matrices are None where nothing enters."""
         own, through, dense, _ = room or self._room(reverse)
         layout, chosen = self.layout, self.blocks["carry"]
-        columns = triton.cdiv(self.V, chosen["BC"])
+        columns = cdiv(self.V, chosen["BC"])
         if through is not None:
-            columns += triton.cdiv(self.K, chosen["BC"])
+            columns += cdiv(self.K, chosen["BC"])
         delta_carry_kernel[columns, self.num_states * self.H](
             transitions, leaves, layout.segments, layout.first_segments, leaves if outside is None else outside,
             enters, enters if through is None else through, own, own if dense is None else dense,
@@ -192,7 +191,7 @@ class StatePass:
         return (states, *(states if x is None else x for x in (through, prev)))
 
     def _grid(self, chosen):
-        return triton.cdiv(self.V, chosen["BV"]), self.layout.num_segments, self.H
+        return cdiv(self.V, chosen["BV"]), self.layout.num_segments, self.H
 
     def _states(self, k, w, u, g, enters, through, prev, final):
         h, v_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(u)

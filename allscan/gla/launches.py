@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from ..packing import CHUNK_TOKENS
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
@@ -16,7 +15,7 @@ from ..shmem_kernels.gla_fwd import (
     state_kernel,
 )
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
-from ..tiling import default_tile
+from ..tiling import cdiv, default_tile, next_power_of_2
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
 # pays by the operation.
@@ -37,12 +36,12 @@ class Launcher:
         self.zigzag = zigzag
         self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
         self.BT = CHUNK_TOKENS
-        self.BK = max(16, triton.next_power_of_2(self.K))
+        self.BK = max(16, next_power_of_2(self.K))
         self.narrow = narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
         widest = (16384 if narrow else 8192) // max(128, self.BK)  # what the registers hold of a state
-        self.BV = min(widest, max(16, triton.next_power_of_2(self.V)))
-        self.NT = triton.cdiv(self.V, min(64, self.BV))  # parts of what dg has from state to state
-        self.columns = min(64, max(16, triton.next_power_of_2(self.V)))  # of V, where there is no state
+        self.BV = min(widest, max(16, next_power_of_2(self.V)))
+        self.NT = cdiv(self.V, min(64, self.BV))  # parts of what dg has from state to state
+        self.columns = min(64, max(16, next_power_of_2(self.V)))  # of V, where there is no state
         self.precision = dict(PRECISION=PRECISION[q.dtype])
         self.widths = dict(H=self.H, K=self.K, V=self.V)
         self.num_stages = 3 if narrow else 1
@@ -54,7 +53,7 @@ class Launcher:
 
     def by_segments(self, BV):
         """Grid and block sizes of a kernel that has a state [BK, BV] in registers."""
-        grid = triton.cdiv(self.V, BV), self.layout.num_segments, self.H
+        grid = cdiv(self.V, BV), self.layout.num_segments, self.H
         num_warps = 8 if self.BK * BV > 8192 else 4
         return grid, self.widths | self.precision | dict(BT=self.BT, BK=self.BK, BV=BV, num_warps=num_warps)
 
@@ -101,7 +100,7 @@ class Launcher:
         # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
         BK = 64 if self.narrow else min(32, self.BK)
         blocks = self.widths | self.precision | dict(BT=self.BT, BV=self.columns, NT=self.NT)
-        grad_kernel[(triton.cdiv(self.K, BK), layout.num_chunks, self.H)](
+        grad_kernel[(cdiv(self.K, BK), layout.num_chunks, self.H)](
             q, k, v, g, do, layout.chunks, layout.weights, gate, strong, *of_scores, *of_states, *grads, self.scale,
             **blocks, BK=BK, num_warps=4, num_stages=self.num_stages,
         )  # fmt: skip
@@ -138,7 +137,7 @@ class Launcher:
         B, H, K, V = prev.shape
         BK, BV = default_tile(K, V, CARRY_WORDS[prev.device.type])
         grid, tables = (
-            (triton.cdiv(K, BK), triton.cdiv(V, BV), B * H),
+            (cdiv(K, BK), cdiv(V, BV), B * H),
             (self.layout.segments, self.layout.first_segments),
         )
         blocks = self.widths | dict(BK=BK, BV=BV, REVERSE=reverse, num_warps=1)

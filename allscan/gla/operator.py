@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag
@@ -15,6 +14,7 @@ from ..first_call import agreed, find_layout
 from ..operators import Operator
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, segment_length
+from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Launcher
 
@@ -119,7 +119,7 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
     if not q.shape == k.shape == g.shape or q.shape[:3] != v.shape[:3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in names.items())
         raise ValueError(f"q, k, g must be [B, T, H, K] and v [B, T, H, V], got {shapes}")
-    if q.shape[0] * triton.cdiv(q.shape[1], CHUNK_TOKENS) > MOST_CHUNKS:
+    if q.shape[0] * cdiv(q.shape[1], CHUNK_TOKENS) > MOST_CHUNKS:
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
     if zigzag:
         check_halves(q.shape[1])
