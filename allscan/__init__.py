@@ -9,6 +9,7 @@ from .errors import AllScanOutOfStep, AllScanTimeout
 from .gla import zeco_gla
 from .ops import allscan, halo
 from .runtime import finalize, init
+from .ssd import zeco_ssd
 
 if TYPE_CHECKING:
     from .delta import zeco_gated_delta_rule, zeco_kda
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AllScan", "AllScanOutOfStep", "AllScanTimeout", "Communicator", "Work", "allscan", "device", "finalize", "halo",
-    "init", "zeco_gated_delta_rule", "zeco_gla", "zeco_kda", "zigzag",
+    "init", "zeco_gated_delta_rule", "zeco_gla", "zeco_kda", "zeco_ssd", "zigzag",
 ]  # fmt: skip
 
 

@@ -101,3 +101,39 @@ def delta_reference(
         state = state + (beta[:, t][..., None] * k[:, t])[..., None] * error[..., None, :]
         outputs.append(scale * (q[:, t][..., None] * state).sum(-2))
     return torch.stack(outputs, 1) if outputs else v, state
+
+
+def ssd_reference(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mamba2's scan token by token: S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t, y_t = S_t C_t + D x_t, times silu(z_t).
+
+    The arguments of :func:`allscan.zeco_ssd`; d_t is the clamped softplus of dt + dt_bias. Returns (y [B, T, H, P],
+    final_states [B or number of sequences, H, P, N]), float64.
+    """
+    if cu_seqlens is not None:
+        cuts = [int(cut) for cut in cu_seqlens]
+        initial = [None] * (len(cuts) - 1) if initial_states is None else initial_states.split(1)
+        parts = [
+            ssd_reference(
+                x[:, a:b], dt[:, a:b], A, B[:, a:b], C[:, a:b], D, None if z is None else z[:, a:b], dt_bias,
+                dt_softplus, dt_limit, first,
+            ) for a, b, first in zip(cuts, cuts[1:], initial)
+        ]  # fmt: skip
+        outputs, states = zip(*parts)
+        return torch.cat(outputs, 1), torch.cat(states)
+    x, d, A, B, C = (t.double() for t in (x, dt, A, B, C))
+    d = d if dt_bias is None else d + dt_bias.double()
+    d = (torch.nn.functional.softplus(d) if dt_softplus else d).clamp(*dt_limit)
+    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
+    state = x.new_zeros(*x.shape[::2], x.shape[3], B.shape[3]) if initial_states is None else initial_states.double()
+    decay, inputs, reads = (d * A).exp(), d[..., None] * x, []
+    for t in range(x.shape[1]):
+        state = decay[:, t, :, None, None] * state + inputs[:, t, :, :, None] * B[:, t, :, None]
+        reads.append((state * C[:, t, :, None]).sum(-1))
+    y = torch.stack(reads, 1) if reads else x
+    if D is not None:
+        y = y + x * (D.double() if D.ndim == 2 else D.double()[:, None])
+    return y if z is None else y * torch.nn.functional.silu(z.double()), state

@@ -30,6 +30,7 @@ errors checks rendezvous runtime streams order communicator
 tiling launching operators workspace collective packing first_call ops
 gla.carrier gla.launches gla.operator gla
 delta.passes delta.chunks delta.operator delta
+ssd
 device reference zigzag
 __init__
 integrations integrations.fla integrations.fla_cp

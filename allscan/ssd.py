@@ -1,0 +1,299 @@
+"""zeco_ssd: the state space duality of Mamba2 over a sequence that is cut over the ranks of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import boundaries, check_halves, check_tensor, integer, is_zigzag
+from .communicator import Communicator
+from .errors import Problem
+from .first_call import agreed, cached_table, get_or_create_scan, partition_start
+from .launching import dynamo_disabled
+from .ops import allscan
+from .packing import boundaries_on_host, cut, to_device, zigzag_cut
+from .shmem_kernels.gla_blocks import FIRST, LAST
+
+
+@dynamo_disabled
+def zeco_ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, *, comm: Communicator,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    first_token: int | None = None, layout: str = "contiguous", chunk_scan: Callable | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Mamba2's scan (SSD) with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
+
+        d_t = clamp(dt_t + dt_bias, *dt_limit), of the softplus with dt_softplus
+        S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t,     y_t = S_t C_t + D x_t,  times silu(z_t) where there is a z
+
+    The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, and comm=.
+
+    x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks, nothing else may.
+    dt: [B, T, H]. A: [H], at most 0, which is checked at the first call for a shape only: looking waits for the GPU.
+    B, C: [B, T, G, N], of groups of H / G heads. D: [H] or [H, P]. z: like x. dt_bias: [H]. Any float types.
+    chunk_size: tokens that are computed at once; results do not depend on it.
+    dt_limit: bounds of d_t, the lower one at least 0.
+    initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on the
+        rank that has a sequence's first token.
+    return_final_states: whether to return each sequence's state after its last token.
+    cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
+    chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
+        return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or None
+        where the rank has tokens of one sequence. Default: that of mamba_ssm on GPUs, if it is installed, else torch.
+
+    Returns y [B, T, H, P] like x, with return_final_states (y, final_states): [B or number of sequences, H, P, N]
+    float32, true on the rank that has the sequence's last token and zeros on the others.
+
+    Differentiable in all tensors; gradients of A, D and dt_bias are this rank's share. The operator runs once, from
+    zero: what the state before this rank's tokens adds to outputs is linear in it, one product. One scan forward and
+    one in reverse in backward, each moving one state of B * H * P * N float32 words from a rank to the next.
+
+    Raises TypeError (dtypes), ValueError (shapes, device, cu_seqlens, a positive A), and what :func:`allscan.allscan`
+    raises, before anything is launched.
+    Source: Mamba2, arXiv 2405.21060; ZeCO, arXiv 2507.01004.
+
+        >>> y = allscan.zeco_ssd(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True, comm=comm)
+    """
+    given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    with comm.call():
+        zigzag, cu_seqlens, first_token = _prepare(
+            comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, first_token, layout
+        )
+        spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
+        d = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+        d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
+        A = A.float()
+        scan = chunk_scan or _installed(x.device)
+        y, last = scan(x, d, A, B, C, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
+        tokens = _Tokens(x, d, d * A, B, C)
+        halves = [[s for s in spans if s.half == half and s.end > s.start] for half in range(1 + zigzag)]
+        states = {halves[-1][-1]: last.float()}  # of spans' tokens alone
+        for span in spans:
+            if span not in states and (span is halves[0][-1] or (return_final_states and span.ends)):
+                states[span] = tokens.state(span)
+        entering = {s: initial_states[s.rows] for s in spans if s.begins and initial_states is not None}
+
+        def after(span):
+            return states[span] if span not in entering else states[span] + tokens.decay(span) * entering[span]
+
+        leaving = [after(some[-1]) for some in halves]
+        # what enters the rank passes it if it has no end of a sequence in between
+        passing = [len(some) == 1 and not some[0].begins for some in halves]
+        decays = [tokens.decay(s[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
+                  for s, p in zip(halves, passing, strict=True)]  # fmt: skip
+        inputs = [t for t in (*given.values(), initial_states) if t is not None]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):  # on all ranks then
+            leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
+        if zigzag:
+            prevs = allscan(tuple(leaving), tuple(decays), comm=comm, layout="zigzag")
+        else:
+            prevs = (allscan(leaving[0], decays[0], comm=comm),)
+        entering |= {some[0]: prev for some, prev in zip(halves, prevs, strict=True) if not some[0].begins}
+        y = torch.cat([y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
+                       for s in spans if s.end > s.start], 1)  # fmt: skip
+        used = prevs if initial_states is None else (*prevs, initial_states)
+        y = _Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
+        if not return_final_states:
+            return y
+        ended = {s.rows.start: after(s) for s in spans if s.ends}
+        if cu_seqlens is None:
+            final = ended.get(None, torch.zeros_like(last, dtype=torch.float32))
+        else:
+            none = torch.zeros_like(last, dtype=torch.float32)
+            final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
+        return y, _Using.apply(final, *used)
+
+
+class _Span(NamedTuple):
+    """Consecutive tokens start .. end - 1 of this rank that are of one sequence, that of ``rows`` of the states (of
+    each batch entry, if nothing is packed); whether it begins and ends here; which half of the zigzag layout."""
+
+    start: int
+    end: int
+    half: int
+    rows: slice
+    begins: bool
+    ends: bool
+
+    def __hash__(self):
+        return hash((self.start, self.end, self.rows.start))  # slices have no hash before Python 3.12
+
+
+class _Using(torch.autograd.Function):
+    """x; its backward runs that of the others too, as each rank's has to."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        ctx.save_for_backward(*others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, *(torch.zeros_like(other) for other in ctx.saved_tensors)
+
+
+class _Tokens(NamedTuple):
+    """This rank's tokens; dt as it is used, and g = dt A."""
+
+    x: Tensor
+    dt: Tensor
+    g: Tensor
+    B: Tensor
+    C: Tensor
+
+    def decay(self, span) -> Tensor:
+        """[B, H, 1, 1]: what is left of a state behind a span's tokens."""
+        return self.g[:, span.start : span.end].sum(1).exp()[..., None, None]
+
+    def state(self, span) -> Tensor:
+        """[B, H, P, N] that a span's tokens leave."""
+        x, dt, g, B = (t[:, span.start : span.end].float() for t in (self.x, self.dt, self.g, self.B))
+        behind = F.pad(g[:, 1:], (0, 0, 0, 1)) if g.shape[1] else g
+        weights = dt * behind.flip(1).cumsum(1).flip(1).exp()
+        return torch.einsum("btghp,btgn->bghpn", _grouped(x * weights[..., None], B), B).flatten(1, 2)
+
+    def read(self, span, state) -> Tensor:
+        """[B, tokens, H, P]: what a state before a span adds to its outputs."""
+        C = self.C[:, span.start : span.end].float()
+        read = torch.einsum("btgn,bghpn->btghp", C, state.unflatten(1, (C.shape[2], -1))).flatten(2, 3)
+        return read * self.g[:, span.start : span.end].cumsum(1).exp()[..., None]
+
+
+def _grouped(x, B):
+    """[B, T, H, ...] as [B, T, G, heads of a group, ...]."""
+    return x.unflatten(2, (B.shape[2], -1))
+
+
+def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, first_token, layout):
+    """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
+    problem = shape = agree = None
+    positive = False
+    try:
+        zigzag = is_zigzag(layout)
+        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        shape = _check(comm, **given)
+        integer("chunk_size", chunk_size)
+        x, groups = given["x"], given["B"].shape[2]
+        absent = tuple(given[name] is None for name in ("D", "z", "dt_bias"))
+        absent += initial_states is None, cu_seqlens is None, first_token is None
+        agree = ("zeco_ssd", groups, str(x.dtype), *absent, zigzag)
+        if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
+            raise ValueError(f"dt_limit must be two numbers that rise from at least 0, got {dt_limit}")
+        if zigzag:
+            check_halves(x.shape[1])
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {x.shape[0]}")
+        if initial_states is not None:
+            sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+            check_tensor("initial_states", initial_states, (sequences, *shape[1:]), comm.device)
+        positive = not agreed(comm, shape, agree) and bool((given["A"] > 0).any())
+        if positive:
+            raise ValueError(f"A must be at most 0, got {given['A'].max().item():g}")
+    except (TypeError, ValueError) as error:
+        problem = Problem(error)
+    get_or_create_scan(comm, shape, agree, problem, at_first=positive)
+    return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
+
+
+def _check(comm, x, dt, A, B, C, D, z, dt_bias):
+    """The shape of the state. Raises TypeError or ValueError."""
+    given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    for name, t in given.items():
+        if t is None and name in ("D", "z", "dt_bias"):
+            continue
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
+            kind = getattr(t, "dtype", type(t).__name__)
+            raise TypeError(f"{name} must be a tensor of floats of at most 32 bits, got {kind}")
+        if t.device != comm.device:
+            raise ValueError(f"{name} must be on {comm.device}, got {t.device}")
+    if x.ndim != 4 or B.ndim != 4 or min(*x.shape, *B.shape) < 1:
+        shapes = f"{tuple(x.shape)}, {tuple(B.shape)}"
+        raise ValueError(f"x must be [B, T, H, P] and B [B, T, G, N] with no empty dimension, got {shapes}")
+    (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
+    if H % G:
+        raise ValueError(f"the {H} heads of x must be a multiple of the {G} groups of B")
+    wanted = dict(dt=(batch, T, H), A=(H,), B=(batch, T, G, N), C=(batch, T, G, N), z=(batch, T, H, P), dt_bias=(H,))
+    for name, shape in wanted.items():
+        if given[name] is not None and given[name].shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(given[name].shape)}")
+    if D is not None and D.shape not in ((H,), (H, P)):
+        raise ValueError(f"D must be {[H]} or {[H, P]}, got {list(D.shape)}")
+    return batch, H, P, N
+
+
+def _spans(comm, x, lengths, first_token, zigzag):
+    """(this rank's spans, seq_idx or None)."""
+    batch, T = x.shape[:2]
+    if lengths is None:
+        begins, ends, rows = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1), slice(None)
+        if not zigzag:
+            return [_Span(0, T, 0, rows, begins, ends)], None
+        spans = [_Span(0, T // 2, 0, rows, begins, False), _Span(T // 2, T, 1, rows, False, ends)]
+        key = ("ssd", batch, T)
+    else:
+        first = partition_start(comm, lengths, T, first_token, zigzag)
+        pieces = zigzag_cut(lengths, first, T) if zigzag else cut(lengths, first, T)
+        spans = [
+            _Span(p.start, p.end, p.state_index, slice(p.sequence, p.sequence + 1), bool(p.flags & FIRST.value),
+                  bool(p.flags & LAST.value)) for p in pieces
+        ]  # fmt: skip
+        key = ("ssd", batch, T, first, lengths, zigzag)
+
+    def make():
+        numbers = torch.repeat_interleave(torch.tensor([s.end - s.start for s in spans]))
+        return to_device(numbers.to(torch.int32).expand(batch, -1).contiguous(), comm.device)
+
+    seq_idx = cached_table(comm, key, make) if sum(s.end > s.start for s in spans) > 1 else None
+    return spans, seq_idx
+
+
+def _installed(device) -> Callable:
+    """The chunk scan of this device."""
+    if device.type == "cuda":
+        try:
+            from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+        except Exception:  # a package that is there in part raises anything
+            return torch_chunk_scan
+        return mamba_chunk_scan_combined
+    return torch_chunk_scan
+
+
+def torch_chunk_scan(x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_final_states=True):
+    """(y, states after the last token) of mamba_chunk_scan_combined, from zero: float32, in torch's operators."""
+    T, G, L = x.shape[1], B.shape[2], min(chunk_size, x.shape[1])
+
+    def chunked(t):  # [B, chunks, G, heads of a group or 1, L, ...]
+        t = F.pad(t.float(), (0, 0) * (t.ndim - 2) + (0, -T % L)).unflatten(1, (-1, L)).unflatten(3, (G, -1))
+        return t.movedim(2, 4)
+
+    numbers = torch.zeros(1, T, dtype=torch.int32, device=x.device) if seq_idx is None else seq_idx
+    numbers = F.pad(numbers[:, None].float(), (0, -T % L), mode="replicate")[:, 0].unflatten(1, (-1, L))
+    numbers = numbers[:, :, None, None]  # [B or 1, chunks, 1, 1, L]
+    last = numbers[..., -1:]  # of the state that leaves a chunk
+    entered = torch.cat([last[:, :1] * 0 - 1, last[:, :-1]], 1)
+    b, c = chunked(B), chunked(C)
+    # differences of sums are taken in float64, where a chunk that decays by much leaves its neighbours' as they are
+    sums = chunked(dt * A).double().cumsum(-1)
+    inputs = chunked(x * dt[..., None])
+    seen = torch.ones(L, L, dtype=torch.bool, device=x.device).tril() & (numbers[..., None] == numbers[..., None, :])
+    decay = (sums[..., None] - sums[..., None, :]).float().masked_fill(~seen, -torch.inf).exp()
+    y = (c @ b.mT * decay) @ inputs
+    kept = torch.where(numbers == last, (sums[..., -1:] - sums).float().exp(), 0.0)
+    left = (inputs * kept[..., None]).mT @ b
+    passed = torch.where(last == entered, sums[..., -1:].float().exp(), 0.0)[..., None]
+    states = [torch.zeros_like(left[:, 0])]
+    for i in range(left.shape[1]):
+        states.append(passed[:, i] * states[-1] + left[:, i])
+    reached = torch.where(numbers == entered, sums.float().exp(), 0.0)[..., None]
+    y = y + c @ torch.stack(states[:-1], 1).mT * reached
+    y = y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]
+    if D is not None:
+        y = y + x.float() * (D.float() if D.ndim == 2 else D.float()[:, None])
+    return y, states[-1].flatten(1, 2)

@@ -1,0 +1,160 @@
+"""zeco_ssd against the recurrence, token by token in float64, of the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allscan
+from allscan.reference import ssd_reference
+from allscan.ssd import torch_chunk_scan
+from support.values import error, place, raised
+
+TOKENS = {1: [47], 2: [33, 18], 3: [21, 10, 15]}  # of each rank
+EVEN = {1: [48], 2: [34, 18], 3: [22, 10, 16]}  # for the zigzag layout
+CUTS = [0, 0, 5, 6, 21, 21, 30, 33, 45]  # empty ones, one at a cut, and up to the end
+H, G, P, N, CHUNK = 4, 2, 6, 10, 8
+OPTIONS = dict(dt_softplus=True, dt_limit=(0.0, 1.5))
+NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+
+
+def drawn(tokens, batch, sequences, strong=False):
+    """All arguments, and what outputs and final states are multiplied by."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    A = -torch.rand(H, generator=generator) * (60 if strong else 1)
+    A[0] = 0.0
+    given = dict(x=normal(batch, tokens, H, P), dt=normal(batch, tokens, H), A=A, B=normal(batch, tokens, G, N),
+                 C=normal(batch, tokens, G, N), D=normal(H), z=normal(batch, tokens, H, P), dt_bias=normal(H),
+                 initial_states=normal(sequences, H, P, N))  # fmt: skip
+    return given, normal(batch, tokens, H, P), normal(sequences, H, P, N)
+
+
+def case(group, tokens, cuts, layout, strong, scan):
+    """Errors of y, final states and each gradient."""
+    with allscan.Communicator(group) as comm:
+        total, errors = sum(tokens), {}
+        lengths = None if cuts is None else [*(c for c in CUTS if c < total), total]
+        given, dy, dfinal = drawn(total, 1 if cuts else 2, len(lengths) - 1 if cuts else 2, strong)
+        exact = {name: t.double().requires_grad_() for name, t in given.items()}
+        y, final = ssd_reference(**exact, **OPTIONS, cu_seqlens=lengths)
+        ((y * dy).sum() + (final * dfinal).sum()).backward()
+
+        mine = place(comm, tokens, layout == "zigzag")
+        cut = {name: t[:, mine] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
+        cut = {name: t.to(comm.device).requires_grad_() for name, t in cut.items()}
+        where = {} if cuts != "given" else dict(first_token=sum(tokens[: comm.rank]))
+        own_y, own_final = allscan.zeco_ssd(
+            chunk_size=CHUNK, comm=comm, **cut, **OPTIONS, cu_seqlens=lengths, return_final_states=True, layout=layout,
+            chunk_scan=scan, **where,
+        )  # fmt: skip
+        ((own_y * dy[:, mine].to(comm.device)).sum() + (own_final * dfinal.to(comm.device)).sum()).backward()
+        errors["y"] = error(own_y, y[:, mine])
+        shared = {"final": own_final.detach()}
+        for name, t in cut.items():
+            if t.shape == given[name].shape and name in ("A", "D", "dt_bias", "initial_states"):
+                shared[name] = t.grad
+            else:
+                errors[name] = error(t.grad, exact[name].grad[:, mine])
+        for name, t in shared.items():
+            dist.all_reduce(t, group=comm.group)
+            errors[name] = error(t, final if name == "final" else exact[name].grad)
+        return errors
+
+
+@pytest.mark.parametrize("cuts, layout", [(None, "contiguous"), ("asked", "contiguous"), ("given", "contiguous"),
+                                          (None, "zigzag"), ("asked", "zigzag")])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_and_gradients(run, size, cuts, layout):
+    tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
+    for errors in run(size, case, tokens, cuts, layout, False, None):
+        assert set(errors) == {"y", "final", *NAMES} and max(errors.values()) < 1e-5, errors
+
+
+def test_decays_that_leave_nothing(run, size=2):
+    for errors in run(size, case, TOKENS[size], "asked", "contiguous", True, None):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def token_by_token(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
+    """A chunk_scan of other make, called as mamba_ssm's is: one sequence behind the other."""
+    assert dt.dtype == torch.float32 and chunk_size == CHUNK and return_final_states
+    if seq_idx is None:
+        return ssd_reference(x, dt, A, B, C, D)
+    assert seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2] and seq_idx.is_contiguous()
+    numbers = seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    y, states = ssd_reference(x, dt, A, B, C, D, cu_seqlens=[0, *numbers])
+    return y, states[-1:]
+
+
+def test_another_chunk_scan(run, size=2):
+    for errors in run(size, case, TOKENS[size], "asked", "contiguous", False, token_by_token):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks(chunk):
+    """The scan in torch's operators, of one rank, with D for each channel."""
+    given, *_ = drawn(40, 1, 1)
+    lengths, d = [0, 3, 7, 8, 29, 40], given["dt"].abs()
+    D, tensors = torch.randn(H, P), [given[name] for name in ("A", "B", "C")]
+    numbers = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor(lengths).diff())[None]
+    y, last = torch_chunk_scan(given["x"], d, *tensors, chunk, D, numbers)
+    expected, states = ssd_reference(given["x"], d, *tensors, D, cu_seqlens=lengths)
+    assert error(y, expected) < 2e-6 and error(last, states[-1:]) < 2e-6
+
+
+def half_precision_case(group, tokens):
+    with allscan.Communicator(group) as comm:
+        given, *_ = drawn(sum(tokens), 1, 1)
+        mine = place(comm, tokens)
+        given = {name: t.bfloat16() if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
+        expected, _ = ssd_reference(**given, **OPTIONS)
+        cut = {name: t[:, mine] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
+        y = allscan.zeco_ssd(chunk_size=CHUNK, comm=comm, **{k: t.to(comm.device) for k, t in cut.items()}, **OPTIONS)
+        return str(y.dtype), error(y, expected[:, mine])
+
+
+def test_bfloat16(run, size=2):
+    """Computed in float32, rounded once."""
+    for dtype, difference in run(size, half_precision_case, TOKENS[size]):
+        assert dtype == "torch.bfloat16" and difference < 2**-8
+
+
+WRONG = {
+    "x must be a tensor of floats": dict(x=torch.zeros(1, 4, H, P, dtype=torch.float64)),
+    "x must be [B, T, H, P]": dict(x=torch.zeros(4, H, P)),
+    "must be a multiple of the 3 groups": dict(B=torch.zeros(1, 4, 3, N)),
+    "dt must be [1, 4, 4]": dict(dt=torch.zeros(1, 4, 2)),
+    "D must be": dict(D=torch.zeros(3)),
+    "A must be at most 0": dict(A=torch.ones(H)),
+    "chunk_size must be at least 1": dict(chunk_size=0),
+    "dt_limit must be": dict(dt_limit=(-1.0, 1.0)),
+    "layout must be": dict(layout="other"),
+    "wants an even T": dict(layout="zigzag", x=torch.zeros(1, 3, H, P), dt=torch.zeros(1, 3, H),
+                            B=torch.zeros(1, 3, G, N), C=torch.zeros(1, 3, G, N), z=None),
+    "initial_states must have shape": dict(initial_states=torch.zeros(2, H, P, N)),
+    "cu_seqlens must rise": dict(cu_seqlens=[0, 3], initial_states=None),
+}  # fmt: skip
+
+
+def wrong_case(group):
+    """What the ranks hear where the last one alone has an argument that is wrong, at a first call."""
+    found, given = {}, {"chunk_size": CHUNK, **drawn(4, 1, 1)[0]}
+    for text, wrong in WRONG.items():
+        with allscan.Communicator(group, timeout=5) as comm:
+            # packed ones differ between ranks, and are compared with all
+            own = {**given, **(wrong if comm.rank == comm.size - 1 or "cu_seqlens" in wrong else {})}
+            found[text] = raised(allscan.zeco_ssd, comm=comm, **own)
+    return found
+
+
+@pytest.mark.cpu
+def test_all_ranks_hear_of_what_is_wrong(run, size=2):
+    for found in run(size, wrong_case):
+        for text, answer in found.items():
+            assert answer is not None and answer[0] in ("TypeError", "ValueError") and text in answer[1], answer
