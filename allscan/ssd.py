@@ -98,7 +98,7 @@ def zeco_ssd(
         y = torch.cat([y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
                        for s in spans if s.end > s.start], 1)  # fmt: skip
         used = prevs if initial_states is None else (*prevs, initial_states)
-        y = _Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
+        y = Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
         if not return_final_states:
             return y
         ended = {s.rows.start: after(s) for s in spans if s.ends}
@@ -107,7 +107,7 @@ def zeco_ssd(
         else:
             none = torch.zeros_like(last, dtype=torch.float32)
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
-        return y, _Using.apply(final, *used)
+        return y, Using.apply(final, *used)
 
 
 class _Span(NamedTuple):
@@ -125,7 +125,7 @@ class _Span(NamedTuple):
         return hash((self.start, self.end, self.rows.start))  # slices have no hash before Python 3.12
 
 
-class _Using(torch.autograd.Function):
+class Using(torch.autograd.Function):
     """x; its backward runs that of the others too, as each rank's has to."""
 
     @staticmethod

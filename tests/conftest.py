@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(config, items):
         (kept if wanted else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
         ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
+    for module in {item.module for item in kept}:
+        ranks.PRELOAD = [*ranks.PRELOAD, *vars(module).get("PRELOAD", ())]
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
 

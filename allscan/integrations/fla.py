@@ -4,7 +4,6 @@ and hybrids of these with softmax attention."""
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..ops import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
+from .softmax import Gather, chunks, masks_nothing, refuse
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
@@ -102,12 +102,12 @@ def _layer(
     output_attentions=False, cu_seqlens=None, first_token=None, **_,
 ):  # fmt: skip
     """The forward of a layer, over this rank's tokens."""
-    if attention_mask is not None and not _masks_nothing(TensorKey(attention_mask)):
-        _refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
+    if attention_mask is not None and not masks_nothing(TensorKey(attention_mask)):
+        refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
-        _refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+        refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
-        _refuse(comm, "packed sequences leave no cache: pass use_cache=False")
+        refuse(comm, "packed sequences leave no cache: pass use_cache=False")
     cache = past_key_values if use_cache else None
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
         _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states.shape[1]))
@@ -183,13 +183,13 @@ def _softmax(layer, x, cache, where):
     comm, cu_seqlens, _, layout = where.values()
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
-        _refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
+        refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
     tokens = _tokens_of_all(comm, T)  # always: what follows is the back end's collective, where nobody is refused
     if lengths is not None and sum(tokens) != lengths[-1]:
-        _refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
-    chunks = _chunks(tokens, zigzag)
-    own = [(first, end) for rank, first, end in chunks if rank == comm.rank]
+        refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
+    parts = chunks(tokens, zigzag)
+    own = [(first, end) for rank, first, end in parts if rank == comm.rank]
     q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.qk_norm:
         q, k = layer.q_norm(q), layer.k_norm(k)
@@ -205,7 +205,7 @@ def _softmax(layer, x, cache, where):
         longest = max(part.longest, layer.max_position_embeddings or 0)
         rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed))
     queries, keys = zip(*rotated, strict=True)
-    k, v = (_Gather.apply(y, chunks, comm) for y in (torch.cat(keys, 1), v))
+    k, v = (Gather.apply(y, parts, comm) for y in (torch.cat(keys, 1), v))
     if cache is not None:
         last = own[-1][1]
         cache.update(
@@ -224,14 +224,6 @@ def _softmax(layer, x, cache, where):
                 cu_seqlens_k=part.keys, max_seqlen_q=end - first, max_seqlen_k=part.longest, **options,
             )[None])  # fmt: skip
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
-
-
-def _chunks(tokens, zigzag):
-    """(rank, first token, end) of the ranks' parts, in the order of the sequence."""
-    numbers = [(rank, n // 2 if zigzag else n) for rank, n in enumerate(tokens)]
-    numbers += reversed(numbers) if zigzag else ()
-    ends = list(itertools.accumulate(n for _, n in numbers))
-    return [(rank, end - n, end) for (rank, n), end in zip(numbers, ends, strict=True)]
 
 
 class _Pieces(NamedTuple):
@@ -254,40 +246,6 @@ def _pieces(device, first, end, lengths) -> _Pieces:
     return _Pieces(begin, queries, keys, offsets, max(b - a for a, b in here))
 
 
-class _Gather(torch.autograd.Function):
-    """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
-
-    @staticmethod
-    def forward(ctx, x, chunks, comm):
-        ctx.chunks, ctx.comm = chunks, comm
-        tokens = _tokens(chunks, comm.size)
-        parts = [x.new_empty(x.shape[0], max(tokens), *x.shape[2:]) for _ in tokens]
-        dist.all_gather(parts, _padded(x, max(tokens)), group=comm.group)
-        at, pieces = [0] * comm.size, []
-        for rank, first, end in chunks:
-            pieces.append(parts[rank][:, at[rank] : at[rank] + end - first])
-            at[rank] += end - first
-        return torch.cat(pieces, 1)
-
-    @staticmethod
-    def backward(ctx, dx):
-        comm, chunks = ctx.comm, ctx.chunks
-        tokens = _tokens(chunks, comm.size)
-        parts = [[dx[:, first:end] for rank, first, end in chunks if rank == r] for r in range(comm.size)]
-        mine = dx.new_empty(dx.shape[0], max(tokens), *dx.shape[2:])
-        dist.reduce_scatter(mine, [_padded(torch.cat(part, 1), max(tokens)) for part in parts], group=comm.group)
-        return mine[:, : tokens[comm.rank]], None, None
-
-
-def _tokens(chunks, size):
-    return [sum(end - first for rank, first, end in chunks if rank == r) for r in range(size)]
-
-
-def _padded(x, length):
-    """x [B, T, ...] with ``length`` tokens."""
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1])).contiguous()
-
-
 _CALLS = {
     GatedLinearAttention: _gla,
     KimiDeltaAttention: _kda,
@@ -299,17 +257,6 @@ _CALLS = {
 def _tokens_of_all(comm, T):
     with comm.call():  # so that a rank that refuses the layer is not waited for
         return comm.exchange(T, "the tokens of each rank")
-
-
-def _refuse(comm, message: str):
-    """Raise ValueError, so that ranks on which the call goes on hear of it."""
-    with comm.call():
-        raise ValueError(message)
-
-
-@functools.lru_cache(maxsize=1)
-def _masks_nothing(mask: TensorKey) -> bool:
-    return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
 
 
 def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout):

@@ -1,0 +1,468 @@
+"""Sequence parallelism for transformers' own models (tested with 5.23.0): Gated DeltaNet, KDA and Mamba2 layers, and
+their hybrids with softmax attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..checks import boundaries
+from ..collective import leaves
+from ..communicator import Communicator
+from ..ops import allscan, halo
+from ..packing import TensorKey, boundaries_on_host, cut
+from ..rendezvous import by_rank
+from ..shmem_kernels.gla_blocks import FIRST
+from ..ssd import Using, zeco_ssd
+from .softmax import Gather, chunks, masks_nothing, refuse
+
+NAME = "allscan"  # of the attention function
+SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
+INNER = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+# model, causal language model and softmax layer of each file in transformers.models
+FAMILIES = {
+    "qwen3_next": ("Qwen3NextModel", "Qwen3NextForCausalLM", "Qwen3NextAttention"),
+    "qwen3_5": ("Qwen3_5TextModel", "Qwen3_5ForCausalLM", "Qwen3_5Attention"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextModel", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeAttention"),
+    "kimi_linear": ("KimiLinearModel", "KimiLinearForCausalLM", "KimiLinearAttention"),
+    "nemotron_h": ("NemotronHModel", "NemotronHForCausalLM", "NemotronHAttention"),
+    "bamba": ("BambaModel", "BambaForCausalLM", "BambaAttention"),
+    "granitemoehybrid": ("GraniteMoeHybridModel", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridAttention"),
+    "falcon_h1": ("FalconH1Model", "FalconH1ForCausalLM", "FalconH1Attention"),
+}
+
+
+def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Module:
+    """Let ``model``, in place, take this rank's part of each sequence where it took the whole; returns it.
+
+        >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
+        >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
+        >>> loss.backward()                                  # add the gradients up over the ranks of comm
+
+    model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5 and
+        its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters, their names
+        and checkpoints stay as they are.
+    comm: the ranks that share a sequence, in the order of its parts; None makes the model an ordinary one again.
+
+    Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
+    tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
+    depend on the first; Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The tokens that short convolutions
+    look back at come from the rank before, so each rank needs at least as many tokens as they look back. Softmax layers
+    gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the attention function that the
+    model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank; sdpa makes a mask of this rank's
+    tokens by those up to them.
+    Each forward pass asks on the host how many tokens the ranks have. Positions go on over the cuts.
+
+    Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
+    this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
+    layers, also where the ordinary model would need packages for it.
+    The loss is this rank's share of the mean over the labels of all ranks: the sum over the ranks is the loss
+    (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
+    Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
+
+    ``use_cache`` is False unless it is given. With ``use_cache=True`` the last rank's cache is what the ordinary model
+    goes on from, as a single process: ``sequence_parallel(model, comm=None)``. The others' is not to be used.
+
+    Raises ValueError for models of another kind or around one, with a forward that was replaced (hooks that do so come
+    after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
+    length ("dynamic", "longrope"), a z-loss; when called, for an attention mask that masks anything (pack instead), for
+    a cache that is not empty or of packed sequences, for ``output_attentions`` and ``output_router_logits``.
+    """
+    family, bases, heads, layers = _parts(model)
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    if comm is None:
+        _restore(bases, heads, layers)
+        return model
+    for name, operator in OPERATORS.items():
+        known = vars(modeling).get(name)
+        if known is not None and not isinstance(known, _Operator):
+            setattr(modeling, name, _Operator(known, operator))
+    _restore(bases, heads, layers)
+    for base in bases:
+        inner = base.config._attn_implementation
+        base.set_attn_implementation(NAME)
+        base.allscan_inner = inner
+        base.forward = functools.partial(_model, base, comm, modeling.__name__, inner)
+    for layer in layers:
+        layer.forward = functools.partial(_softmax, layer)
+    for head in heads:
+        head.loss_function = functools.partial(_loss, comm)
+    return model
+
+
+def _parts(model):
+    """(family, text models, causal language models, softmax layers), after all checks."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    families = {name for name in FAMILIES for module in models if _class_of(module, name, (0, 1))}
+    others = sorted({type(m).__name__ for m in models if not any(_class_of(m, name, (0, 1)) for name in families)})
+    if len(families) != 1 or others:
+        known = ", ".join(names[1] for names in FAMILIES.values())
+        raise ValueError(f"expected one of {known} or its text model, got {others or sorted(families) or 'none'}")
+    (family,) = families
+    bases, heads = ([m for m in models if _class_of(m, family, (i,))] for i in range(2))
+    layers = [module for module in model.modules() if _class_of(module, family, (2,))]
+    for module in (*bases, *layers):
+        if getattr(vars(module).get("forward"), "func", None) not in (None, _model, _softmax):
+            raise ValueError(
+                f"the forward of a {type(module).__name__} was replaced: call sequence_parallel before that"
+            )
+    for base in bases:
+        config, inner = base.config, base.config._attn_implementation
+        if inner == NAME and "allscan_inner" not in vars(base):
+            raise ValueError("another model that is split has the same config: give each a copy of its own")
+        if inner not in (*INNER, NAME):
+            raise ValueError(f"the attention function must be one of {', '.join(INNER)}, got {inner!r}")
+        if any(m.use_kernels for m in models):
+            raise ValueError("hub kernels (use_kernels) take the place of functions that sequence_parallel calls")
+        if getattr(config, "sliding_window", None) or "sliding_attention" in (getattr(config, "layer_types", 0) or ()):
+            raise ValueError("layers with a sliding window are not covered")
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            raise ValueError(f"rotary embeddings of type {rope!r} depend on how long the sequence of a rank is")
+        if not getattr(config, "is_causal", True):
+            raise ValueError("attention that is not causal is not covered")
+    for head in heads:
+        if getattr(head.config, "z_loss_coefficient", 0):
+            raise ValueError("z_loss_coefficient must be 0: the mean over one rank's tokens is no share of the loss")
+        if head.loss_function is not ForCausalLMLoss and getattr(head.loss_function, "func", None) is not _loss:
+            raise ValueError(f"the loss must be ForCausalLMLoss, got {head.loss_function}")
+    return family, bases, heads, layers
+
+
+def _class_of(module, family, which) -> bool:
+    """Whether a module is of transformers' class; FSDP2 makes subclasses."""
+    names = [FAMILIES[family][i] for i in which]
+    home = f"transformers.models.{family}.modeling_{family}"
+    return any(kind.__module__ == home and kind.__name__ in names for kind in type(module).__mro__)
+
+
+def _restore(bases, heads, layers):
+    for base in bases:
+        if "allscan_inner" in vars(base):
+            base.set_attn_implementation(vars(base).pop("allscan_inner"))
+    for module in (*bases, *layers):
+        vars(module).pop("forward", None)
+    for head in heads:
+        vars(head).pop("_loss_function", None)
+
+
+class _Sequence(NamedTuple):
+    """What the layers are told: where this rank's tokens lie."""
+
+    comm: Communicator
+    tokens: list[int]  # of each rank
+    lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
+    inner: str  # the attention function that the model had
+
+    @property
+    def first(self) -> int:
+        return sum(self.tokens[: self.comm.rank])
+
+    @property
+    def own(self) -> int:
+        return self.tokens[self.comm.rank]
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(first, end, tokens of it that are before this rank's) of the sequences on this rank that are not empty."""
+        if self.lengths is None:
+            return [(0, self.own, self.first)]
+        lengths = boundaries_on_host(self.lengths)
+        pieces = [p for p in cut(lengths, self.first, self.own) if p.end > p.start]
+        return [(p.start, p.end, 0 if p.flags & FIRST.value else self.first - lengths[p.sequence]) for p in pieces]
+
+    def where(self) -> dict:
+        return dict(cu_seqlens=self.lengths, first_token=None if self.lengths is None else self.first)
+
+
+def _model(
+    model, comm, home, inner, input_ids=None, *, attention_mask=None, position_ids=None, past_key_values=None,
+    inputs_embeds=None, use_cache=None, **options,
+):  # fmt: skip
+    """The forward of a text model over this rank's tokens."""
+    for name in OPERATORS:
+        if not isinstance(vars(sys.modules[home]).get(name), (_Operator, type(None))):
+            refuse(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")
+    if attention_mask is not None and not (
+        isinstance(attention_mask, torch.Tensor)
+        and attention_mask.ndim == 2
+        and masks_nothing(TensorKey(attention_mask))
+    ):
+        refuse(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
+    if past_key_values is not None and past_key_values.get_seq_length():
+        refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+    for name in ("output_attentions", "output_router_logits"):
+        given = options.get(name)
+        if getattr(model.config, name, False) if given is None else given:
+            refuse(comm, f"{name} is not covered")
+    if position_ids is not None and position_ids.ndim != 2:
+        refuse(comm, f"position_ids must be [B, T], got {tuple(position_ids.shape)}")
+    x = input_ids if inputs_embeds is None else inputs_embeds
+    cu_seqlens = options.pop("cu_seq_lens_q", None)
+    if cu_seqlens is None and any(options.get(name) is not None for name in ("seq_idx", "cu_seq_lens_k")):
+        refuse(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
+    sequence = _sequence(comm, inner, *x.shape[:2], position_ids, cu_seqlens)
+    if sequence.lengths is not None and use_cache:
+        refuse(comm, "packed sequences leave no cache: pass use_cache=False")
+    if position_ids is None:
+        position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+        options.pop(name, None)
+    return type(model).forward(
+        model, input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds, use_cache=bool(use_cache), **{SEQUENCE: sequence}, **options,
+    )  # fmt: skip
+
+
+def _sequence(comm, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
+    """Asks the other ranks."""
+    with comm.call():
+        lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
+        begins, edges = [], None
+        if lengths is None and position_ids is not None:
+            breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
+            begins, edges = breaks.tolist(), position_ids[:, [0, -1]].mT.tolist()  # waits for the GPU
+        answers = comm.exchange((B, T, lengths, begins, edges), "the tokens of each rank")
+        tokens = [answer[1] for answer in answers]
+        if any(list(answer[2] or ()) != list(lengths or ()) for answer in answers):
+            given = by_rank(answer[2] for answer in answers)
+            raise comm.order.raised_everywhere(ValueError(f"cu_seq_lens_q differs between ranks: {given}"))
+        if len({answer[4] is None for answer in answers}) > 1:
+            raise comm.order.raised_everywhere(ValueError("position_ids must be given on every rank or on none"))
+        if edges is not None:
+            found, before = [], None  # where position_ids do not rise by 1
+            for first, (_, _, _, here, (start, end)) in zip(_firsts(tokens), answers, strict=True):
+                if before is None or any(a != b + 1 for a, b in zip(start, before, strict=True)):
+                    found.append(first)
+                found += [first + i for i in here]
+                before = end
+            lengths = (*found, sum(tokens)) if len(found) > 1 else None
+        problem = None
+        if lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
+            problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
+        elif lengths is not None and lengths[-1] != sum(tokens):
+            problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
+        elif lengths is not None and any(answer[0] != 1 for answer in answers):
+            problem = f"packed sequences must be in a batch of one, got {by_rank(answer[0] for answer in answers)}"
+        if problem is not None:
+            raise comm.order.raised_everywhere(ValueError(problem))
+        return _Sequence(comm, tokens, None if lengths is None else torch.tensor(lengths), inner)
+
+
+def _firsts(tokens):
+    return [first for _, first, _ in chunks(tokens)]
+
+
+class _Operator:
+    """A function that a model's file calls by its name, in place of it: over the ranks where it is told so."""
+
+    def __init__(self, original, split):
+        self.original, self.split = original, split
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *arguments, **options):
+        sequence = options.pop(SEQUENCE, None)
+        if sequence is None:
+            return self.original(*arguments, **options)
+        return self.split(self.original, sequence, *arguments, **options)
+
+
+def _convolution(original, sequence, x, weight, bias=None, activation=None, **_):
+    """x [B, channels, tokens]: sequences one behind the other, with what each looks back at, zeros where it begins."""
+    n, x, pieces = weight.shape[-1] - 1, x[:, :, -sequence.own :], sequence.pieces()
+    if not n:
+        return original(x, weight, bias, activation=activation)
+    parts = [halo(x.mT, n, comm=sequence.comm, **sequence.where()).mT]
+    for i, (first, end, _) in enumerate(pieces):
+        parts += [x.new_zeros(*x.shape[:2], n)] * (i > 0) + [x[:, :, first:end]]
+    y = original(torch.cat(parts, -1), weight, bias, activation=activation)
+    places = [(i + 1) * n + first for i, (first, _, _) in enumerate(pieces)]
+    ys = [y[:, :, place : place + end - first] for place, (first, end, _) in zip(places, pieces, strict=True)]
+    return torch.cat(ys, -1)
+
+
+def _fused(original, sequence, *_, **__):
+    """mamba_ssm's kernel of a whole layer: not over ranks; the layer goes on with its parts."""
+
+
+def _state_space(
+    original, sequence, x, dt, A, B, C, chunk_size, *, D=None, dt_bias=None, dt_softplus=False, z=None,
+    dt_limit=(0.0, float("inf")), return_final_states=False, initial_states=None, **_,
+):  # fmt: skip
+    def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
+        options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
+        if seq_idx is None or at_once(x.device):
+            return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
+        outputs, state = [], None
+        for first, end, _ in sequence.pieces():  # torch's own function takes one sequence
+            y, state = original(*(t[:, first:end] for t in (x, dt)), A, *(t[:, first:end] for t in (B, C)), **options)
+            outputs.append(y)
+        return torch.cat(outputs, 1), state
+
+    return zeco_ssd(
+        x, dt, A, B, C, chunk_size, comm=sequence.comm, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+        dt_limit=dt_limit, return_final_states=return_final_states, chunk_scan=scan, **sequence.where(),
+    )  # fmt: skip
+
+
+def at_once(device) -> bool:
+    """Whether several sequences go to a function in one call: those for GPUs take them, torch's own do not."""
+    return device.type == "cuda"
+
+
+def _delta_rule(
+    original, sequence, query, key, value, g, beta, *, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    initial_state=None, **_,
+):  # fmt: skip
+    """Gated DeltaNet and KDA. Outputs and last states are linear in values and first states together: K columns of
+    zeros behind the values, with the unit matrix for their first state, give how both depend on it."""
+    pieces, comm, (K, V) = sequence.pieces(), sequence.comm, (key.shape[-1], value.shape[-1])
+    batch, HV = value.shape[0], value.shape[2]
+    entered = pieces[0][2] > 0
+    unit = torch.zeros(batch, HV, K, V + K, device=value.device)
+    unit[..., V:] = torch.eye(K, device=value.device)
+    tensors, ends = (query, key, value, g, beta), [end for _, end, _ in pieces]
+    options = dict(output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+    def call(first, end, wide, **more):
+        q, k, v, *gates = (t[:, first:end] for t in tensors)
+        v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1) if wide else v
+        return original(q, k, v, g=gates[0], beta=gates[1], **options, **more)
+
+    if len(pieces) == 1 or not at_once(value.device):
+        outputs, states = zip(*(
+            call(first, end, entered and i == 0, initial_state=unit if entered and i == 0 else None)
+            for i, (first, end, _) in enumerate(pieces)
+        ), strict=True)  # fmt: skip
+    else:
+        initial = torch.cat([unit, unit.new_zeros(len(pieces) - 1, *unit.shape[1:])]) if entered else None
+        lengths = torch.tensor([0, *ends], dtype=torch.int32, device=value.device)
+        o, state = call(0, ends[-1], entered, initial_state=initial, cu_seqlens=lengths)
+        outputs, states = o.split([end - first for first, end, _ in pieces], 1), state.split(1)
+        outputs = [outputs[0], *(o[..., :V] for o in outputs[1:])]
+    left = states[-1][..., :V].float()
+    through = torch.zeros(batch, HV, K, K, device=value.device)  # of what entered, nothing passes a sequence's end
+    if entered and len(pieces) == 1:
+        through = states[0][..., V:].float()
+    prev = allscan(left, comm=comm, transition=through)
+    o = outputs[0][..., :V]
+    if entered:
+        o = (o.float() + torch.einsum("bthk,bhkv->bthv", outputs[0][..., V:].float(), prev)).to(o.dtype)
+    o = Using.apply(torch.cat([o, *outputs[1:]], 1), prev)
+    return o, leaves(left, None, through, prev) if output_final_state else None
+
+
+OPERATORS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _fused,
+}
+
+
+class _Keys:
+    """In place of a softmax layer's cache: what the layer appends its keys and values to, those of all ranks."""
+
+    def __init__(self, sequence, cache):
+        self.sequence, self.cache = sequence, cache
+
+    def update(self, key, value, layer_idx, *arguments, **options):
+        both = torch.cat([t.transpose(1, 2).flatten(2) for t in (key, value)], -1)  # [B, T, words]
+        both = Gather.apply(both, chunks(self.sequence.tokens), self.sequence.comm)
+        sizes = [t.shape[1] * t.shape[3] for t in (key, value)]
+        key, value = (
+            t.unflatten(-1, (like.shape[1], -1)).transpose(1, 2)
+            for t, like in zip(both.split(sizes, -1), (key, value), strict=True)
+        )
+        if self.cache is not None:
+            self.cache.update(key, value, layer_idx, *arguments, **options)
+        return key, value
+
+
+def _softmax(layer, *arguments, past_key_values=None, **options):
+    """The forward of a softmax layer, with the keys and values of all ranks."""
+    sequence = options.get(SEQUENCE)
+    if sequence is None:
+        raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
+    return type(layer).forward(layer, *arguments, past_key_values=_Keys(sequence, past_key_values), **options)
+
+
+class _Layer:
+    """A softmax layer as its former attention function is to see it: with that function's name in its config."""
+
+    def __init__(self, layer, inner):
+        self._layer, self._inner = layer, inner
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+    @property
+    def config(self):
+        return _Config(self._layer.config, self._inner)
+
+
+class _Config:
+    def __init__(self, config, inner):
+        self._config, self._attn_implementation = config, inner
+
+    def __getattr__(self, name):
+        return getattr(self._config, name)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options):
+    """transformers' attention function: this rank's queries [B, H, T, D] to the whole's keys up to each."""
+    sequence = options.get(SEQUENCE)
+    if sequence is None:
+        raise ValueError(
+            f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config"
+        )
+    inner, home = sequence.inner, sys.modules[_home(module)]
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
+    outputs = []
+    for first, end, before in sequence.pieces():
+        begin, last = sequence.first + first - before, sequence.first + end
+        T, mask = end - first, None
+        if inner in ("eager", "sdpa") and T > 1 and (before or inner == "eager"):  # sdpa's own mask begins at token 0
+            mask = torch.ones(T, T + before, dtype=torch.bool, device=query.device).tril(before)[None, None]
+            if inner == "eager":
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        keys = (t[:, :, begin:last] for t in (key, value))
+        options = dict(scaling=scaling, dropout=dropout)
+        outputs.append(function(_Layer(module, inner), query[:, :, first:end], *keys, mask, **options)[0])
+    return torch.cat(outputs, 1), None
+
+
+def _home(module) -> str:
+    """The file of a softmax layer's class."""
+    known = {names[2]: family for family, names in FAMILIES.items()}
+    return next(kind.__module__ for kind in type(module).__mro__ if kind.__name__ in known)
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def _loss(
+    comm, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options
+):  # fmt: skip
+    """ForCausalLMLoss, with this rank's share."""
+    if shift_labels is None:
+        following = halo(labels, 1, comm=comm, reverse=True)
+        if comm.rank == comm.size - 1:
+            following = torch.full_like(following, ignore_index)
+        shift_labels = torch.cat([labels[:, 1:], following], 1)
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+        if comm.size > 1:
+            dist.all_reduce(num_items_in_batch, group=comm.group)
+    return ForCausalLMLoss(
+        logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **options
+    )
