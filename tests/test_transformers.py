@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from support.values import place, relative
+from support.values import place, raised, relative
 
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
@@ -33,9 +34,9 @@ CHOICES = {
         num_key_value_heads=2, head_dim=16,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 1], partial_rotary_factor=0.5))),
     "kimi_linear": ("KimiLinear", COMMON | MIXED | dict(
-        num_key_value_heads=4, linear_num_heads=2, linear_head_dim=8, q_lora_rank=None, kv_lora_rank=12, qk_nope_head_dim=6,
-        qk_rope_head_dim=4, v_head_dim=8, intermediate_size=32, moe_intermediate_size=16, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1)),
+        num_key_value_heads=4, linear_num_heads=2, linear_head_dim=8, q_lora_rank=None, kv_lora_rank=12,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, intermediate_size=32, moe_intermediate_size=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)),
     "nemotron_h": ("NemotronH", COMMON | dict(
         layers_block_type=["linear_attention", "full_attention", "mlp"], num_key_value_heads=2, head_dim=8,
         intermediate_size=32, mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=10, chunk_size=8)),
@@ -54,10 +55,11 @@ OWN = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chu
        "causal_conv1d_update", "mamba2_split_conv1d_scan_combined")  # fmt: skip
 
 
-def made(family, inner="sdpa", **more):
-    """A model with random weights whose file calls torch's own functions, also where fla is installed."""
+def made(family, inner="sdpa", keep=False, **more):
+    """A model with random weights whose file calls torch's own functions, also where fla is installed; keep: those that
+    it calls."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    for name in OWN:
+    for name in OWN if not keep else ():
         function = vars(modeling).get(name)
         if function is not None and not hasattr(function, "split"):
             setattr(modeling, name, getattr(function, "__wrapped__", function))
@@ -89,12 +91,12 @@ def expected(model, whole, labels, lengths):
     return logits.detach(), loss.detach(), copy.deepcopy(gradients(model))
 
 
-def model_case(group, family, packed, inner):
+def model_case(group, family, packed, inner, keep=False):
     """Relative errors of logits, loss, and of the gradients together and each; parameters without a gradient."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group) as comm:
-        tokens, model = TOKENS[comm.size], made(family, inner)
+        tokens, model = TOKENS[comm.size], made(family, inner, keep)
         names = [name for name, _ in model.named_parameters()]
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)))
         labels = whole.clone()
@@ -139,3 +141,254 @@ def test_models(run, family, size, packed, inner):
     for errors, unused in run(size, model_case, family, packed, inner):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
+
+
+def together(function, lengths, of_tokens, *arguments, initial=None, **options):
+    """(outputs, last states) of packed sequences by a function that takes one."""
+    firsts = [None] * (len(lengths) - 1) if initial is None else initial.split(1)
+    parts = [
+        function(*(t[:, a:b] if i in of_tokens else t for i, t in enumerate(arguments)), first, **options)
+        for (a, b), first in zip(pairwise(lengths), firsts, strict=True)
+    ]
+    outputs, states = zip(*parts, strict=True)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+def packing_rule(function):
+    """A delta rule that takes packed sequences, called as fla's is."""
+
+    def one(q, k, v, g, beta, initial_state, **options):
+        return function(q, k, v, g=g, beta=beta, initial_state=initial_state, **options)
+
+    def call(q, k, v, g, beta, initial_state=None, cu_seqlens=None, **options):
+        if cu_seqlens is None:
+            return one(q, k, v, g, beta, initial_state, **options)
+        assert cu_seqlens.dtype == torch.int32
+        lengths = cu_seqlens.tolist()
+        return together(one, lengths, range(5), q, k, v, g, beta, initial=initial_state, **options)
+
+    return call
+
+
+def packing_scan(function):
+    """A chunk scan that takes packed sequences, called as mamba_ssm's is."""
+
+    def one(x, dt, A, B, C, _, **options):
+        return function(x, dt, A, B, C, **options)
+
+    def call(x, dt, A, B, C, seq_idx=None, **options):
+        if seq_idx is None:
+            return function(x, dt, A, B, C, **options)
+        lengths = [0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()]
+        y, states = together(one, lengths, (0, 1, 3, 4), x, dt, A, B, C, **options)
+        return y, states[-1:]
+
+    return call
+
+
+def in_one_call_case(group, family, name, packing):
+    """With functions that take packed sequences in one call, as those for GPUs."""
+    from allscan.integrations import transformers as integration
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "at_once", lambda device: True)
+        made(family)
+        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        own = vars(modeling)[name]
+        patch.setattr(modeling, name, own)  # as it was, at the end
+        integration.sequence_parallel(made(family), comm=None)
+        original = own.original if hasattr(own, "original") else own
+        patch.setattr(modeling, name, packing(original))
+        return model_case(group, family, "cu_seq_lens", "sdpa", keep=True)
+
+
+@pytest.mark.parametrize("family, name, packing", [("qwen3_next", "torch_chunk_gated_delta_rule", packing_rule),
+                                                   ("nemotron_h", "mamba2_chunk_scan", packing_scan)])  # fmt: skip
+def test_functions_that_take_packed_sequences(run, family, name, packing, size=3):
+    for errors, _ in run(size, in_one_call_case, family, name, packing):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def prefill_case(group, family):
+    """Relative errors of the logits that the ordinary model gives next, on the last rank, from its cache."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group) as comm, torch.no_grad():
+        tokens, model = TOKENS[comm.size], made(family).eval()
+        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)))
+        want = model(input_ids=whole, use_cache=True)
+        sequence_parallel(model, comm=comm)
+        assert model(input_ids=whole[:, place(comm, tokens)]).past_key_values is None
+        found = model(input_ids=whole[:, place(comm, tokens)], use_cache=True, logits_to_keep=1)
+        sequence_parallel(model, comm=None)
+        if comm.rank < comm.size - 1:
+            return None
+        errors = [relative(found.logits, want.logits[:, -1:])]
+        assert found.past_key_values.get_seq_length() == sum(tokens)
+        for step in range(3):
+            token = torch.full((2, 1), step + 1)
+            found, want = (model(input_ids=token, past_key_values=x.past_key_values, use_cache=True)
+                           for x in (found, want))  # fmt: skip
+            errors.append(relative(found.logits, want.logits))
+        return max(errors)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_h1"])
+def test_the_last_ranks_cache(run, family, size=4):
+    (found,) = (x for x in run(size, prefill_case, family) if x is not None)  # one rank has as few tokens as may be
+    assert found < 1e-5
+
+
+def training_case(group, family, checkpointing):
+    """(losses of one rank, losses of the ranks together), ten steps each."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group) as comm:
+        curves, whole = [], torch.randint(1, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
+        for split in (False, True):
+            model = made(family)
+            if split:
+                sequence_parallel(model, comm=comm)
+                if checkpointing:
+                    model.gradient_checkpointing_enable()
+            part = whole[:, place(comm, [20, 12])] if split else whole
+            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+            for _ in range(10):
+                comm.step()
+                loss = model(input_ids=part, labels=part, use_cache=False).loss
+                loss.backward()
+                if split:
+                    for p in (loss.detach(), *gradients(model).values()):
+                        dist.all_reduce(p, group=comm.group)
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            curves.append(losses)
+        return curves
+
+
+@pytest.mark.parametrize("family, checkpointing", [("qwen3_5", False), ("nemotron_h", True)])
+def test_ten_steps_of_training(run, family, checkpointing, size=2):
+    for alone, split in run(size, training_case, family, checkpointing):
+        assert alone[-1] < alone[0] - 1  # it learns
+        assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 1e-4, (alone, split)
+
+
+def flash(query, key, value, attention_mask, query_length, is_causal, softmax_scale, attn_implementation, **options):
+    """transformers' call of FlashAttention: [B, T, H, D], the last query at the last key, groups of heads."""
+    assert attention_mask is None and is_causal and attn_implementation == "flash_attention_2"
+    assert query_length == query.shape[1] and "position_ids" not in options
+    key, value = (t.repeat_interleave(query.shape[2] // t.shape[2], 2) for t in (key, value))
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=softmax_scale)
+    return o.transpose(1, 2)
+
+
+def options_case(group):
+    """FlashAttention, by a stand-in; a given number of labels; what is refused, and that calls go on after that."""
+    from transformers.integrations import flash_attention
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=5) as comm, pytest.MonkeyPatch.context() as patch:
+        tokens, errors, answers = [11, 9], [], {}
+        whole, mine = torch.randint(1, VOCABULARY, (1, 20)), place(comm, tokens)
+        dist.broadcast(whole, 0, group=comm.group)
+        model, part = made("qwen3_next"), whole[:, mine]
+        want = model(input_ids=whole, labels=whole, use_cache=False, num_items_in_batch=7)
+        patch.setattr(flash_attention, "_flash_attention_forward", flash)
+        sequence_parallel(model, comm=comm)
+        model.model.forward = functools.partial(
+            model.model.forward.func, *model.model.forward.args[:3], "flash_attention_2"
+        )
+        found = model(input_ids=part, labels=part, num_items_in_batch=7)
+        share = found.loss.detach()
+        dist.all_reduce(share, group=comm.group)
+        errors += [relative(found.logits, want.logits[:, mine]), relative(share, want.loss)]
+        found.loss.backward()
+        past = made("qwen3_next")(input_ids=whole, use_cache=True).past_key_values
+        refused = {
+            "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
+            "must be empty": dict(past_key_values=past),
+            "leave no cache": dict(cu_seq_lens_q=torch.tensor([0, 8, 20]), use_cache=True),
+            "output_attentions": dict(output_attentions=True),
+            "output_router_logits": dict(output_router_logits=True),
+            "position_ids must be": dict(position_ids=part[None]),
+            "must end with the 20 tokens": dict(cu_seq_lens_q=torch.tensor([0, 8, 19])),
+            "must rise from 0": dict(cu_seq_lens_q=torch.tensor([0, 12, 8, 20])),
+            "cu_seq_lens_q differs": dict(cu_seq_lens_q=torch.tensor([0, 8 + comm.rank, 20])),
+            "on every rank or on none": dict(position_ids=torch.arange(11)[None]) if comm.rank == 0 else {},
+            "by cu_seq_lens_q or position_ids": dict(seq_idx=part),
+            "batch of one": dict(input_ids=part.expand(2, -1), cu_seq_lens_q=torch.tensor([0, 8, 20])),
+        }
+        with torch.no_grad():
+            for text, wrong in refused.items():
+                answers[text] = raised(model, **dict(input_ids=part) | wrong)
+            again = model(input_ids=part, attention_mask=torch.ones_like(part))
+        errors.append(relative(again.logits, found.logits))
+        modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+        patch.setattr(modeling, "causal_conv1d_fn", modeling.causal_conv1d_fn.original)
+        answers["was replaced since"] = raised(model, input_ids=part)
+        answers["through the model"] = raised(model.model.layers[1].self_attn, part)
+        return max(errors), answers
+
+
+def test_options_and_what_is_refused_when_called(run, size=2):
+    for error, answers in run(size, options_case):
+        assert error < 1e-5
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+
+
+def refused_case(group):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    def changed(family="qwen3_next", loss=None, forward=None, implementation=None, **more):
+        model = made(family, **more)
+        if loss is not None:
+            model.loss_function = loss
+        if forward is not None:
+            model.model.forward = forward
+        if implementation is not None:
+            model.config._attn_implementation_internal = implementation
+        return model
+
+    modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    small = dict(COMMON, num_hidden_layers=1, intermediate_size=32)
+    other = LlamaForCausalLM(LlamaConfig(**small))
+    config = made("qwen3_next").config
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    kernels = changed()
+    kernels._use_kernels = True
+    shared = made("qwen3_next")
+    sharing = modeling.Qwen3NextForCausalLM(shared.config)
+    with allscan.Communicator(group) as comm:
+        sequence_parallel(shared, comm=comm)
+        refused = {
+            "got ['LlamaForCausalLM', 'LlamaModel']": other,
+            "got none": torch.nn.Linear(2, 2),
+            "got ['Qwen3NextForSequenceClassification']": modeling.Qwen3NextForSequenceClassification(config),
+            "must be one of eager, sdpa": changed(implementation="flex_attention"),
+            "hub kernels": kernels,
+            "sliding window": changed("nemotron_h", sliding_window=8),
+            "type 'dynamic'": changed("bamba", rope_parameters=rope),
+            "z_loss_coefficient": changed("bamba", z_loss_coefficient=0.1),
+            "ForCausalLMLoss": changed(loss=lambda *_, **__: 0),
+            "was replaced": changed(forward=lambda *_: None),
+            "has the same config": sharing,
+        }
+        answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in refused.items()}
+        assert shared.config._attn_implementation == "allscan"
+        sequence_parallel(shared, comm=None)
+        assert shared.config._attn_implementation == "sdpa" and "forward" not in vars(shared.model)
+        assert shared.loss_function is other.loss_function
+        return answers
+
+
+def test_what_is_refused_before(run):
+    for answers in run(1, refused_case):
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)

@@ -111,7 +111,8 @@ def _parts(model):
     bases, heads = ([m for m in models if _class_of(m, family, (i,))] for i in range(2))
     layers = [module for module in model.modules() if _class_of(module, family, (2,))]
     for module in (*bases, *layers):
-        if getattr(vars(module).get("forward"), "func", None) not in (None, _model, _softmax):
+        replaced = vars(module).get("forward")
+        if replaced is not None and getattr(replaced, "func", None) not in (_model, _softmax):
             raise ValueError(
                 f"the forward of a {type(module).__name__} was replaced: call sequence_parallel before that"
             )
