@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.reference import delta_reference
+from support.fla import import_fla
 from support.values import place, raised, relative
 
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
@@ -207,6 +209,35 @@ def in_one_call_case(group, family, name, packing):
 def test_functions_that_take_packed_sequences(run, family, name, packing, size=3):
     for errors, _ in run(size, in_one_call_case, family, name, packing):
         assert max(errors.values()) < 2e-5, errors
+
+
+def fla_case(group, name):
+    """Errors of fla's own functions, with packed sequences in one call, against the recurrence, forward: of those that
+    Triton's interpreter takes."""
+    import_fla()
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+    from fla.ops.kda import fused_recurrent_kda
+
+    from allscan.integrations import transformers as integration
+
+    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(integration, "at_once", lambda device: True)
+        function = dict(kda=fused_recurrent_kda, gated_delta_rule=fused_recurrent_gated_delta_rule)[name]
+        tokens, lengths, generator = [13, 11], [0, 4, 17, 24], torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 24, 2, 16, generator=generator) for _ in range(3))
+        g, beta = -torch.rand(1, 24, 2, 16, generator=generator) / 8, torch.rand(1, 24, 2, generator=generator)
+        k, g = torch.nn.functional.normalize(k, dim=-1), g if name == "kda" else g[..., 0]
+        o, _ = delta_reference(q, k, v, g, beta, cu_seqlens=lengths)
+        mine, where = place(comm, tokens), integration._Sequence(comm, tokens, torch.tensor(lengths), "sdpa")
+        own = [x[:, mine].contiguous() for x in (q, k, v, g, beta)]
+        found, _ = integration._delta_rule(function, where, *own[:3], g=own[3], beta=own[4])
+        return relative(found, o[:, mine])
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
+def test_flas_functions(run, name, size=2):
+    pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
+    assert max(run(size, fla_case, name)) < 1e-5
 
 
 def prefill_case(group, family):
