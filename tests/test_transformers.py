@@ -10,6 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import allscan
 from allscan.reference import delta_reference
@@ -19,7 +21,7 @@ from support.values import place, raised, relative
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
 
-TOKENS = {2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank
+TOKENS = {1: [20], 2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank
 CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18, 29]}  # some at the ranks' cuts
 VOCABULARY = 53
 COMMON = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, pad_token_id=0)
@@ -135,7 +137,7 @@ def model_case(group, family, packed, inner, keep=False):
     [("qwen3_next", 2, None, "sdpa"), ("qwen3_next", 4, "cu_seq_lens", "sdpa"),
      ("qwen3_5", 3, None, "eager"), ("qwen3_5", 2, "position_ids", "eager"), ("qwen3_5_moe", 2, None, "sdpa"),
      ("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "position_ids", "eager"),
-     ("nemotron_h", 4, None, "sdpa"), ("nemotron_h", 2, "cu_seq_lens", "sdpa"),
+     ("nemotron_h", 1, None, "sdpa"), ("nemotron_h", 4, None, "sdpa"), ("nemotron_h", 2, "cu_seq_lens", "sdpa"),
      ("bamba", 2, None, "sdpa"), ("bamba", 3, "position_ids", "sdpa"), ("granitemoehybrid", 2, None, "sdpa"),
      ("falcon_h1", 2, None, "sdpa"), ("falcon_h1", 3, "cu_seq_lens", "eager")],
 )  # fmt: skip
@@ -270,7 +272,7 @@ def test_the_last_ranks_cache(run, family, size=4):
     assert found < 1e-5
 
 
-def training_case(group, family, checkpointing):
+def training_case(group, family, how):
     """(losses of one rank, losses of the ranks together), ten steps each."""
     from allscan.integrations.transformers import sequence_parallel
 
@@ -280,27 +282,33 @@ def training_case(group, family, checkpointing):
             model = made(family)
             if split:
                 sequence_parallel(model, comm=comm)
-                if checkpointing:
+                if how != "plain":
                     model.gradient_checkpointing_enable()
+                if how == "FSDP":
+                    mesh = DeviceMesh.from_group(group, "cpu")
+                    for module in (*model.model.layers, model):
+                        fully_shard(module, mesh=mesh)
             part = whole[:, place(comm, [20, 12])] if split else whole
             optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
             for _ in range(10):
                 comm.step()
                 loss = model(input_ids=part, labels=part, use_cache=False).loss
-                loss.backward()
+                share = loss.detach().clone()
+                (loss * comm.size if split and how == "FSDP" else loss).backward()
                 if split:
-                    for p in (loss.detach(), *gradients(model).values()):
+                    dist.all_reduce(share, group=comm.group)
+                    for p in gradients(model).values() if how != "FSDP" else ():
                         dist.all_reduce(p, group=comm.group)
-                losses.append(loss.item())
+                losses.append(share.item())
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
             curves.append(losses)
         return curves
 
 
-@pytest.mark.parametrize("family, checkpointing", [("qwen3_5", False), ("nemotron_h", True)])
-def test_ten_steps_of_training(run, family, checkpointing, size=2):
-    for alone, split in run(size, training_case, family, checkpointing):
+@pytest.mark.parametrize("family, how", [("qwen3_5", "plain"), ("nemotron_h", "checkpointing"), ("falcon_h1", "FSDP")])
+def test_ten_steps_of_training(run, family, how, size=2):
+    for alone, split in run(size, training_case, family, how):
         assert alone[-1] < alone[0] - 1  # it learns
         assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 1e-4, (alone, split)
 

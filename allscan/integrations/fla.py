@@ -22,7 +22,7 @@ from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..ops import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
-from .softmax import Gather, chunks, masks_nothing, refuse
+from .softmax import chunks, gathered, masks_nothing, refuse
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
@@ -205,7 +205,7 @@ def _softmax(layer, x, cache, where):
         longest = max(part.longest, layer.max_position_embeddings or 0)
         rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed))
     queries, keys = zip(*rotated, strict=True)
-    k, v = (Gather.apply(y, parts, comm) for y in (torch.cat(keys, 1), v))
+    k, v = (gathered(y, parts, comm) for y in (torch.cat(keys, 1), v))
     if cache is not None:
         last = own[-1][1]
         cache.update(

@@ -21,9 +21,12 @@ def chunks(tokens, zigzag=False):
     return [(rank, end - n, end) for (rank, n), end in zip(numbers, ends, strict=True)]
 
 
-class Gather(torch.autograd.Function):
+def gathered(x, chunks, comm):
     """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
+    return x if comm.size == 1 else _Gather.apply(x, chunks, comm)
 
+
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, chunks, comm):
         ctx.chunks, ctx.comm = chunks, comm

@@ -3,10 +3,10 @@ their hybrids with softmax attention."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ..packing import TensorKey, boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..shmem_kernels.gla_blocks import FIRST
 from ..ssd import Using, zeco_ssd
-from .softmax import Gather, chunks, masks_nothing, refuse
+from .softmax import chunks, gathered, masks_nothing, refuse
 
 NAME = "allscan"  # of the attention function
 SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
@@ -156,7 +156,8 @@ def _restore(bases, heads, layers):
         vars(head).pop("_loss_function", None)
 
 
-class _Sequence(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Sequence:
     """What the layers are told: where this rank's tokens lie."""
 
     comm: Communicator
@@ -378,7 +379,7 @@ class _Keys:
 
     def update(self, key, value, layer_idx, *arguments, **options):
         both = torch.cat([t.transpose(1, 2).flatten(2) for t in (key, value)], -1)  # [B, T, words]
-        both = Gather.apply(both, chunks(self.sequence.tokens), self.sequence.comm)
+        both = gathered(both, chunks(self.sequence.tokens), self.sequence.comm)
         sizes = [t.shape[1] * t.shape[3] for t in (key, value)]
         key, value = (
             t.unflatten(-1, (like.shape[1], -1)).transpose(1, 2)
