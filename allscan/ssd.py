@@ -289,8 +289,8 @@ def torch_chunk_scan(x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_fi
     left = (inputs * kept[..., None]).mT @ b
     passed = torch.where(last == entered, sums[..., -1:].float().exp(), 0.0)[..., None]
     states = [torch.zeros_like(left[:, 0])]
-    for i in range(left.shape[1]):
-        states.append(passed[:, i] * states[-1] + left[:, i])
+    for kept_of, added in zip(passed.unbind(1), left.unbind(1), strict=True):  # whose backward is one tensor
+        states.append(kept_of * states[-1] + added)
     reached = torch.where(numbers == entered, sums.float().exp(), 0.0)[..., None]
     y = y + c @ torch.stack(states[:-1], 1).mT * reached
     y = y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]

@@ -29,6 +29,7 @@ QUICK = (
     "test_scan.py::test_gradients[decay_shape1-2]", "test_scan.py::test_one_hop[4]",
     "test_scan.py::test_dense_transitions[shape0-2]", "test_scan.py::test_a_rank_receives_one_state[False-2]",
     "test_scan.py::test_memory", "test_halo.py::test_convolutions", "test_gla.py::test_packed[2-at the cut]",
+    "test_ssd.py::test_values_and_gradients[2-asked-contiguous]",
     "test_order.py::test_a_call_that_one_rank_never_enters",
     "test_order.py::test_a_call_that_all_ranks_refuse", "all_ranks_hear[allscan-sparse]", "all_ranks_hear[halo-n]",
     "test_compile.py::test_copy", "test_compile.py::test_scan_tiles",
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
         (kept if wanted else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
         ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
-    for module in {item.module for item in kept}:
+    for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():
         ranks.PRELOAD = [*ranks.PRELOAD, *vars(module).get("PRELOAD", ())]
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept

@@ -147,6 +147,27 @@ def test_models(run, family, size, packed, inner):
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
+def half_precision_case(group, family):
+    """Relative errors of bfloat16 logits, one rank's and the ranks', to float32; whether all gradients are finite."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group) as comm:
+        tokens, model = TOKENS[comm.size], made(family)
+        whole, mine = torch.randint(1, VOCABULARY, (2, sum(tokens))), place(comm, tokens)
+        exact = model(input_ids=whole, use_cache=False).logits.detach()[:, mine]
+        alone = model.bfloat16()(input_ids=whole, use_cache=False).logits[:, mine]
+        found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
+        found.loss.backward()
+        finite = all(g.isfinite().all() for g in gradients(model).values())
+        return relative(alone, exact), relative(found.logits, exact), finite
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_bfloat16(run, family, size=3):
+    for alone, found, finite in run(size, half_precision_case, family):
+        assert finite and found < 1.3 * alone, (found, alone)
+
+
 def together(function, lengths, of_tokens, *arguments, initial=None, **options):
     """(outputs, last states) of packed sequences by a function that takes one."""
     firsts = [None] * (len(lengths) - 1) if initial is None else initial.split(1)
