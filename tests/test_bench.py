@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import allscan
 from allscan.communicator import cached_on
 from allscan.tools.ranks import Ranks
-from bench import baselines, harness, local, model, plots, scaling, timeline, transitions
+from bench import baselines, harness, host, local, model, plots, scaling, timeline, transitions
 from bench.harness import results
 from support.gla import F32, LIMIT, NAMES, Whole
 from support.values import place, relative_all
@@ -117,6 +118,13 @@ def test_a_check_lets_no_nan_pass():
 
 
 @pytest.mark.cpu
+def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["host"])
+    assert host.main() == 0
+    said = capsys.readouterr().out
+    assert "AllScan.scan(out=)" in said and "zeco_gla, forward+backward" in said
+
+
 def test_transitions_are_checked_on_cpu_ranks(capsys):
     assert transitions.main() == 0
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -1,0 +1,150 @@
+"""What a call from Python costs the host, beside NCCL's all-gather and flash-linear-attention in the same process.
+
+    python -m bench.host                 # 2 GPUs; writes bench/results/host.csv; fla's rows need fla
+
+No CUDA graphs. ``host_us``: how long CALLS calls in a row keep the host, after the GPU has ended all before them, a
+call; few enough for the GPU's queue to take them. ``total_us``: until the GPU has ended them, too. Medians over
+SAMPLES, of the slowest rank, methods in turns whose order is drawn anew each time. ``over_nccl``: host_us over that of
+``all_gather_into_tensor`` of the same state, since hosts differ. Without two GPUs every method is called once on 2 CPU
+ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import allscan
+from allscan.tools.ranks import Ranks
+from bench.harness import Table, group_of, inputs, results
+
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+H, D = 16, 128
+SAMPLES, CALLS = 30, 10
+NCCL = "NCCL all_gather_into_tensor"
+COLUMNS = ("method", "T", "H", "D", "ranks", "host_us", "total_us", "over_nccl", "gpu", "torch", "triton", "sources")
+
+
+def collectives(comm, heads, width, held: list) -> dict:
+    """{method: call} for a state [heads, width, width]. What is to have a backward pass is put into ``held``."""
+    state, decay = (torch.rand(heads, width, *w, device=comm.device) for w in ((width,), ()))
+    leaf, out = state.clone().requires_grad_(), torch.empty_like(state)
+    gathered = state.new_empty(comm.size * heads, width, width)
+    scan, tokens = allscan.AllScan(comm, state.shape), torch.zeros(1, 64, heads * width, device=comm.device)
+
+    def with_gradients():
+        held.append(allscan.allscan(leaf, decay, comm=comm))
+
+    def asynchronous():
+        return allscan.allscan(state, decay, comm=comm, async_op=True).wait()
+
+    return {
+        NCCL: lambda: dist.all_gather_into_tensor(gathered, state, group=comm.group),
+        "AllScan.scan(out=)": lambda: scan.scan(state, decay, out=out),
+        "allscan, no gradients": lambda: allscan.allscan(state, decay, comm=comm),
+        "allscan, async_op": asynchronous,
+        "allscan, forward with gradients": with_gradients,
+        "halo": lambda: allscan.halo(tokens, 3, comm=comm),
+    }
+
+
+def operators(comm, T, heads, width) -> dict:
+    """{method: call} for T tokens a rank."""
+    leaves, do = inputs(T, heads, width, comm.device, comm.rank, *_small(comm))
+    beta = torch.rand(1, T, heads, device=comm.device)
+    calls = {"zeco_gla": lambda *x: allscan.zeco_gla(*x, comm=comm)[0]}
+    if comm.device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from fla.ops.gla import chunk_gla
+            from fla.ops.kda import chunk_kda
+
+            calls["zeco_kda"] = lambda *x: allscan.zeco_kda(*x, beta, comm=comm)[0]
+            calls["fla chunk_gla"] = lambda *x: chunk_gla(*x)[0]
+            calls["fla chunk_kda"] = lambda *x: chunk_kda(*x, beta)[0]
+
+    def forward(call):
+        with torch.no_grad():
+            return call(*leaves)
+
+    found = {}
+    for name, call in calls.items():
+        found[f"{name}, forward"] = lambda call=call: forward(call)
+        found[f"{name}, forward+backward"] = lambda call=call: torch.autograd.grad(call(*leaves), leaves, do)
+    return found
+
+
+def _small(comm):
+    return () if comm.device.type == "cuda" else (torch.float32,)
+
+
+def timed(call) -> tuple[float, float]:
+    """(host, host and GPU) of a call in us."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    host = time.perf_counter()
+    torch.cuda.synchronize()
+    return (host - begin) / CALLS * 1e6, (time.perf_counter() - begin) / CALLS * 1e6
+
+
+def run_backward(held: list) -> None:
+    for prev in reversed(held):
+        prev.sum().backward()
+    held.clear()
+
+
+def point(T: int | None, heads: int = H, width: int = D) -> dict:
+    """{method: (host_us, total_us)} on each of 2 ranks; T None: the collectives. On CPUs nothing is timed."""
+    with allscan.Communicator(group_of(2)) as comm:
+        held: list = []
+        calls = collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)
+        for call in calls.values():
+            call()
+            run_backward(held)
+        if comm.device.type == "cpu":
+            return dict.fromkeys(calls, (0.0, 0.0))
+        times: dict = {name: [] for name in calls}
+        for turn in range(SAMPLES):
+            for name in random.Random(turn).sample(list(calls), len(calls)):
+                comm.barrier()
+                times[name].append(timed(calls[name]))
+                run_backward(held)
+        comm.barrier()
+        return {name: tuple(torch.tensor(samples).median(0).values.tolist()) for name, samples in times.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each rank")
+    parser.add_argument("--csv", default=results("host.csv"))
+    arguments = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        print("No two GPUs here: every method is called once on 2 CPU ranks.")
+        with Ranks(2, "cpu") as ranks:
+            for T in (None, 70):
+                print(*ranks.run(point, T, 2, 16)[0], sep="\n")
+        return 0
+    with Table(arguments.csv, COLUMNS) as table, Ranks(2, "cuda") as ranks:
+        nccl = 0.0
+        for T in (None, *arguments.tokens):
+            answers = ranks.run(point, T, timeout=570.0)
+            for name in answers[0]:
+                host, total = (max(answer[name][i] for answer in answers) for i in range(2))
+                nccl = host if name == NCCL else nccl
+                row = dict(method=name, T=T or "", H=H, D=D, ranks=2, host_us=host, total_us=total)
+                table.write(row | dict(over_nccl=host / nccl))
+                print(f"{name:34} T={T or '-':<6} host {host:8.1f} us  total {total:8.1f}  {host / nccl:6.2f} x NCCL",
+                      flush=True)  # fmt: skip
+    print(f"wrote {arguments.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
