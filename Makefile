@@ -41,7 +41,7 @@ check: $(READY)
 test: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2 --dist worksteal
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest --gpu

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .bindings.interpreter import remember_repeated_work
 from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
@@ -97,6 +98,8 @@ class Communicator:
         self.transport = resolve_transport(transport)
         cuda = self.transport == "nvshmem"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if self.transport == "shm":
+            remember_repeated_work()  # init() does it too, of which a communicator of one rank has no need
         if self.size > 1:
             init(transport=self.transport)
             self.heap = symmetric_heap(self)

