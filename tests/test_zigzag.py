@@ -128,6 +128,28 @@ def test_allscan(run, size, kind):
     assert max(run(size, collective_case, kind)) < 2e-5
 
 
+def received_case(group):
+    """Bytes of both inboxes of this rank that another rank has written in one call."""
+    with allscan.Communicator(group) as comm:
+        states = [torch.rand(3, 16, 64, device=comm.device) for _ in range(2)]
+        scan = allscan.AllScan(comm, states[0].shape, protocol="signal")  # whose inboxes stay as they were filled
+        inboxes = [scan.channel(reverse).inbox for reverse in (False, True)]
+        before = [x.view(torch.int32).clone() for x in inboxes]
+        comm.barrier()
+        scan.there_and_back(*states)
+        comm.barrier()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        return sum(4 * (x.view(torch.int32) != y).sum().item() for x, y in zip(inboxes, before, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_receives_two_states(run, size):
+    """One on the way there, one on the way back; the first rank and the last one only one of them."""
+    nbytes = 4 * 3 * 16 * 64
+    assert run(size, received_case) == [nbytes, *[2 * nbytes] * (size - 2), nbytes]
+
+
 def one_gradient_case(group):
     """What all states leave is asked of one learned initial state; and of ranks with different layouts all hear."""
     with allscan.Communicator(group, timeout=5) as comm:
