@@ -264,7 +264,7 @@ class AllScan:
         out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument otherwise.
         channel: of the direction ``reverse``, to be used instead of ``self.channel(reverse)``.
         async_op: return a :class:`Work` at once; the scan runs on the communicator's own stream, beside what is
-            launched next on the current one.
+            launched next on the current one; in a CUDA graph's capture on the current one.
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
         with self.comm.call(reverse):

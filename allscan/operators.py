@@ -9,11 +9,37 @@ import torch
 from torch import Tensor
 
 
+def refuse_second_derivative(name: str) -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated; within Communicator.call, so that the other
+    ranks hear of it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no second derivative (create_graph=True)")
+
+
+def ordered(*names: str) -> None:
+    """Let torch.compile make every call of these operators, in the order of the program: the other ranks count them."""
+    try:
+        from torch._higher_order_ops.effects import _register_effectful_op
+        from torch._library.effects import EffectType
+    except ImportError:  # a torch that has them elsewhere; then equal calls may be made once, and unused ones not
+        return
+    for name in names:
+        _register_effectful_op(name, EffectType.ORDERED)
+
+
+def _watched(inputs) -> bool:
+    """Whether torch looks at the operators that are called, or the tensors are of another kind than torch's own."""
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter) for x in inputs
+    )
+
+
 class Operator:
     """A function of tensors, numbers and None, with a backward function, both opaque to torch.
 
-    Traced by torch.compile it is a custom operator, ``name`` with a backward ``name_backward``; else an
-    autograd.Function of the same functions, which takes about a third of the host's time.
+    Where torch.compile traces, a torch dispatch mode is on or tensors are of a subclass, it is a custom operator,
+    ``name`` with a backward ``name_backward``; else an autograd.Function of the same functions, which takes about a
+    third of the host's time.
 
     forward, backward: on tensors, with a schema that torch.library.custom_op can infer; both return tuples. fake,
     fake_backward: the same on tensors without data, without effect. save: called as save(ctx, inputs, output), before
@@ -40,15 +66,14 @@ class Operator:
 
             @staticmethod
             def backward(ctx, *grads):
-                if torch.is_grad_enabled():
-                    raise RuntimeError(f"{name} has no second derivative (create_graph=True)")
-                return gradient(backward, ctx, *grads)
+                traced = torch.compiler.is_compiling() or _watched(grads)
+                return gradient(traced_backward if traced else backward, ctx, *grads)
 
         self._eager = Eager
 
     def __call__(self, *inputs):
         """All inputs by position."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _watched(inputs):
             return self._traced(*inputs)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             return self._eager.apply(*inputs)

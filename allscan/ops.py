@@ -15,6 +15,7 @@ from .communicator import Communicator, communicator_of
 from .errors import Problem
 from .first_call import cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
+from .operators import ordered, refuse_second_derivative
 from .order import PendingBackward, recomputing
 from .packing import boundaries_on_host, to_device
 from .tiling import transition_tile
@@ -67,8 +68,8 @@ def allscan(
         >>> prev = work.wait()                                      # after what does not need it
     """
     if torch.compiler.is_compiling() and isinstance(state, Tensor) and layout == "contiguous" and out is None:
-        if not async_op:
-            number = None if decay is None or isinstance(decay, Tensor) else float(decay)  # type: ignore[arg-type]
+        if not async_op and (decay is None or isinstance(decay, Tensor | int | float)):
+            number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
             return _scan(state, given, transition, initial_state, number, reverse, comm.handle)[0]
     return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
@@ -176,15 +177,18 @@ class _AllScan(torch.autograd.Function):
                 raise RuntimeError("allscan() has no second derivative (create_graph=True)")
             decay, transition, prev = ctx.saved_tensors
             given = ctx.number if decay is None else decay
-            with torch.autocast(dprev.device.type, enabled=False):
-                wanted = ctx.needs_input_grad[1:4]
-                grads = _gradients(ctx.scan, dprev, given, transition, prev, ctx.ticket, ctx.reverse, wanted)
+            wanted = ctx.needs_input_grad[1:4]
+            grads = _gradients(ctx.scan, dprev, given, transition, prev, ctx.ticket, ctx.reverse, wanted)
             return *grads, None, None, None
 
 
 def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``."""
-    dprev = dprev.contiguous()
+    with torch.autocast(dprev.device.type, enabled=False):
+        return _float32_gradients(scan, dprev.contiguous(), decay, transition, prev, ticket, reverse, wanted)
+
+
+def _float32_gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     dstate = scan.scan(
         dprev, decay, transition=transition, adjoint=True, reverse=not reverse,
         channel=scan.channel(not reverse, adjoint_of=ticket),
@@ -236,7 +240,10 @@ def _scan_backward(
         scan, given = get_or_create_scan(comm, dprev.shape, tile=tile), number if decay is None else decay
         wanted = of_decay, of_transition, of_initial
         grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
-        dstate, *rest = (dprev.new_empty(0) if x is None else x.contiguous() for x in grads)
+        refuse_second_derivative("allscan()")
+        dstate, *rest = (
+            dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads
+        )  # an operator may not return what it is given
         return dstate, rest[0], rest[1], rest[2]
 
 
@@ -306,7 +313,8 @@ def halo(
     Returns [B, n, ...] like x, a tuple for a tuple. torch.compile takes it with fullgraph=True, but not the zigzag
     layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
     for its neighbours only. The first call for a shape is collective on the host. For gradients every rank uses the
-    result, the first one too, which has zeros: else its own backward does not run, and the next call raises.
+    result, the first one too, which has zeros: else its own backward does not run, and the next call raises (in a
+    compiled function the others time out instead).
 
     Raises ValueError (n, T, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan() raises.
 
@@ -473,6 +481,7 @@ def _hop_gradient(ctx, dfound, _):
 
 
 torch.library.register_autograd("allscan::hop", _hop_gradient, setup_context=_save_hop)
+ordered("allscan::scan", "allscan::scan_backward", "allscan::hop", "allscan::hop_backward")
 
 
 def _words(dtype) -> int:

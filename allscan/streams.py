@@ -60,8 +60,9 @@ class Streams:
     @contextlib.contextmanager
     def beside(self) -> Iterator[Callable[[], None]]:
         """The same stream, but the current one goes on at once. ``join`` waits for what was launched inside only: the
-        stream that is current here, whose memory is used, and the one that is current when ``join`` is called."""
-        if not self._cuda:
+        stream that is current here, whose memory is used, and the one that is current when ``join`` is called. In a
+        CUDA graph's capture it is the current stream: there nothing else orders a communicator's launches."""
+        if not self._cuda or self.capturing():
             yield lambda: None
             return
         current, side, done = torch.cuda.current_stream(self.device), self._own(), torch.cuda.Event()

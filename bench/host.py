@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.tools.ranks import Ranks
+from bench.delta import compile_ahead
 from bench.harness import Table, group_of, inputs, results
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -102,7 +103,7 @@ def run_backward(held: list) -> None:
 
 def point(T: int | None, heads: int = H, width: int = D) -> dict:
     """{method: (host_us, total_us)} on each of 2 ranks; T None: the collectives. On CPUs nothing is timed."""
-    with allscan.Communicator(group_of(2)) as comm:
+    with allscan.Communicator(group_of(2), timeout=300.0) as comm:  # fla tunes its kernels meanwhile
         held: list = []
         calls = collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)
         for call in calls.values():
@@ -131,6 +132,7 @@ def main() -> int:
             for T in (None, 70):
                 print(*ranks.run(point, T, 2, 16)[0], sep="\n")
         return 0
+    compile_ahead(["kda"], H)
     with Table(arguments.csv, COLUMNS) as table, Ranks(2, "cuda") as ranks:
         nccl = 0.0
         for T in (None, *arguments.tokens):

@@ -54,8 +54,9 @@ from .gla_blocks import (
 @triton.jit
 def chunk_decay(p_g, h, start, end, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                 SCALAR: tl.constexpr):  # fmt: skip
-    """D of the chunk that begins with token ``start``, [BK]; with SCALAR all alike."""
-    last = (tl.minimum(start + BT, end) - 1).to(tl.int64) * H + h
+    """D of the chunk that begins with token ``start``, [BK]; with SCALAR all alike. Where there is no such chunk, that
+    of any token."""
+    last = tl.maximum(tl.minimum(start + BT, end) - 1, 0).to(tl.int64) * H + h
     k = tl.arange(0, BK)
     if SCALAR:
         return exp2(tl.load(p_g + last + 0 * k))

@@ -203,6 +203,40 @@ def test_in_compiled_functions(run, packed):
     assert max(run(2, compiled_case, "inductor" if torch.cuda.is_available() else "aot_eager", packed)) < 1e-5
 
 
+def effects_case(group, backend):
+    """Compiled functions make every call, as often and in the order that they say."""
+    with allscan.Communicator(group) as comm:
+
+        def unused(state):
+            prev = allscan.allscan(state, comm=comm)
+            return prev * 2 if comm.rank else state * 2
+
+        def twice(state, first):
+            return allscan.allscan(state, comm=comm) + 2 * allscan.allscan(state, 0, comm=comm, initial_state=first)
+
+        answers = []
+        for function, count in ((unused, 1), (twice, 2)):
+            torch._dynamo.reset()
+            state, first = (torch.ones(2, 5, 6, device=comm.device, requires_grad=True) for _ in range(2))
+            given = (state.detach(),) if count == 1 else (state, first)
+            expected = function(*given)
+            grads = torch.autograd.grad(expected.sum(), given) if count == 2 else ()
+            before = [scan.epochs for scan in comm.collectives]
+            found = torch.compile(function, backend=backend, fullgraph=True)(*given)
+            same = torch.equal(found, expected)
+            if count == 2:
+                again = torch.autograd.grad(found.sum(), given)
+                same &= all(torch.equal(x, y) for x, y in zip(again, grads, strict=True))
+            made = [scan.epochs for scan in comm.collectives]
+            answers += [same, [now[0] - then[0] for now, then in zip(made, before, strict=True)]]
+        return answers
+
+
+def test_compiled_functions_make_every_call(run):
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    assert run(2, effects_case, backend) == [[True, [1], True, [2]]] * 2
+
+
 def asynchronous_case(group):
     """Scans that are waited for later, in another order, or not at all, between others that are not asynchronous."""
     with allscan.Communicator(group) as comm:

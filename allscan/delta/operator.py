@@ -12,7 +12,7 @@ from ..checks import boundaries, check_for_an_operator, check_halves, check_tens
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import agreed, find_layout
-from ..operators import Operator
+from ..operators import Operator, refuse_second_derivative
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
@@ -320,6 +320,7 @@ def _backward(
     """(dq, dk, dv, dg, dbeta, dinitial_state or nothing)."""
     comm = communicator_of(handle)
     with comm.call(reverse=True):
+        refuse_second_derivative("a delta rule")
         layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
         dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)

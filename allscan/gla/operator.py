@@ -11,7 +11,7 @@ from ..checks import boundaries, check_for_an_operator, check_halves, check_tens
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import agreed, find_layout
-from ..operators import Operator
+from ..operators import Operator, refuse_second_derivative
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, segment_length
 from ..tiling import cdiv
@@ -56,7 +56,7 @@ def zeco_gla(
     Differentiable in q, k, v, g and initial_state. One scan forward and one in reverse in backward, each moving one
     state of B*H*K*V float32 words from a rank to the next, while the kernels that need nothing remote run. The result
     is ready on the current stream; the host does not wait. All ranks make the same calls in the same order, forward and
-    backward; activation checkpointing keeps that order. A torch custom op: torch.compile takes it as a whole. The first
+    backward; activation checkpointing keeps that order. torch.compile takes it as a whole, a custom operator. The first
     call for a shape, or for a cu_seqlens, is collective on the host and must come before a CUDA graph's capture.
 
     Raises TypeError (dtypes), ValueError (shapes, device, cu_seqlens, a positive gate), and what
@@ -223,6 +223,7 @@ def _backward(
     """(dq, dk, dv, dg, dinitial_state or nothing)."""
     carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
+        refuse_second_derivative("zeco_gla")
         layout = find_layout(carrier.comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(q), first_token, zigzag)
         launcher = Launcher(q, k, v, g, scale, carrier, layout, zigzag)
         return _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher)
