@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 import allscan
 from allscan import rendezvous
@@ -194,6 +195,30 @@ def operator_case(group):
 
 def test_custom_operators(run):
     assert run(1, operator_case) == [True]
+
+
+def watched_case(group):
+    """Under a mode that looks at operators zeco_gla is one; and a second derivative is refused where all hear of it."""
+    with allscan.Communicator(group, timeout=4) as comm:
+        x = torch.rand(1, 70, 2, 16, device=comm.device)
+        with FakeTensorMode() as mode:
+            shape = allscan.zeco_gla(*[mode.from_tensor(x)] * 4, comm=comm)[0].shape
+        leaf = x.clone().requires_grad_()
+        answers = []
+        for create_graph in (False, comm.rank == 1):
+            o, _ = allscan.zeco_gla(leaf, leaf, leaf, -x, comm=comm)
+            answers.append(raised(torch.autograd.grad, o.square().sum(), leaf, create_graph=create_graph))
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+        answers.append(raised(comm.barrier))
+        comm.resync()
+        return shape == x.shape, answers
+
+
+def test_modes_and_second_derivatives(run):
+    (of_first, first), (of_second, second) = run(2, watched_case)
+    assert of_first and of_second and first[0] is second[0] is None
+    assert "no second derivative" in second[1][1] and "has refused its call" in first[2][1], (first, second)
 
 
 def bad_input_case(group):
