@@ -300,8 +300,9 @@ def _forward(
         o, sums, scores, solved = RULES[rule].forward(
             states, q, k, v, g, beta, scale, initial_state, final_state if final else None, Kept(*kept), tables
         )
-        o, sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (o, sums, solved))
-        scores = scores.view(solved.shape) if scores.numel() else scores
+        if zigzag:
+            o, sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (o, sums, solved))
+            scores = scores.view(solved.shape) if scores.numel() else scores
         return o, final_state, sums, scores, solved, *kept
 
 
