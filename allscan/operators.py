@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def wants_gradient(inputs) -> bool:
+    """Whether a call with these inputs is to have a backward pass."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
 def refuse_second_derivative(name: str) -> None:
     """Raise RuntimeError in a backward pass that is to be differentiated; within Communicator.call, so that the other
     ranks hear of it."""
@@ -75,6 +80,6 @@ class Operator:
         """All inputs by position."""
         if torch.compiler.is_compiling() or _watched(inputs):
             return self._traced(*inputs)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if wants_gradient(inputs):
             return self._eager.apply(*inputs)
         return self._forward(*inputs)

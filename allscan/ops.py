@@ -15,7 +15,7 @@ from .communicator import Communicator, communicator_of
 from .errors import Problem
 from .first_call import cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
-from .operators import ordered, refuse_second_derivative
+from .operators import ordered, refuse_second_derivative, wants_gradient
 from .order import PendingBackward, recomputing
 from .packing import boundaries_on_host, to_device
 from .tiling import transition_tile
@@ -109,7 +109,7 @@ def _checked(state, decay, comm, transition, initial_state, out=None):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
         inputs = (state, decay, transition, initial_state, out)
-        wanted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        wanted = wants_gradient(inputs)
         if out is not None and (wanted or not out.is_contiguous()):
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
     except (TypeError, ValueError) as error:
@@ -141,7 +141,7 @@ def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout,
     tile = None if transitions[0] is None else transition_tile(there.shape[-2])
     get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile)  # no rank does without the way back
     inputs = there, back, *decays, *transitions, initial_state
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+    if wants_gradient(inputs):
         # both scans have a backward then, on every rank
         there, back = (x if x.requires_grad else x.detach().requires_grad_() for x in (there, back))
     prev = _allscan(there, decays[0], comm, transitions[0], initial_state, False, None)
@@ -173,8 +173,7 @@ class _AllScan(torch.autograd.Function):
         if ctx.pending is not None:
             ctx.pending.run()
         with ctx.scan.comm.call(not ctx.reverse):
-            if torch.is_grad_enabled():
-                raise RuntimeError("allscan() has no second derivative (create_graph=True)")
+            refuse_second_derivative("allscan()")
             decay, transition, prev = ctx.saved_tensors
             given = ctx.number if decay is None else decay
             wanted = ctx.needs_input_grad[1:4]

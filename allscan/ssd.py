@@ -14,6 +14,7 @@ from .communicator import Communicator
 from .errors import Problem
 from .first_call import agreed, cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
+from .operators import wants_gradient
 from .ops import allscan
 from .packing import boundaries_on_host, cut, to_device, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
@@ -87,8 +88,7 @@ def zeco_ssd(
         passing = [len(some) == 1 and not some[0].begins for some in halves]
         decays = [tokens.decay(s[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
                   for s, p in zip(halves, passing, strict=True)]  # fmt: skip
-        inputs = [t for t in (*given.values(), initial_states) if t is not None]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):  # on all ranks then
+        if wants_gradient((*given.values(), initial_states)):  # on all ranks then
             leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
         if zigzag:
             prevs = allscan(tuple(leaving), tuple(decays), comm=comm, layout="zigzag")

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import allscan
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
-from bench.harness import Table, checked, extra_mib, quantiles, results, slowest
+from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
 from bench.proof import kernels
 
 SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
@@ -207,7 +207,7 @@ def point(ranks, rule, T, H, gate, backward) -> dict | None:
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):
                 comm.barrier()
-                times[name].append(elapsed(calls[name]))
+                times[name].append(sample(calls[name], CALLS))
         rows = {}
         for name, call in calls.items():
             comm.barrier()
@@ -234,7 +234,7 @@ def graph_us(name, call, comm) -> float | str:
     with torch.cuda.graph(graph):
         kept = call()
     comm.barrier()
-    times = [elapsed(graph.replay) for _ in range(SAMPLES)]
+    times = [sample(graph.replay, CALLS) for _ in range(SAMPLES)]
     comm.barrier()
     del kept
     return torch.tensor(times).median().item()
@@ -279,19 +279,8 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         times: dict = {name: [] for name in calls}
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):
-                times[name].append(elapsed(calls[name]))
+                times[name].append(sample(calls[name], CALLS))
         return {name: torch.tensor(values).median().item() for name, values in times.items()}
-
-
-def elapsed(call) -> float:
-    """us a call, of CALLS in a row."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / CALLS
 
 
 def compile_share(share: int, of: int, rule: str, H: int) -> None:

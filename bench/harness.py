@@ -131,15 +131,15 @@ def capture(leaves, do, call, backward):
     return graph, kept, extra
 
 
-def sample(replay) -> float:
-    """Microseconds of one of STEP_REPLAYS replays one after another."""
+def sample(call, count: int = STEP_REPLAYS) -> float:
+    """Microseconds of one of ``count`` calls, such as replays of a graph, one after another."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(STEP_REPLAYS):
-        replay()
+    for _ in range(count):
+        call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / STEP_REPLAYS
+    return begin.elapsed_time(end) * 1e3 / count
 
 
 _groups: dict = {}

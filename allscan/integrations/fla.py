@@ -22,7 +22,7 @@ from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..ops import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
-from .softmax import chunks, gathered, masks_nothing, refuse
+from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 
@@ -304,11 +304,7 @@ def _loss(
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
     if shift_labels is None and labels is not None:
-        following = halo(labels, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
-        if comm.rank == (0 if zigzag else comm.size - 1):  # it has the last token, at the end of its own
-            following[:, -1] = ignored
-        halves = labels.chunk(1 + zigzag, 1), following.chunk(1 + zigzag, 1)
-        shift_labels = torch.cat([x for half, after in zip(*halves, strict=True) for x in (half[:, 1:], after)], 1)
+        shift_labels = shifted(labels, ignored, comm, zigzag)
     if shift_labels is not None and num_items_in_batch is None:
         num_items_in_batch = _divisor(criterion, shift_labels, shift_labels != ignored)
         if num_items_in_batch is not None and comm.size > 1:

@@ -1,5 +1,5 @@
-"""What models of other packages need around a split sequence, above all in softmax layers: keys and values of all
-ranks."""
+"""What models of other packages need around a split sequence: in softmax layers keys and values of all ranks, labels
+across the cuts, refusals that all ranks hear."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..ops import halo
 from ..packing import TensorKey
 
 
@@ -56,6 +57,15 @@ def _tokens(chunks, size):
 def _padded(x, length):
     """x [B, T, ...] with ``length`` tokens."""
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1])).contiguous()
+
+
+def shifted(labels, ignored, comm, zigzag=False):
+    """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all."""
+    following = halo(labels, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
+    if comm.rank == (0 if zigzag else comm.size - 1):  # it has the last token, at the end of its own
+        following[:, -1] = ignored
+    halves = labels.chunk(1 + zigzag, 1), following.chunk(1 + zigzag, 1)
+    return torch.cat([x for half, after in zip(*halves, strict=True) for x in (half[:, 1:], after)], 1)
 
 
 def refuse(comm, message: str):

@@ -23,7 +23,7 @@ from ..packing import TensorKey, boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..shmem_kernels.gla_blocks import FIRST
 from ..ssd import Using, zeco_ssd
-from .softmax import chunks, gathered, masks_nothing, refuse
+from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
 NAME = "allscan"  # of the attention function
 SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
@@ -457,10 +457,7 @@ def _loss(
 ):  # fmt: skip
     """ForCausalLMLoss, with this rank's share."""
     if shift_labels is None:
-        following = halo(labels, 1, comm=comm, reverse=True)
-        if comm.rank == comm.size - 1:
-            following = torch.full_like(following, ignore_index)
-        shift_labels = torch.cat([labels[:, 1:], following], 1)
+        shift_labels = shifted(labels, ignore_index, comm)
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != ignore_index).sum()
         if comm.size > 1:
