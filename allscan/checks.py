@@ -87,7 +87,9 @@ def decay_rows(decay, shape, device):
         decay = torch.full((), float(decay), dtype=torch.float32, device=device)
     if not target:
         return decay, (0, 0)
-    return decay.expand(target).contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
+    if decay.shape != target:
+        decay = decay.expand(target)
+    return decay.contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
 
 
 def is_zigzag(layout: str) -> bool:

@@ -8,6 +8,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -16,7 +17,8 @@ import triton.language as tl
 from .checks import check_tensor, check_transition, decay_rows, integer, share_memory
 from .communicator import Communicator
 from .errors import REMEDY, Problem
-from .launching import dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
+from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
+from .plan import Buffer, Plan, Run
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.scan import scan_kernel
@@ -25,6 +27,7 @@ from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_ti
 from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
+_TICKET = Channel._fields.index("ticket")
 
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas) -> Spec:
@@ -89,6 +92,8 @@ class AllScan:
         self.K, self.V = self.shape[-2:]
         self.num_tiles = spec.num_tiles
         self._channels = self._workspace.channels
+        self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
+        self._launches: dict[tuple, Launch] = {}
         self._closed = False
         self.number = next(_numbers)
         self.backwards = 0  # adjoint launches, as the host has made them
@@ -158,12 +163,11 @@ class AllScan:
         launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
         """
-        channel = self._channels[reverse]
         if ticket is not None:
-            return channel._replace(ticket=ticket)
+            return _with_ticket(self._channels[reverse], ticket)
         if adjoint_of is not None:
-            return channel._replace(ticket=adjoint_of, ADJOINT=tl.constexpr(True))
-        return channel
+            return _with_ticket(self._adjoint_channels[reverse], adjoint_of)
+        return self._channels[reverse]
 
     def ticket(self) -> torch.Tensor:
         """Room for a ticket: see :meth:`channel`."""
@@ -187,24 +191,32 @@ class AllScan:
         """
         directions = [x.info is self._channels[1].info for x in args if isinstance(x, Channel)]
         reverse = self.comm.size > 1 and bool(directions) and all(directions)
+        options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         with self.comm.call(reverse):
-            if self._closed:
-                raise RuntimeError("this AllScan is closed")
-            self.comm.before_launch(lambda: self._description(kernel, reverse))
-            if self.dropped[reverse]:
-                self._look_for_backwards(reverse)
-            options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
-            if self.comm.device.type == "cuda" and any(PUT in (c.SEND, c.RECV) for c in self._channels):
-                kernel = with_nvshmem(kernel)
-            compiled = kernel[grid](*args, **options)
-            if self.comm.device.type == "cpu":
-                self.comm.check()  # the interpreter has run the kernel by now
-            else:
-                prefer_shared_memory_carveout(compiled.function)
+            launch = Launch(self._linked(kernel), grid, **options)
+            self._launch(launch, reverse, lambda: launch(*args))
+
+    def _linked(self, kernel: Any) -> Any:
+        """``kernel``, with NVSHMEM if a link needs it."""
+        put = self.comm.device.type == "cuda" and any(PUT in (c.SEND, c.RECV) for c in self._channels)
+        return with_nvshmem(kernel) if put else kernel
+
+    def _launch(self, launch: Launch, reverse: bool, call: Callable[[], Any]) -> None:
+        """``call()``, which launches ``launch`` and returns the compiled kernel."""
+        if self._closed:
+            raise RuntimeError("this AllScan is closed")
+        self.comm.before_launch(lambda: self._description(launch.kernel, reverse))
+        if self.dropped[reverse]:
+            self._look_for_backwards(reverse)
+        compiled = call()
+        if self.comm.device.type == "cpu":
+            self.comm.check()  # the interpreter has run the kernel by now
+        else:
+            prefer_shared_memory_carveout(compiled.function)
 
     def _description(self, kernel, reverse) -> str:
         name = getattr(kernel, "__name__", None) or kernel.fn.__name__
-        if kernel in (scan_kernel, transition_kernel):
+        if name in ("scan_kernel", "transition_kernel"):
             name = "scan"  # ranks may mix them
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
@@ -269,46 +281,83 @@ class AllScan:
         """
         with self.comm.call(reverse):
             check_tensor("state", state, self.shape, self.comm.device)
-            state = state.contiguous()
             if initial_state is not None:
                 check_tensor("initial_state", initial_state, self.shape, self.comm.device)
-                initial_state = initial_state.contiguous()
             if transition is not None:
                 check_transition(transition, decay, self.shape, self.comm.device)
-                transition = transition.contiguous()
                 if self.tile[0] < self.K or min(self.tile) < 16:
                     wanted = transition_tile(self.K)
                     raise ValueError(
                         f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.tile}"
                     )
-            one_hop = isinstance(decay, numbers.Real) and decay == 0
-            decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
-            if out is None:
-                out = torch.empty_like(state)
-            else:
+            if out is not None:
                 check_tensor("out", out, self.shape, self.comm.device)
-                self._check_out(out, state, decay=decay, transition=transition, initial_state=initial_state)
-                if not out.is_inference():
-                    torch.autograd.graph.increment_version(out)  # so that torch knows of the write
-            channel = self.channel(reverse) if channel is None else channel
-            initial = dict(HAS_INITIAL=initial_state is not None)
-            given = state if initial_state is None else initial_state
-            with self.comm.streams.beside() if async_op else contextlib.nullcontext() as join:
-                if transition is not None:
-                    tiles = -(-self.num_tiles // self.max_ctas)  # of a program
-                    self.launch(
-                        transition_kernel, (-(-self.num_tiles // tiles),), state, transition, given, out, channel,
-                        *((1, self.K) if adjoint else (self.K, 1)), K=self.K, V=self.V, **initial,
-                        **transition_blocks(self.tile[0]),
-                    )  # fmt: skip
-                else:
-                    self.launch(
-                        scan_kernel, (min(self.num_tiles, self.max_ctas),),
-                        state, state if decay is None else decay, given, out, channel, *strides,
-                        K=self.K, V=self.V, HAS_DECAY=decay is not None, ONE_HOP=one_hop, **initial,
-                        num_warps=max(1, min(8, math.prod(self.tile) // 512)),
-                    )  # fmt: skip
-            return Work(self.comm, out, join, (state, decay, transition, given)) if join is not None else out
+            return self._scan(state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op)
+
+    @dynamo_disabled
+    def _scan(self, state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op) -> Any:
+        """:meth:`scan` of arguments that were checked."""
+        one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0
+        decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
+        state = state.contiguous()
+        given = state if initial_state is None else initial_state.contiguous()
+        factor = decay if transition is None else transition.contiguous()
+        if out is None:
+            out = torch.empty_like(state)
+        else:
+            # a scan may read its state from where it writes the result
+            inputs = dict(decay=decay, transition=transition, initial_state=initial_state)
+            _check_out(out, inputs if transition is None and out.data_ptr() == state.data_ptr() else
+                       dict(inputs, state=state))  # fmt: skip
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # so that torch knows of the write
+        channel = self.channel(reverse) if channel is None else channel
+        if transition is not None:
+            strides = (1, self.K) if adjoint else (self.K, 1)
+        kind = transition is None, decay is None, strides, one_hop, initial_state is None
+        key = (*kind, reverse, channel.ADJOINT.value)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._plan(*kind)
+        with self.comm.streams.beside() if async_op else contextlib.nullcontext() as join:
+            args = state, state if factor is None else factor, given, out, channel
+            self._launch(launch, reverse, lambda: launch(*args))
+        return Work(self.comm, out, join, (state, factor, given)) if join is not None else out
+
+    def record(self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool) -> None:
+        """Record the scan of ``state`` [..., K, V] by ``decay`` [..., K] in a plan, whose runs are in a call of the
+        communicator. ``ticket``: as for :meth:`channel`, with ``reverse`` the adjoint's."""
+        launch = self._plan(True, False, (self.K, 1), False, True)
+        channel = (self._adjoint_channels if reverse else self._channels)[reverse]
+        addresses, _ = channel_addresses(channel)
+        before, behind = addresses[:_TICKET], addresses[_TICKET + 1 :]
+        numbers = [x.number for x in (state, decay, state, out, ticket)]
+        those = itemgetter(*numbers)
+
+        def step(run: Run) -> None:
+            if run.addresses is None:
+                *tensors, number = (run.tensor(n) for n in numbers)
+                self._launch(launch, reverse, lambda: launch(*tensors, _with_ticket(channel, number)))
+            else:
+                *places, place = those(run.addresses)
+                self._launch(launch, reverse, lambda: launch.at((*places, (*before, place, *behind))))
+
+        plan.step(step, launch)
+
+    def _plan(self, decayed: bool, undecayed: bool, strides: tuple[int, int], one_hop: bool, from_zero: bool) -> Launch:
+        """The launch of a scan; with a transition unless ``decayed``."""
+        fixed = dict(K=self.K, V=self.V, HAS_INITIAL=not from_zero)
+        if decayed:
+            return Launch(
+                self._linked(scan_kernel), (min(self.num_tiles, self.max_ctas),),
+                stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=not undecayed, ONE_HOP=one_hop,
+                num_warps=max(1, min(8, math.prod(self.tile) // 512)),
+            )  # fmt: skip
+        tiles = -(-self.num_tiles // self.max_ctas)  # of a program
+        return Launch(
+            self._linked(transition_kernel), (-(-self.num_tiles // tiles),),
+            stride_i=strides[0], stride_j=strides[1], **fixed, **transition_blocks(self.tile[0]),
+        )  # fmt: skip
 
     def there_and_back(
         self, there: torch.Tensor, back: torch.Tensor, *, decays: tuple = (None, None),
@@ -337,20 +386,20 @@ class AllScan:
             handed = leaves(there, decays[0], transitions[0], prev, adjoint)
         return prev, self.scan(back, initial_state=handed, reverse=True, **options[1])
 
-    @staticmethod
-    def _check_out(out, state, **others) -> None:
-        """Raise ValueError if a kernel would read what another of its programs has written."""
-        if not out.is_contiguous():
-            raise ValueError("out must be contiguous")
-        if others["transition"] is None and out.data_ptr() == state.data_ptr():
-            others["state"] = None
-        else:
-            others["state"] = state
-        for name, x in others.items():
-            if x is not None and share_memory(out, x):
-                raise ValueError(
-                    f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
-                )
+
+def _with_ticket(channel: Channel, ticket: torch.Tensor) -> Channel:
+    return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
+
+
+def _check_out(out: torch.Tensor, inputs: dict) -> None:
+    """Raise ValueError if a kernel would read what another of its programs has written."""
+    if not out.is_contiguous():
+        raise ValueError("out must be contiguous")
+    for name, x in inputs.items():
+        if x is not None and share_memory(out, x):
+            raise ValueError(
+                f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
+            )
 
 
 class Work:

@@ -7,7 +7,8 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -168,15 +169,9 @@ class Communicator:
         Raises AllScanOutOfStep on every rank if they have not made equally many calls so far."""
         return self.order.exchange(value, what)
 
-    @contextlib.contextmanager
-    def call(self, reverse: bool = False) -> Iterator[None]:
+    def call(self, reverse: bool = False) -> AbstractContextManager[None]:
         """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
-        if self.order.inside:
-            yield
-            return
-        self.check()
-        with self.order.call(reverse, lambda: self.broken):
-            yield
+        return _INSIDE if self.order.inside else _Call(self, reverse)
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
@@ -338,6 +333,23 @@ class Communicator:
         self.streams.synchronize()
         if self.size > 1:
             self.heap.quiet()
+
+
+class _Call:
+    """See :meth:`Communicator.call`."""
+
+    def __init__(self, comm: Communicator, reverse: bool) -> None:
+        self._comm, self._reverse = comm, reverse
+
+    def __enter__(self) -> None:
+        self._comm.check()
+        self._comm.order.enter_call(self._reverse)
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        self._comm.order.leave_call(self._reverse, error, error is not None and self._comm.broken)
+
+
+_INSIDE = contextlib.nullcontext()  # of a call in a call
 
 
 def communicator_of(handle: int) -> Communicator:

@@ -90,8 +90,7 @@ def _allscan(state, decay, comm, transition, initial_state, reverse, out, async_
     if wanted:
         prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
         return prev if work is None else work.of(prev)
-    options = dict(transition=transition, initial_state=initial_state, reverse=reverse, out=out, async_op=async_op)
-    return scan.scan(state, decay, **options)
+    return scan._scan(state, decay, transition, False, initial_state, reverse, out, None, async_op)
 
 
 def _checked(state, decay, comm, transition, initial_state, out=None):

@@ -13,10 +13,8 @@ must be found before a number of another call is taken for one's own:
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -69,25 +67,24 @@ class Order:
         self.lost = why
         return AllScanOutOfStep(why)
 
-    @contextlib.contextmanager
-    def call(self, reverse: bool, broken: Callable[[], bool]) -> Iterator[None]:
-        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
+    def enter_call(self, reverse: bool) -> None:
+        """One call of a user's begins: it counts."""
         if self.refused is not None:
             self._settle()
         self.made[reverse] += 1
         self.inside, self.everywhere = True, False
-        try:
-            yield
-        except BaseException as error:
-            if self.everywhere:
-                self.made[reverse] -= 1
-            elif type(error).__name__ == "_StopRecomputationError":
-                pass  # torch's activation checkpointing has what it wants, and the call was made
-            elif self.rendezvous.size > 1 and not broken():
-                self._refuse(error)
-            raise
-        finally:
-            self.inside = False
+
+    def leave_call(self, reverse: bool, error: BaseException | None, broken: bool) -> None:
+        """It ends, with an ``error`` if there is one: remember that if this rank alone has it."""
+        self.inside = False
+        if error is None:
+            return
+        if self.everywhere:
+            self.made[reverse] -= 1
+        elif type(error).__name__ == "_StopRecomputationError":
+            pass  # torch's activation checkpointing has what it wants, and the call was made
+        elif self.rendezvous.size > 1 and not broken:
+            self._refuse(error)
 
     def _refuse(self, error: BaseException) -> None:
         self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")

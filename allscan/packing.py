@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 
-KEPT = 256  # boundaries read from the GPU
+T_ = TypeVar("T_")
+
+KEPT = 256  # boundaries read from the GPU, and what is derived of a layout
 CHUNK_TOKENS = 64  # BT
 MOST_CHUNKS = 65535  # of a rank: what the second axis of a grid holds
 
@@ -49,7 +52,7 @@ class Layout:
         self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # of states that enter and leave
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
-        self.tables: dict[str, object] = {}  # that others have made of it
+        self._derived: dict = {}
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         self.segments, self.chunks, self.first_segments = (
             to_device(torch.tensor(table, dtype=torch.int32), device) for table in (segments, chunks, begins)
@@ -57,6 +60,15 @@ class Layout:
         distance = torch.arange(BT)[:, None] - torch.arange(BT)  # what gla_blocks.load_weights takes
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
         self.weights = to_device(torch.stack([w.to(torch.bfloat16) for w in weights]), device)
+
+    def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
+        """What ``make()`` returned for ``key`` at the first call with it: launches and tables of these tokens."""
+        found = self._derived.get(key)
+        if found is None:
+            if len(self._derived) >= KEPT:
+                del self._derived[next(iter(self._derived))]
+            found = self._derived[key] = make()
+        return found
 
 
 def to_device(table: torch.Tensor, device) -> torch.Tensor:

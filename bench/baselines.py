@@ -13,7 +13,7 @@ import triton.language as tl
 import allscan
 from allscan.first_call import remember_agreement
 from allscan.gla import zeco_gla_by
-from allscan.gla.carrier import register
+from allscan.gla.carrier import record_call, register
 
 
 @triton.jit
@@ -125,6 +125,9 @@ class Baseline:
         self.scans += 1
         self._kept = self._method(self.comm, state, decay, reverse=reverse, out=out)  # until the next one
         self._kept()
+
+    def record(self, *of_plan):
+        record_call(*of_plan)
 
     def pending(self, shape, zigzag):
         return []

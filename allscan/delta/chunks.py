@@ -30,12 +30,14 @@ def local(layout: Layout, packed: bool, device) -> Local:
     """Kept with the layout."""
     if not packed:
         return Local(None, None)
-    if "fla" not in layout.tables:
+
+    def make() -> Local:
         pieces = list(pairwise(layout.boundaries))
         indices = [(i, n) for i, (a, b) in enumerate(pieces) for n in range(-(-(b - a) // CHUNK_TOKENS))]
         tables = (torch.tensor(table, dtype=torch.int64) for table in (layout.boundaries, indices))
-        layout.tables["fla"] = Local(*(to_device(table, device) for table in tables))
-    return cast(Local, layout.tables["fla"])
+        return Local(*(to_device(table, device) for table in tables))
+
+    return layout.derived("fla", make)
 
 
 def normalized(x: Tensor) -> Tensor:

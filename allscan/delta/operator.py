@@ -265,7 +265,8 @@ def _import_fla() -> None:
 def _state_pass(rule, layout, q, v, comm, zigzag=False) -> StatePass:
     HV, scalar = v.shape[2], RULES[rule].scalar
     shape = q.shape[0], HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3]
-    return StatePass(comm, layout, *shape, q.dtype, scalar, zigzag)
+    given = *shape, q.dtype, scalar, zigzag
+    return layout.derived(given, lambda: StatePass(comm, layout, *given))
 
 
 def _in_one(*tensors):

@@ -11,6 +11,7 @@ from ..collective import AllScan
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import get_or_create_scan
+from ..launching import Launch
 from ..order import zigzag_channels
 from ..packing import CHUNK_TOKENS, Layout
 from ..shmem_kernels.delta import adjoint_kernel, delta_carry_kernel, delta_states_kernel, summary_kernel
@@ -70,7 +71,8 @@ class Kept(NamedTuple):
 
 
 class StatePass:
-    """Forward and backward through the states of this rank's chunks, for one call.
+    """Forward and backward through the states of this rank's chunks: the launches, made once for calls that differ in
+    their tensors only.
 
     layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel, with ``zigzag``
     twice as many: of the first half of a batch entry's tokens, and of the second. scalar: gates are
@@ -90,6 +92,7 @@ class StatePass:
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
         widest = max(16, next_power_of_2(V))
         self.blocks = blocks(BK, widest, dtype, scalar) if self.cuda else blocks_of_cpus(BK, widest)
+        self._launches: dict[tuple, Launch] = {}
 
     def empty(self, *shape, dtype=torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
@@ -105,11 +108,9 @@ class StatePass:
         return self._states(k, w, u, g, kept.enters, through, prev, final)
 
     def _summaries(self, k, w, u, g, transitions, leaves) -> None:
-        chosen = self.blocks["summary"]
-        rows, columns = cdiv(self.K, chosen["BR"]), cdiv(self.V, chosen["BV"])
-        summary_kernel[rows * columns, self.layout.num_segments, self.H](
-            k, w, u, g, self.layout.segments, transitions, leaves, **self.common, **self.chunked, **chosen
-        )
+        rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
+        grid, tensors = (rows * columns, self.layout.num_segments, self.H), (k, w, u, g, self.layout.segments)
+        self._launch("summary", summary_kernel, grid, *tensors, transitions, leaves, **self.chunked)
 
     def _room(self, reverse):
         """(what the rank leaves, by which matrix what enters the rank comes to each segment, by which it leaves the
@@ -126,14 +127,13 @@ class StatePass:
         matrix what enters the rank comes to each segment, what the rank leaves, by which matrix what enters it leaves
         it); the matrices are None where nothing enters."""
         own, through, dense, _ = room or self._room(reverse)
-        layout, chosen = self.layout, self.blocks["carry"]
-        columns = cdiv(self.V, chosen["BC"])
-        if through is not None:
-            columns += cdiv(self.K, chosen["BC"])
-        delta_carry_kernel[columns, self.num_states * self.H](
+        layout, block = self.layout, self.blocks["carry"]["BC"]
+        columns = cdiv(self.V, block) + (0 if through is None else cdiv(self.K, block))
+        self._launch(
+            "carry", delta_carry_kernel, (columns, self.num_states * self.H),
             transitions, leaves, layout.segments, layout.first_segments, leaves if outside is None else outside,
             enters, enters if through is None else through, own, own if dense is None else dense,
-            **self.common, **chosen, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
+            HAS_OUTSIDE=outside is not None, REVERSE=reverse,
         )  # fmt: skip
         return through, own, dense
 
@@ -190,16 +190,23 @@ class StatePass:
     def _entering(self, states, through, prev) -> tuple:
         return (states, *(states if x is None else x for x in (through, prev)))
 
-    def _grid(self, chosen):
-        return cdiv(self.V, chosen["BV"]), self.layout.num_segments, self.H
+    def _by_segments(self, name, kernel, *tensors, **fixed) -> None:
+        grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
+        self._launch(name, kernel, grid, *tensors, **self.chunked, **fixed)
+
+    def _launch(self, name, kernel, grid, *tensors, **fixed) -> None:
+        """With the block sizes of ``name``. ``fixed``: the other parameters."""
+        key = (name, grid, *fixed.values(), *(x.dtype for x in tensors))
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = Launch(kernel, grid, **self.common, **self.blocks[name], **fixed)
+        launch(*tensors)
 
     def _states(self, k, w, u, g, enters, through, prev, final):
         h, v_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(u)
-        chosen = self.blocks["states"]
-        delta_states_kernel[self._grid(chosen)](
-            k, w, u, g, self.layout.segments, *self._entering(enters, through, prev), h, v_new,
-            h if final is None else final,
-            **self.common, **self.chunked, **chosen, HAS_PREV=prev is not None, HAS_FINAL=final is not None,
+        self._by_segments(
+            "states", delta_states_kernel, k, w, u, g, self.layout.segments, *self._entering(enters, through, prev),
+            h, v_new, h if final is None else final, HAS_PREV=prev is not None, HAS_FINAL=final is not None,
         )  # fmt: skip
         return h, v_new
 
@@ -244,10 +251,9 @@ class StatePass:
 
     def _adjoint(self, q, k, w, g, do, dv, scale, enters, through, prev, written, out, outside=None, *,
                  every=False, final=False, from_scores=False) -> None:  # fmt: skip
-        chosen = self.blocks["adjoint" if every else "leaves"]
-        adjoint_kernel[self._grid(chosen)](
-            q, k, w, g, do, dv, self.layout.segments, *self._entering(enters, through, prev), *written, out,
-            out if outside is None else outside, scale,
-            **self.common, **self.chunked, **chosen, HAS_PREV=prev is not None, EVERY_CHUNK=every,
-            HAS_OUTSIDE=outside is not None, HAS_FINAL=final, FROM_SCORES=from_scores,
+        self._by_segments(
+            "adjoint" if every else "leaves", adjoint_kernel, q, k, w, g, do, dv, self.layout.segments,
+            *self._entering(enters, through, prev), *written, out, out if outside is None else outside, scale=scale,
+            HAS_PREV=prev is not None, EVERY_CHUNK=every, HAS_OUTSIDE=outside is not None, HAS_FINAL=final,
+            FROM_SCORES=from_scores,
         )  # fmt: skip

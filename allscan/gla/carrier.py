@@ -15,6 +15,7 @@ from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..order import PendingBackward, pending_backwards, zigzag_channels
+from ..plan import Buffer, Plan
 
 
 class StateCarrier(Protocol):
@@ -24,7 +25,7 @@ class StateCarrier(Protocol):
     handle: int  # stands for this object where torch wants a number
 
     def prepare(self, shape, agree=None, problem: Problem | None = None, *, at_first: bool = False) -> object:
-        """Before every forward call for a state of this shape; see first_call.get_or_create_scan."""
+        """Before the first forward call with tensors like its own; see first_call.get_or_create_scan."""
 
     def stream(self) -> AbstractContextManager[Callable[[], None]]:
         """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
@@ -36,8 +37,23 @@ class StateCarrier(Protocol):
         pass, from the last rank. ``zigzag``: [B, 2, H, ...], of the first half of a rank's tokens and of the second.
         ``ticket``, int64 [2]: see AllScan.channel; written forward, read in reverse."""
 
+    def record(
+        self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool, zigzag: bool
+    ) -> None:  # fmt: skip
+        """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: :func:`record_call`, or
+        something quicker."""
+
     def pending(self, shape, zigzag: bool) -> list[PendingBackward]:
         """For the backward that a forward call is to have."""
+
+
+def record_call(plan: Plan, state, decay, out, ticket, reverse: bool, zigzag: bool) -> None:
+    """Record a call of ``carry``."""
+
+    def carry(carrier: StateCarrier, state: Tensor, decay: Tensor, out: Tensor, ticket: Tensor) -> None:
+        carrier.carry(state, decay, out, ticket=ticket, reverse=reverse, zigzag=zigzag)
+
+    plan.call(carry, state, decay, out, ticket)
 
 
 class AllScanCarrier:
@@ -54,20 +70,25 @@ class AllScanCarrier:
     def stream(self):
         return self.comm.streams.side()
 
+    def record(self, plan, state, decay, out, ticket, reverse, zigzag):
+        if zigzag or self.comm.size == 1:
+            record_call(plan, state, decay, out, ticket, reverse, zigzag)
+        else:
+            self._scan(state.shape).record(plan, state, decay, out, ticket, reverse)
+
+    def _scan(self, shape) -> AllScan:
+        return self.prepare((shape[0] * shape[2], *shape[3:]))
+
     def carry(self, state, decay, out, *, ticket, reverse, zigzag):
-        scan = self.prepare((state.shape[0] * state.shape[2], *state.shape[3:]))
+        scan = self._scan(state.shape)
         if zigzag:
             order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
             states, decays = (tuple(x[:, i].flatten(0, 1) for i in order) for x in (state, decay))
             found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
             for i, x in zip(order, found, strict=True):
                 out[:, i] = x.unflatten(0, (out.shape[0], -1))
-        elif self.comm.size == 1:
-            out.zero_()
         else:
-            channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket[:1]})
-            state, decay, out = (x.flatten(0, 2) for x in (state, decay, out))
-            scan.scan(state, decay, reverse=reverse, out=out, channel=channel)
+            out.zero_()  # on one rank
 
     def pending(self, shape, zigzag):
         return pending_backwards(self.prepare(shape), zigzag)

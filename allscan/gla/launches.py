@@ -1,10 +1,15 @@
-"""The launches of the GLA operator: block sizes, grids, and what each kernel is given, in the order of gla_fwd.py."""
+"""The plans of the GLA operator: block sizes, grids, and what each kernel is given, in the order of gla_fwd.py and
+gla_bwd.py."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import torch
 
-from ..packing import CHUNK_TOKENS
+from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
+from ..plan import Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
 from ..shmem_kernels.gla_fwd import (
     carry_kernel,
@@ -16,6 +21,7 @@ from ..shmem_kernels.gla_fwd import (
 )
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ..tiling import cdiv, default_tile, next_power_of_2
+from .carrier import StateCarrier
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
 # pays by the operation.
@@ -28,147 +34,233 @@ CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
 
-class Launcher:
-    """Block sizes, and the launches that forward and backward share."""
+class Shape(NamedTuple):
+    """Of a call: what its plans depend on, besides where its sequences begin."""
 
-    def __init__(self, q, k, v, g, scale, carrier, layout, zigzag):
-        self.q, self.k, self.v, self.g, self.scale, self.carrier, self.layout = q, k, v, g, scale, carrier, layout
-        self.zigzag = zigzag
-        self.H, self.K, self.V = q.shape[2], q.shape[3], v.shape[3]
-        self.BT = CHUNK_TOKENS
-        self.BK = max(16, next_power_of_2(self.K))
-        self.narrow = narrow = q.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
-        widest = (16384 if narrow else 8192) // max(128, self.BK)  # what the registers hold of a state
-        self.BV = min(widest, max(16, next_power_of_2(self.V)))
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    sequences: int
+    dtype: torch.dtype  # of q, k, v
+    gate_dtype: torch.dtype
+    device: str
+    zigzag: bool
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment."""
+        return segment_length(self.B * self.T, self.H, self.device == "cuda")
+
+    @property
+    def states(self) -> int:
+        """How many travel."""
+        return 2 * self.B if self.zigzag else self.B
+
+    def kept(self) -> tuple[int, int, int]:
+        """Words of what backward takes from forward: of the states that enter each segment, with as many segments as
+        there may be; their gates; the state that enters this rank."""
+        segments = most_segments(self.B, self.T, self.sequences, self.segment, self.zigzag)
+        rows = self.H * self.K
+        words = segments * rows * self.V, segments * rows, self.states * rows * self.V
+        return words[0] + -words[0] % 64, words[1] + -words[1] % 64, words[2]  # as addresses of 256 bytes
+
+
+class GLAPlan(Plan):
+    """A forward or backward pass for calls of one shape.
+
+    ``reverse``: backward. ``outside``: states come from outside, forward the initial ones, backward the gradients of
+    the final ones; ``final``: those where the pass ends are wanted. ``alone``: one rank.
+    """
+
+    def __init__(self, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool, final: bool,
+                 alone: bool):  # fmt: skip
+        super().__init__()
+        self.shape, self.scale, self.layout = shape, scale, layout
+        self.reverse, self.has_outside, self.has_final, self.alone = reverse, outside, final, alone
+        self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
+        self.BK, self.widest = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
+        self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
+        self.BV = min((16384 if narrow else 8192) // max(128, self.BK), self.widest)  # what registers hold of a state
         self.NT = cdiv(self.V, min(64, self.BV))  # parts of what dg has from state to state
-        self.columns = min(64, max(16, next_power_of_2(self.V)))  # of V, where there is no state
-        self.precision = dict(PRECISION=PRECISION[q.dtype])
-        self.widths = dict(H=self.H, K=self.K, V=self.V)
+        self.columns = min(64, self.widest)  # of V, where there is no state
         self.num_stages = 3 if narrow else 1
         self.state_stages = max(1, min(self.num_stages, 512 // self.BK))  # of loops over all rows of a state
-        self.dtype = q.dtype if narrow else torch.float32  # of operands that are stored
-        self.range = 23.0 if q.dtype == torch.float32 else 115.0
-        self.step = STEP[q.device.type]
-        self.sub_blocks = dict(BC=SUB_BLOCK[q.device.type], BS=min(32, self.BK))
+        self.dtype = shape.dtype if narrow else torch.float32  # of operands that are stored
+        self.num_chunks = layout.num_chunks
+        self.by_chunks = layout.num_chunks, self.H
+        self.precision = dict(PRECISION=PRECISION[shape.dtype])
+        self.widths = dict(H=self.H, K=self.K, BT=self.BT)
+        self.sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
+        self.chunks, self.segments, self.first_segments, self.weights = (
+            self.table(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
+        )
 
-    def by_segments(self, BV):
-        """Grid and block sizes of a kernel that has a state [BK, BV] in registers."""
-        grid = cdiv(self.V, BV), self.layout.num_segments, self.H
-        num_warps = 8 if self.BK * BV > 8192 else 4
-        return grid, self.widths | self.precision | dict(BT=self.BT, BK=self.BK, BV=BV, num_warps=num_warps)
+    def per_token(self, width: int, **options) -> Buffer:
+        return self.empty(self.shape.B, self.shape.T, self.H, width, **options)
 
-    def empty(self, *shape, dtype=torch.float32):
-        return self.q.new_empty(*shape, dtype=dtype)
-
-    def keys(self):
+    def keys(self, k: Buffer, g: Buffer):
         """(k_out, the sums of gates and the strong ones of the chunks): see keys_kernel."""
-        chunks, K = self.layout.num_chunks, self.K
-        k_out, gate = torch.empty_like(self.k, dtype=self.dtype), self.empty(chunks, self.H, K)
-        strong = self.empty(chunks, self.H, dtype=torch.int32)
-        keys_kernel[(chunks, self.H)](
-            self.k, self.g, self.layout.chunks, k_out, gate, strong,
-            H=self.H, K=K, BT=self.BT, BR=self.step, BK=self.BK, RANGE=self.range, num_warps=max(1, self.BK // 128),
+        k_out = self.per_token(self.K, dtype=self.dtype, short=True)
+        gate, strong = self.empty(*self.by_chunks, self.K), self.empty(*self.by_chunks, dtype=torch.int32)
+        self.launch(
+            keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
+            **self.widths, BR=STEP[self.shape.device], BK=self.BK, num_warps=max(1, self.BK // 128),
+            RANGE=23.0 if self.shape.dtype == torch.float32 else 115.0,
         )  # fmt: skip
         return k_out, gate, strong
 
-    def queries(self, gate, strong, dtype):
-        """(q_in, A in ``dtype``): see queries_kernel."""
-        q, k, g, chunks = self.q, self.k, self.g, self.layout.chunks
-        q_in, a = torch.empty_like(q, dtype=self.dtype), self.empty(*q.shape[:3], self.BT, dtype=dtype)
-        grid, shape = (self.layout.num_chunks, self.H), dict(H=self.H, K=self.K, BT=self.BT, **self.precision)
-        queries_kernel[grid](
-            q, k, g, chunks, self.layout.weights, gate, strong, q_in, a, self.scale,
-            **shape, BK=min(32, self.BK), num_warps=2 if self.narrow else 4, num_stages=3,
+    def queries(self, q: Buffer, k: Buffer, g: Buffer, gate: Buffer, strong: Buffer):
+        """(q_in, A): see queries_kernel."""
+        q_in = self.per_token(self.K, dtype=self.dtype, short=True)
+        a = self.per_token(self.BT, dtype=torch.float32 if self.reverse else self.dtype, short=True)
+        common = dict(scale=self.scale, **self.widths, **self.precision)
+        self.launch(
+            queries_kernel, self.by_chunks, q, k, g, self.chunks, self.weights, gate, strong, q_in, a,
+            **common, BK=min(32, self.BK), num_warps=2 if self.narrow else 4, num_stages=3,
         )  # fmt: skip
-        strong_decay_kernel[grid](q, k, g, chunks, strong, q_in, a, self.scale, **shape, BK=self.BK, **self.sub_blocks)
+        self.launch(
+            strong_decay_kernel, self.by_chunks, q, k, g, self.chunks, strong, q_in, a, **common, **self.sub_blocks
+        )
         return q_in, a
 
-    def score_gradients(self, do):
-        """(dA, its diagonal): see da_kernel and load_da."""
-        rows, parts = self.q.shape[:3], 2 if self.narrow else 1
-        da, diagonal = self.empty(*rows, parts * self.BT, dtype=self.dtype), self.empty(*rows)
-        da_kernel[(self.layout.num_chunks, self.H)](
-            self.v, do, self.layout.chunks, da, diagonal, self.scale, H=self.H, V=self.V, BT=self.BT,
-            BV=self.columns, **self.precision, num_warps=4, num_stages=self.num_stages,
-        )  # fmt: skip
-        return da, diagonal
+    def _with_state(self, kernel, BV: int, *args: Buffer, **options) -> None:
+        """A kernel whose programs have a state [BK, BV] in registers."""
+        grid, num_warps = (cdiv(self.V, BV), self.layout.num_segments, self.H), 8 if self.BK * BV > 8192 else 4
+        blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=self.BK, BV=BV)
+        self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, **options)
 
-    def gradients(self, do, gate, strong, of_scores, of_states):
-        """dq, dk, dg: see grad_kernel."""
-        q, k, v, g, layout = self.q, self.k, self.v, self.g, self.layout
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
-        # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
-        BK = 64 if self.narrow else min(32, self.BK)
-        blocks = self.widths | self.precision | dict(BT=self.BT, BV=self.columns, NT=self.NT)
-        grad_kernel[(cdiv(self.K, BK), layout.num_chunks, self.H)](
-            q, k, v, g, do, layout.chunks, layout.weights, gate, strong, *of_scores, *of_states, *grads, self.scale,
-            **blocks, BK=BK, num_warps=4, num_stages=self.num_stages,
-        )  # fmt: skip
-        strong_decay_grad_kernel[(layout.num_chunks, self.H)](
-            q, k, v, g, do, layout.chunks, strong, *of_scores, *of_states, *grads, self.scale,
-            **blocks, BK=self.BK, **self.sub_blocks,
-        )  # fmt: skip
-        return grads
-
-    def segment_states(self, x, y, gate, states, reverse):
+    def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
-        gates = self.empty(states.shape[:3])
-        self._states(x, y, gate, (states, states, gates), (states, gates, states), reverse, False)
-        return gates
+        sums = self.empty(self.layout.num_segments, self.H, self.K)
+        self._with_state(
+            state_kernel, self.BV, x, y, gate, self.segments, states, states, sums, states, sums, states,
+            REVERSE=self.reverse, EVERY_CHUNK=False, num_stages=self.state_stages,
+        )  # fmt: skip
+        return sums
+
+    def carry(
+        self,
+        carrier: StateCarrier,
+        states: Buffer,
+        sums: Buffer,
+        gates: Buffer,
+        outside,
+        prev: Buffer,
+        final,
+        ticket: Buffer,
+    ) -> None:
+        """Through the segments (carry_kernel) and over the ranks, beside what is recorded until :meth:`join_carry`.
+
+        Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
+        ``final`` the ends of the sequences."""
+        H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, self.shape.zigzag
+        halves = self.shape.B, 1 + zigzag, H, K
+        own, decay = self.empty(*halves, V), self.empty(*halves)
+        prev_ = self.part(prev, 0, *halves, V)
+        BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
+        grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
+        blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
+        tables = self.segments, self.first_segments
+
+        with self.beside(lambda carrier: carrier.stream()):
+            self.launch(
+                carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
+                HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
+            )  # fmt: skip
+            carrier.record(self, own, decay, prev_, ticket, reverse, zigzag)
+        ends = sums, gates, *tables, prev
+        self._write_ends = partial(self.launch, final_kernel, grid, final or prev, *ends, **blocks)
+
+    def join_carry(self) -> None:
+        self.join()
+        if self.has_final and (self.shape.zigzag or not self.alone):
+            self._write_ends()
+
+    def outputs(self, x, y, z, a, gate, entering, o, chunks) -> None:
+        """See output_kernel; ``chunks``: states, dstates, through."""
+        self._with_state(
+            output_kernel, min(64, self.BV) if self.reverse else self.BV,
+            x, y, z, a, gate, self.segments, *entering, o, *chunks,
+            REVERSE=self.reverse, num_stages=min(self.state_stages, 2 if self.reverse else 3),
+        )  # fmt: skip
 
     def chunk_states(self, x, y, gate, entering):
         """What enters each chunk [NC, H, K, V] and what its rounding has taken; ``entering``: own, gates, prev."""
-        states = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=self.dtype)
-        low = torch.empty_like(states)
-        self._states(x, y, gate, (states, low, gate), entering, False, True)
+        states, low = (self.empty(*self.by_chunks, self.K, self.V, dtype=self.dtype) for _ in range(2))
+        self._with_state(
+            state_kernel, self.BV, x, y, gate, self.segments, states, low, gate, *entering,
+            REVERSE=False, EVERY_CHUNK=True, num_stages=self.state_stages,
+        )  # fmt: skip
         return states, low
 
-    def _states(self, x, y, gate, written, entering, reverse, every_chunk):
-        grid, blocks = self.by_segments(self.BV)
-        state_kernel[grid](
-            x, y, gate, self.layout.segments, *written, *entering, self.scale,
-            **blocks, REVERSE=reverse, EVERY_CHUNK=every_chunk, num_stages=self.state_stages,
+    def score_gradients(self, v: Buffer, do: Buffer):
+        """(dA, its diagonal): see da_kernel and load_da."""
+        da = self.per_token((2 if self.narrow else 1) * self.BT, dtype=self.dtype)
+        diagonal = self.empty(self.shape.B, self.shape.T, self.H)
+        self.launch(
+            da_kernel, self.by_chunks, v, do, self.chunks, da, diagonal, scale=self.scale, H=self.H, V=self.V,
+            BT=self.BT, BV=self.columns, **self.precision, num_warps=4, num_stages=self.num_stages,
+        )  # fmt: skip
+        return da, diagonal
+
+    def gradients(self, q, k, v, g, do, gate, strong, of_scores, of_states, grads) -> None:
+        """dq, dk, dg: see grad_kernel."""
+        common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, NT=self.NT)
+        # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
+        BK = 64 if self.narrow else min(32, self.BK)
+        self.launch(
+            grad_kernel, (cdiv(self.K, BK), *self.by_chunks), q, k, v, g, do, self.chunks, self.weights, gate, strong,
+            *of_scores, *of_states, *grads, **common, BK=BK, num_warps=4, num_stages=self.num_stages,
+        )  # fmt: skip
+        self.launch(
+            strong_decay_grad_kernel, self.by_chunks, q, k, v, g, do, self.chunks, strong,
+            *of_scores, *of_states, *grads, **common, **self.sub_blocks,
         )  # fmt: skip
 
-    def carry(self, states, sums, gates, outside, prev, final, ticket, reverse):
-        """Through the segments (carry_kernel) and over the ranks: ``states`` and ``gates`` become what enters each
-        segment, ``prev`` [states, H, K, V] what enters this rank, ``final`` the ends of the sequences. Returns
-        ``join``: what is launched on the current stream after join() has ``prev`` and ``final``."""
-        B, H, K, V = prev.shape
-        BK, BV = default_tile(K, V, CARRY_WORDS[prev.device.type])
-        grid, tables = (
-            (cdiv(K, BK), cdiv(V, BV), B * H),
-            (self.layout.segments, self.layout.first_segments),
+    def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer]:
+        """(states, gates, prev) of what backward takes from forward: see Shape.kept."""
+        segments, (states, gates, _) = self.layout.num_segments, self.shape.kept()
+        return (
+            self.part(kept, 0, segments, self.H, self.K, self.V),
+            self.part(kept, states, segments, self.H, self.K),
+            self.part(kept, states + gates, self.shape.states, self.H, self.K, self.V),
         )
-        blocks = self.widths | dict(BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
-        own, decay = torch.empty_like(prev), self.empty(B * H, K)
-        with self.carrier.stream() as join:
-            try:
-                carry_kernel[grid](
-                    states, sums, gates, *tables, states if outside is None else outside, own, decay,
-                    prev if final is None else final, HAS_OUTSIDE=outside is not None, HAS_FINAL=final is not None,
-                    **blocks,
-                )  # fmt: skip
-                halves = 1 + self.zigzag
-                own_, prev_ = (x.unflatten(0, (-1, halves)) for x in (own, prev))
-                self.carrier.carry(
-                    own_, decay.view(own_.shape[:-1]), prev_, ticket=ticket, reverse=reverse, zigzag=self.zigzag
-                )
-            except BaseException:
-                join()  # what was launched uses memory that is given back now
-                raise
 
-        def join_and_finish(_kept=(own, decay)):  # until then another stream uses them
-            join()
-            if final is not None and (self.carrier.comm.size > 1 or self.zigzag):
-                final_kernel[grid](final, sums, gates, *tables, prev, **blocks)
 
-        return join_and_finish
+def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept, ticket) -> GLAPlan:
+    """For runs with these tensors, of which initial and final may be None. Makes o."""
+    plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None, carrier.comm.size == 1)
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
+    q, k, v, g, initial, final, kept, ticket = given
+    states, gates, prev = plan.kept_parts(kept)
+    k_out, gate, strong = plan.keys(k, g)
+    sums = plan.segment_states(k_out, v, gate, states)
+    plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
+    q_in, a = plan.queries(q, k, g, gate, strong)
+    plan.join_carry()
+    o = plan.output(v)
+    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o))
+    return plan
 
-    def outputs(self, x, y, z, a, gate, entering, o, chunks, reverse):
-        """See output_kernel; ``chunks``: states, dstates, through."""
-        grid, blocks = self.by_segments(min(64, self.BV) if reverse else self.BV)
-        output_kernel[grid](
-            x, y, z, a, gate, self.layout.segments, *entering, o, *chunks, self.scale,
-            **blocks, REVERSE=reverse, num_stages=min(self.state_stages, 2 if reverse else 3),
-        )  # fmt: skip
+
+def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept, ticket) -> GLAPlan:
+    """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg."""
+    plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
+    q, k, v, g, do, dfinal, dinitial, kept, ticket = given
+    entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept())))
+    k_out, gate, strong = plan.keys(k, g)
+    q_in, a = plan.queries(q, k, g, gate, strong)
+    sums = plan.segment_states(q_in, do, gate, dstates)
+    plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
+    states, chunk_dstates = plan.chunk_states(k_out, v, gate, entering)
+    of_scores = plan.score_gradients(v, do)
+    plan.join_carry()
+    dv, through = plan.output(v), plan.empty(*plan.by_chunks, plan.NT, plan.K)
+    chunks = states, chunk_dstates, through
+    plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
+    plan.free_short()  # k_out, q_in, a
+    plan.gradients(q, k, v, g, do, gate, strong, of_scores, chunks, [plan.output(x) for x in (q, k, g)])
+    return plan

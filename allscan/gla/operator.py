@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag
-from ..communicator import Communicator
+from ..communicator import Communicator, cached_on
 from ..errors import Problem
 from ..first_call import agreed, find_layout
 from ..operators import Operator, refuse_second_derivative
 from ..order import recomputing
-from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, segment_length
+from ..packing import CHUNK_TOKENS, MOST_CHUNKS
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
-from .launches import Launcher
+from .launches import Shape, backward_plan, forward_plan
 
 
 def zeco_gla(
@@ -144,17 +144,22 @@ def _state_shape(q, v, cu_seqlens):
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag):
-    """The Layout, after all checks."""
+def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
+    """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
     comm = carrier.comm
+    tensors = (q, k, v, g) if initial_state is None else (q, k, v, g, initial_state)
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    signature = *((x.shape, x.dtype, x.device) for x in tensors), sequences, first_token is None, zigzag
+    known = cached_on(comm, "signatures of zeco_gla")
+    if signature in known:
+        return
     shape = agree = problem = None
     positive = False
     try:
         if q.ndim == v.ndim == 4:
-            B = q.shape[0]
             shape = _carried_shape(q, v)
             given = initial_state is None, cu_seqlens is None, first_token is None
-            agree = ("zeco_gla", B, str(q.dtype), *given, zigzag)
+            agree = ("zeco_gla", q.shape[0], str(q.dtype), *given, zigzag)
         _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
@@ -162,96 +167,68 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     carrier.prepare(shape, agree, problem, at_first=positive)
-    return find_layout(comm, B, q.shape[1], cu_seqlens, _segment_length(q), first_token, zigzag)
+    known[signature] = True
 
 
-def _segment_length(q) -> int:
-    B, T, H, K = q.shape
-    return segment_length(B * T, H, q.device.type == "cuda")
-
-
-def _state_tensors(q, v, cu_seqlens, final, zigzag):
-    """Uninitialised (final_state, what enters each segment, its gates, what enters this rank)."""
-    B, T, H, K = q.shape
-    shape = _state_shape(q, v, cu_seqlens)
-    segments = most_segments(B, T, shape[0], _segment_length(q), zigzag)
-    empty = q.new_empty
-    states, gates = (empty(s, dtype=torch.float32) for s in ((segments, *shape[1:]), (segments, H, K)))
-    final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
-    return final_state, states, gates, empty(2 * B if zigzag else B, *shape[1:], dtype=torch.float32)
+def _shape(q, v, g, cu_seqlens, zigzag) -> Shape:
+    (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return Shape(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, q.device.type, zigzag)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank; the
-    number of this call)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank, see
+    Shape.kept; the number of this call)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
-        layout = _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
-        launcher = Launcher(q, k, v, g, scale, carrier, layout, zigzag)
-        return _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher)
+        _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
+        shape = _shape(q, v, g, cu_seqlens, zigzag)
+        layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
+        final_state, kept, ticket = made = _made(q, v, cu_seqlens, final, shape)
+        tensors = q, k, v, g, initial_state, final_state if final else None, kept, ticket
+        return *_run(forward_plan, carrier, shape, scale, layout, *tensors), *made
 
 
-def _forward_kernels(q, k, v, g, initial_state, cu_seqlens, final, launcher):
-    final_state, states, gates, prev = _state_tensors(q, v, cu_seqlens, final, launcher.zigzag)
-    k_out, gate, strong = launcher.keys()
-    sums = launcher.segment_states(k_out, v, gate, states, reverse=False)
-    ticket = launcher.empty(2, dtype=torch.int64)
-    join = launcher.carry(
-        states, sums, gates, initial_state, prev, final_state if final else None, ticket, reverse=False
-    )
-    try:
-        q_in, a = launcher.queries(gate, strong, launcher.dtype)
-    finally:
-        join()  # in any case: what the side stream uses may not be given back before
-    o = torch.empty_like(v)
-    launcher.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o), reverse=False)
-    return o, final_state, states, gates, prev, ticket
+def _made(q, v, cu_seqlens, final, shape):
+    """(final_state or nothing, and uninitialised: what is kept for backward, the number of a call)."""
+    final_state = q.new_zeros(_state_shape(q, v, cu_seqlens) if final else 0, dtype=torch.float32)
+    return final_state, q.new_empty(sum(shape.kept()), dtype=torch.float32), q.new_empty(4, dtype=torch.int64)
 
 
 def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
-    return torch.empty_like(v), *_state_tensors(q, v, cu_seqlens, final, zigzag), q.new_empty(2, dtype=torch.int64)
+    return torch.empty_like(v), *_made(q, v, cu_seqlens, final, _shape(q, v, g, cu_seqlens, zigzag))
 
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    states: Tensor, gates: Tensor, prev: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int,
-    first_token: int | None = None, zigzag: bool = False,
+    kept: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
+    zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dg, dinitial_state or nothing)."""
+    """(dv, dq, dk, dg, dinitial_state or nothing)."""
     carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
         refuse_second_derivative("zeco_gla")
-        layout = find_layout(carrier.comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(q), first_token, zigzag)
-        launcher = Launcher(q, k, v, g, scale, carrier, layout, zigzag)
-        return _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher)
+        shape = _shape(q, v, g, cu_seqlens, zigzag)
+        layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
+        dinitial = q.new_zeros(_state_shape(q, v, cu_seqlens) if initial else 0, dtype=torch.float32)
+        tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept, ticket
+        dv, dq, dk, dg = _run(backward_plan, carrier, shape, scale, layout, *tensors)
+        return dv, dq, dk, dg, dinitial
 
 
-def _backward_kernels(do, dfinal, q, v, cu_seqlens, states, gates, prev, ticket, initial, launcher):
-    dinitial, dstates, dgates, dprev = _state_tensors(q, v, cu_seqlens, initial, launcher.zigzag)
-    k_out, gate, strong = launcher.keys()
-    q_in, a = launcher.queries(gate, strong, torch.float32)
-    sums = launcher.segment_states(q_in, do, gate, dstates, reverse=True)
-    join = launcher.carry(dstates, sums, dgates, dfinal, dprev, dinitial if initial else None, ticket, reverse=True)
-    try:
-        states, chunk_dstates = launcher.chunk_states(k_out, v, gate, (states, gates, prev))
-        of_scores = launcher.score_gradients(do)
-    finally:
-        join()
-    through = launcher.empty(launcher.layout.num_chunks, launcher.H, launcher.NT, launcher.K)
-    dv = torch.empty_like(v)
-    chunks = (states, chunk_dstates, through)
-    launcher.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks, reverse=True)
-    del q_in, k_out, a
-    dq, dk, dg = launcher.gradients(do, gate, strong, of_scores, chunks)
-    return dq, dk, dv, dg, dinitial
+def _run(make, carrier, shape: Shape, scale, layout, *tensors) -> list[Tensor]:
+    """Run the plan of a pass, which the layout keeps."""
+    key = make, type(carrier), shape, scale, *(x is None for x in tensors)
+    plan = layout.derived(key, lambda: make(shape, scale, layout, carrier, *tensors))
+    return plan.run(carrier, *(x for x in tensors if x is not None))
 
 
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, states, gates, prev, ticket, scale, initial, handle,
-                   first_token=None, zigzag=False):  # fmt: skip
-    return *(torch.empty_like(x) for x in (q, k, v, g)), _state_tensors(q, v, cu_seqlens, initial, zigzag)[0]
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ticket, scale, initial, handle, first_token=None,
+                   zigzag=False):  # fmt: skip
+    dinitial = q.new_zeros(_state_shape(q, v, cu_seqlens) if initial else 0, dtype=torch.float32)
+    return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 
 def _save(ctx, inputs, output):
@@ -271,8 +248,8 @@ def _gradient(backward, ctx, do, dfinal, *_):
     q, k, v, g, cu_seqlens, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    grads = backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
-    return *grads[:4], grads[4] if ctx.initial else None, None, None, None, None, None, None
+    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
+    return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None
 
 
 _operator = Operator("allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save, _gradient)

@@ -1,0 +1,220 @@
+"""Launches in their order, recorded once and run for many calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launching import Launch, hooked
+
+WORD = 4  # bytes of float32, of which the memory of a run is made
+ALIGNMENT = 64  # words
+LONG, SHORT, OUTPUT = range(3)  # memories of a run; then come the tensors that it is given. Below 0: tables
+
+
+class Buffer(NamedTuple):
+    """What will be a tensor of each run: of one of its memories, from ``offset`` (in bytes) on."""
+
+    number: int  # of the plan's buffers
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Plan:
+    """Records what is launched on which stream, and with which memory; :meth:`run` does it for a call's tensors.
+
+        plan = Plan()
+        x = plan.given(like_x)                              # the tensors of each run, in this order
+        t = plan.empty(chunks, H, K)                        # memory that a run takes
+        plan.launch(first_kernel, grid, x, t, H=H, num_warps=4)
+        y = plan.output(x)
+        plan.launch(second_kernel, grid, t, y, H=H)
+        ...
+        [y] = plan.run(None, x)
+
+    All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is two allocations, the
+    addresses in them, and launches; the second allocation is given back by :meth:`free_short`. In the interpreter, and
+    where a :class:`Launch` has to go through Triton, every buffer is a tensor of its own.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.places: list[tuple[int, int]] = []  # of the buffers: memory, offset
+        self.tables: list[Tensor] = []
+        self.words = [0, 0]  # of the memories LONG and SHORT
+        self._given = OUTPUT
+        self._launches: list[Launch] = []
+        self._steps: list[Callable[[Run], None]] = []
+
+    def given(self, like: Tensor) -> Buffer:
+        """The next tensor of a run."""
+        self._given += 1
+        return self._buffer(self._given, 0, tuple(like.shape), like.dtype)
+
+    def part(self, whole: Buffer, offset: int, *shape: int) -> Buffer:
+        """Of a given tensor or an empty one, from element ``offset`` on. Parts overlap only where they are equal."""
+        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, whole.dtype)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
+        """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""
+        memory = SHORT if short else LONG
+        offset, words = self.words[memory], -(-math.prod(shape) * dtype.itemsize // WORD)
+        self.words[memory] += -(-words // ALIGNMENT) * ALIGNMENT
+        return self._buffer(memory, offset * WORD, shape, dtype)
+
+    def table(self, tensor: Tensor) -> Buffer:
+        """A tensor that is the same in all runs."""
+        self.tables.append(tensor)
+        return self._buffer(-len(self.tables), 0, tuple(tensor.shape), tensor.dtype)
+
+    def output(self, like: Buffer) -> Buffer:
+        """A new tensor, made here, which a run returns."""
+        out = self._buffer(OUTPUT, len(self.buffers), like.shape, like.dtype)
+        self._steps.append(lambda run: run.make_output(out))
+        return out
+
+    def _buffer(self, memory: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        buffer = Buffer(len(self.buffers), memory, offset, shape, dtype)
+        self.buffers.append(buffer)
+        self.places.append((memory, offset))
+        return buffer
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Buffer, **fixed: Any) -> None:
+        """``kernel[grid](*args, **fixed)``, on the stream that is current then."""
+        launch, numbers = Launch(kernel, grid, **fixed), [x.number for x in args]
+        those = itemgetter(*numbers)
+
+        def step(run: Run) -> None:
+            if run.addresses is None:
+                launch(*(run.tensor(n) for n in numbers))
+            else:
+                launch.at(those(run.addresses))
+
+        self.step(step, launch)
+
+    def step(self, step: Callable[[Run], None], launch: Launch) -> None:
+        """A step of another kind, which launches ``launch``: with ``run.addresses[buffer.number]`` or, where these are
+        None, with ``run.tensor(buffer.number)``."""
+        self._launches.append(launch)
+        self._steps.append(step)
+
+    def call(self, function: Callable[..., None], *buffers: Buffer) -> None:
+        """``function(context, *tensors)``, with the context of the run."""
+        numbers = [x.number for x in buffers]
+        self._steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
+
+    @contextmanager
+    def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
+        """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it."""
+        self._steps.append(lambda run: run.enter(stream(run.context)))
+        yield
+        self._steps.append(lambda run: run.leave())
+
+    def join(self) -> None:
+        """From here on the current stream has what was recorded beside it."""
+        self._steps.append(lambda run: run.join())
+
+    def free_short(self) -> None:
+        """Give the memory of short-lived buffers back."""
+        self._steps.append(lambda run: run.free_short())
+
+    def run(self, context: Any, *given: Tensor) -> list[Tensor]:
+        """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step
+        raise, what runs beside is joined first: it uses memory that is given back now."""
+        run = Run(self, context, given)
+        try:
+            for step in self._steps:
+                step(run)
+        except BaseException as error:
+            run.abandon(error)
+            raise
+        return run.outputs
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its kernels are compiled."""
+        return all(launch.ready for launch in self._launches)
+
+
+class Run:
+    """Memory and streams of one run."""
+
+    def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
+        self._plan, self.context, self._given = plan, context, given
+        self._beside: AbstractContextManager | None = None
+        self._join: Callable[[], None] | None = None
+        self._tensors: dict[tuple[int, int], Tensor] = {}  # by memory and offset
+        self.outputs: list[Tensor] = []
+        self.addresses: list[int] | None = None  # of the buffers; None where they are tensors
+        addresses = [x.data_ptr() for x in given]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits & 15 or not plan.ready or hooked():
+            return
+        self._memory: list[Any] = [given[0].new_empty(n, dtype=torch.float32) for n in plan.words]
+        tables = [x.data_ptr() for x in reversed(plan.tables)]
+        memories = [*(x.data_ptr() for x in self._memory), 0, *addresses, *tables]
+        self.addresses = [memories[i] + offset for i, offset in plan.places]
+
+    def tensor(self, number: int) -> Tensor:
+        """The buffer with this number."""
+        _, memory, offset, shape, dtype = self._plan.buffers[number]
+        if memory < 0:
+            return self._plan.tables[-memory - 1]
+        if memory > OUTPUT:
+            whole = self._given[memory - OUTPUT - 1]
+            if whole.shape == shape:
+                return whole
+        elif memory == OUTPUT or self.addresses is None:
+            place = memory, offset
+            if place not in self._tensors:
+                self._tensors[place] = self._given[0].new_empty(shape, dtype=dtype)
+            return self._tensors[place].view(shape)
+        else:
+            whole = self._memory[memory]
+            whole = whole if dtype == whole.dtype else whole.view(dtype)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return whole.as_strided(shape, strides, whole.storage_offset() + offset // dtype.itemsize)
+
+    def make_output(self, buffer: Buffer) -> None:
+        out = self.tensor(buffer.number)
+        self.outputs.append(out)
+        if self.addresses is not None:
+            self.addresses[buffer.number] = out.data_ptr()
+
+    def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
+        self._join = beside.__enter__()
+        self._beside = beside
+
+    def leave(self) -> None:
+        beside, self._beside = self._beside, None
+        assert beside is not None
+        beside.__exit__(None, None, None)
+
+    def join(self) -> None:
+        join, self._join = self._join, None
+        assert join is not None
+        join()
+
+    def free_short(self) -> None:
+        if self.addresses is not None:
+            self._memory[SHORT] = None
+        else:
+            for place in [place for place in self._tensors if place[0] == SHORT]:
+                del self._tensors[place]
+
+    def abandon(self, error: BaseException) -> None:
+        """After an error in a step."""
+        if self._beside is not None:
+            self._beside.__exit__(type(error), error, error.__traceback__)
+        if self._join is not None:
+            self._join()
