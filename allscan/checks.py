@@ -33,6 +33,14 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
     return cu_seqlens
 
 
+def signature_of(*inputs: Any) -> tuple:
+    """What checks of tensors look at, and whether other inputs are None or of which type. Hashable."""
+    return tuple(
+        (x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else x if x is None else type(x)
+        for x in inputs
+    )
+
+
 def check_tensor(name: str, tensor, shape, device) -> None:
     """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
     if not isinstance(tensor, torch.Tensor):
@@ -111,7 +119,8 @@ def check_for_an_operator(what: str, tensors: dict, scale) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if isinstance(x, torch.Tensor) and x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")
-    if not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
+    in_dual_level = getattr(forward_ad, "_current_level", 0) >= 0
+    if in_dual_level and not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
         raise NotImplementedError(f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)")
     if tensors["q"].ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")

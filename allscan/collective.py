@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 import triton.language as tl
 
-from .checks import check_tensor, check_transition, decay_rows, integer, share_memory
+from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, share_memory, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -94,6 +94,7 @@ class AllScan:
         self._channels = self._workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
         self._launches: dict[tuple, Launch] = {}
+        self._signatures: set[tuple] = set()  # of arguments that were checked
         self._closed = False
         self.number = next(_numbers)
         self.backwards = 0  # adjoint launches, as the host has made them
@@ -193,19 +194,19 @@ class AllScan:
         reverse = self.comm.size > 1 and bool(directions) and all(directions)
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         with self.comm.call(reverse):
-            launch = Launch(self._linked(kernel), grid, **options)
-            self._launch(launch, reverse, lambda: launch(*args))
+            linked = self._linked(kernel)
+            self._launch(kernel, reverse, lambda: linked[grid](*args, **options))
 
     def _linked(self, kernel: Any) -> Any:
         """``kernel``, with NVSHMEM if a link needs it."""
         put = self.comm.device.type == "cuda" and any(PUT in (c.SEND, c.RECV) for c in self._channels)
         return with_nvshmem(kernel) if put else kernel
 
-    def _launch(self, launch: Launch, reverse: bool, call: Callable[[], Any]) -> None:
-        """``call()``, which launches ``launch`` and returns the compiled kernel."""
+    def _launch(self, kernel: Any, reverse: bool, call: Callable[[], Any]) -> None:
+        """``call()``, which launches ``kernel`` and returns it as it was compiled."""
         if self._closed:
             raise RuntimeError("this AllScan is closed")
-        self.comm.before_launch(lambda: self._description(launch.kernel, reverse))
+        self.comm.before_launch(lambda: self._description(kernel, reverse))
         if self.dropped[reverse]:
             self._look_for_backwards(reverse)
         compiled = call()
@@ -280,25 +281,34 @@ class AllScan:
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
         with self.comm.call(reverse):
-            check_tensor("state", state, self.shape, self.comm.device)
-            if initial_state is not None:
-                check_tensor("initial_state", initial_state, self.shape, self.comm.device)
-            if transition is not None:
-                check_transition(transition, decay, self.shape, self.comm.device)
-                if self.tile[0] < self.K or min(self.tile) < 16:
-                    wanted = transition_tile(self.K)
-                    raise ValueError(
-                        f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.tile}"
-                    )
-            if out is not None:
-                check_tensor("out", out, self.shape, self.comm.device)
+            inputs = state, decay, transition, initial_state, out
+            signature = signature_of(*inputs)
+            if signature not in self._signatures:
+                self._check(*inputs)
+                self._signatures.add(signature)
             return self._scan(state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op)
+
+    def _check(self, state, decay, transition, initial_state, out) -> None:
+        """Raise TypeError or ValueError for what a scan cannot take."""
+        check_tensor("state", state, self.shape, self.comm.device)
+        decay_target(decay, self.shape, self.comm.device)
+        if initial_state is not None:
+            check_tensor("initial_state", initial_state, self.shape, self.comm.device)
+        if transition is not None:
+            check_transition(transition, decay, self.shape, self.comm.device)
+            if self.tile[0] < self.K or min(self.tile) < 16:
+                wanted = transition_tile(self.K)
+                raise ValueError(f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.tile}")
+        if out is not None:
+            check_tensor("out", out, self.shape, self.comm.device)
 
     @dynamo_disabled
     def _scan(self, state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op) -> Any:
         """:meth:`scan` of arguments that were checked."""
-        one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0
-        decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
+        one_hop, strides = False, (self.K, 1)
+        if not (isinstance(decay, torch.Tensor) and decay.shape == self.shape[:-1] and decay.is_contiguous()):
+            one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0
+            decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
         state = state.contiguous()
         given = state if initial_state is None else initial_state.contiguous()
         factor = decay if transition is None else transition.contiguous()
@@ -321,7 +331,7 @@ class AllScan:
             launch = self._launches[key] = self._plan(*kind)
         with self.comm.streams.beside() if async_op else contextlib.nullcontext() as join:
             args = state, state if factor is None else factor, given, out, channel
-            self._launch(launch, reverse, lambda: launch(*args))
+            self._launch(launch.kernel, reverse, lambda: launch(*args))
         return Work(self.comm, out, join, (state, factor, given)) if join is not None else out
 
     def record(self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool) -> None:
@@ -337,10 +347,10 @@ class AllScan:
         def step(run: Run) -> None:
             if run.addresses is None:
                 *tensors, number = (run.tensor(n) for n in numbers)
-                self._launch(launch, reverse, lambda: launch(*tensors, _with_ticket(channel, number)))
+                self._launch(launch.kernel, reverse, lambda: launch(*tensors, _with_ticket(channel, number)))
             else:
                 *places, place = those(run.addresses)
-                self._launch(launch, reverse, lambda: launch.at((*places, (*before, place, *behind))))
+                self._launch(launch.kernel, reverse, lambda: launch.at((*places, (*before, place, *behind))))
 
         plan.step(step, launch)
 

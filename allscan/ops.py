@@ -9,9 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import boundaries, check_halves, check_tensor, check_transition, decay_target, integer, is_zigzag
+from .checks import (
+    boundaries,
+    check_halves,
+    check_tensor,
+    check_transition,
+    decay_target,
+    integer,
+    is_zigzag,
+    signature_of,
+)
 from .collective import leaves
-from .communicator import Communicator, communicator_of
+from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
@@ -95,6 +104,18 @@ def _allscan(state, decay, comm, transition, initial_state, reverse, out, async_
 
 def _checked(state, decay, comm, transition, initial_state, out=None):
     """(the AllScan, whether a gradient is wanted). Raises for wrong arguments, at a first call on every rank."""
+    inputs = state, decay, transition, initial_state, out
+    wanted = wants_gradient(inputs)
+    bad_out = out is not None and (wanted or not (isinstance(out, Tensor) and out.is_contiguous()))
+    known, signature = cached_on(comm, "signatures of allscan"), signature_of(*inputs)
+    scan = None if bad_out else known.get(signature)
+    if scan is None:
+        scan = known[signature] = _scan_for(comm, *inputs, bad_out)
+    return scan, wanted
+
+
+def _scan_for(comm, state, decay, transition, initial_state, out, bad_out):
+    """The AllScan, after the checks of what a signature tells."""
     problem = tile = None
     try:
         check_tensor("state", state, None, comm.device)
@@ -107,13 +128,11 @@ def _checked(state, decay, comm, transition, initial_state, out=None):
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
-        inputs = (state, decay, transition, initial_state, out)
-        wanted = wants_gradient(inputs)
-        if out is not None and (wanted or not out.is_contiguous()):
+        if bad_out:
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    return get_or_create_scan(comm, getattr(state, "shape", None), problem=problem, tile=tile), wanted
+    return get_or_create_scan(comm, getattr(state, "shape", None), problem=problem, tile=tile)
 
 
 def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
@@ -350,7 +369,33 @@ def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
 
 def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     several = isinstance(x, tuple)
-    xs, shape, problem, zigzag = x if several else (x,), None, None, False
+    xs = x if several else (x,)
+    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout
+    known = cached_on(comm, "signatures of halo")
+    if cu_seqlens is not None or signature not in known:
+        n, cu_seqlens, first_token = _check_halo(xs, n, comm, cu_seqlens, first_token, layout)
+        known[signature] = True
+    zigzag, T = layout == "zigzag", xs[0].shape[1]
+    halves = 1 + zigzag
+    half = T // halves
+    edges = _edges(xs, n, [i * half if reverse else (i + 1) * half - n for i in range(halves)])
+    inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
+    # decay 0: nothing comes from beyond the neighbour
+    if not zigzag:
+        found = _allscan(edges[0], 0.0, comm, None, None, reverse, None)
+    else:  # reverse: what goes from the first rank to the last are beginnings of second halves
+        there, back = edges[::-1] if reverse else edges
+        pair = allscan((there, back), (0.0, 0.0), comm=comm, layout="zigzag")
+        found = torch.cat(pair[::-1] if reverse else pair, 1)
+    if inside is not None:
+        found = torch.where(inside, found, 0.0)
+    out = _from_edges(found, xs, halves * n)
+    return out if several else out[0]
+
+
+def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
+    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
+    shape, problem, zigzag = None, None, False
     try:
         for x in xs:
             if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
@@ -379,20 +424,7 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)
-    half = T // halves
-    edges = _edges(xs, n, [i * half if reverse else (i + 1) * half - n for i in range(halves)])
-    inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
-    # decay 0: nothing comes from beyond the neighbour
-    if not zigzag:
-        found = allscan(edges[0], 0.0, comm=comm, reverse=reverse)
-    else:  # reverse: what goes from the first rank to the last are beginnings of second halves
-        there, back = edges[::-1] if reverse else edges
-        pair = allscan((there, back), (0.0, 0.0), comm=comm, layout="zigzag")
-        found = torch.cat(pair[::-1] if reverse else pair, 1)
-    if inside is not None:
-        found = torch.where(inside, found, 0.0)
-    out = _from_edges(found, xs, halves * n)
-    return out if several else out[0]
+    return n, cu_seqlens, first_token
 
 
 def _edges(xs, n, begins) -> list[Tensor]:
@@ -403,9 +435,9 @@ def _edges(xs, n, begins) -> list[Tensor]:
 
 def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
     """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
+    parts = words.split(_widths(xs), -1) if len(xs) > 1 else (words,)
     return tuple(
-        _from_words(part, x.dtype).reshape(x.shape[0], n, *x.shape[2:])
-        for part, x in zip(words.split(_widths(xs), -1), xs, strict=True)
+        _from_words(part, x.dtype).reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True)
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import random
 import sys
 import time
@@ -132,7 +133,8 @@ def main() -> int:
             for T in (None, 70):
                 print(*ranks.run(point, T, 2, 16)[0], sep="\n")
         return 0
-    compile_ahead(["kda"], H)
+    if importlib.util.find_spec("fla") is not None:
+        compile_ahead(["kda"], H)
     with Table(arguments.csv, COLUMNS) as table, Ranks(2, "cuda") as ranks:
         nccl = 0.0
         for T in (None, *arguments.tokens):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag
+from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
 from ..communicator import Communicator, cached_on
 from ..errors import Problem
 from ..first_call import agreed, find_layout
@@ -147,9 +147,8 @@ def _state_shape(q, v, cu_seqlens):
 def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
     """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
     comm = carrier.comm
-    tensors = (q, k, v, g) if initial_state is None else (q, k, v, g, initial_state)
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = *((x.shape, x.dtype, x.device) for x in tensors), sequences, first_token is None, zigzag
+    signature = *signature_of(q, k, v, g, initial_state), sequences, first_token is None, zigzag
     known = cached_on(comm, "signatures of zeco_gla")
     if signature in known:
         return

@@ -1,0 +1,141 @@
+"""Launch plans on GPUs: what calls hand to the compiled kernels themselves is what Triton would have handed them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton import knobs
+
+import allscan
+
+pytestmark = pytest.mark.gpu
+
+
+@contextlib.contextmanager
+def launch_hook(found):
+    """Triton's, as profilers set it: every launch goes through Triton, and its name is added to ``found``."""
+
+    def enter(metadata):
+        found.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(enter)
+    try:
+        yield
+    finally:
+        knobs.runtime.launch_enter_hook.remove(enter)
+
+
+def leaves(device, dtype=torch.bfloat16, T=300, H=4, K=64, V=128, off=0):
+    """q, k, v, g, each ``off`` elements from the beginning of its memory."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, T, H, width, generator=generator) for width in (K, K, V, K)]
+    made[3] = torch.nn.functional.logsigmoid(made[3])
+    found = []
+    for i, x in enumerate(made):
+        room = torch.empty(x.numel() + off, device=device, dtype=torch.float32 if i == 3 else dtype)
+        room[off:] = x.flatten()
+        found.append(room[off:].view(x.shape).requires_grad_())
+    return found
+
+
+def step(comm, tensors, cu_seqlens=None, final=True):
+    """Of zeco_gla: (o, final state, gradients); and of an allscan and a halo of what it returned."""
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    H, K, V = tensors[0].shape[2], tensors[0].shape[3], tensors[2].shape[3]
+    initial = torch.ones(sequences, H, K, V, device=comm.device).requires_grad_()
+    o, state = allscan.zeco_gla(
+        *tensors, comm=comm, initial_state=initial, output_final_state=final, cu_seqlens=cu_seqlens
+    )
+    prev = allscan.allscan(state[0], state[0, ..., 0].sigmoid(), comm=comm)
+    before = allscan.halo(o, 3, comm=comm)
+    loss = o.float().sum() + state.sum() + prev.sum() + before.float().sum()
+    return [o, state, prev, before, *torch.autograd.grad(loss, [*tensors, initial])]
+
+
+def same(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def through_triton_case(group):
+    with allscan.Communicator(group) as comm:
+        for dtype in (torch.bfloat16, torch.float32):
+            for bounds in (None, [0, 100, 100, comm.size * 300]):
+                tensors, names = leaves(comm.device, dtype), []
+                step(comm, tensors, bounds)
+                found = step(comm, tensors, bounds)  # with what the first call has compiled
+                with launch_hook(names):
+                    same(step(comm, tensors, bounds), found)
+                kernels = {name for name in names if name.endswith("_kernel")}
+                wanted = {"keys_kernel", "scan_kernel", "grad_kernel", "carry_kernel", "final_kernel", "da_kernel"}
+                assert wanted - {"final_kernel"} <= kernels, kernels
+                assert len(names) >= 18
+                same(step(comm, tensors, bounds), found)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_same_bits_as_through_triton(run, size):
+    run(size, through_triton_case)
+
+
+def unaligned_case(group):
+    with allscan.Communicator(group) as comm:
+        aligned, unaligned = leaves(comm.device), leaves(comm.device, off=1)
+        expected = step(comm, aligned)
+        for _ in range(2):
+            same(step(comm, unaligned), expected)
+            same(step(comm, aligned), expected)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_addresses_that_are_no_multiples_of_16(run, size):
+    run(size, unaligned_case)
+
+
+def reused_memory_case(group):
+    """Tensors that are freed and overwritten around calls, on two streams."""
+    with allscan.Communicator(group) as comm:
+        tensors = leaves(comm.device)
+        expected = step(comm, tensors)
+        expected = step(comm, tensors)
+        torch.cuda.synchronize()
+        streams = torch.cuda.current_stream(), torch.cuda.Stream()
+        for i in range(200):
+            stream = streams[i // 20 % 2]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 10, 1 << 16, 1 << 20)]
+                found = step(comm, tensors)
+                del trash
+                trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 20, 1 << 16, 1 << 18)]
+                same(found, expected)
+                del found, trash
+            torch.cuda.current_stream().wait_stream(stream)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_memory_is_not_given_back_too_early(run, size):
+    run(size, reused_memory_case)
+
+
+def profiled_case(group):
+    with allscan.Communicator(group) as comm:
+        tensors = leaves(comm.device)
+        for _ in range(2):
+            step(comm, tensors)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step(comm, tensors)
+            torch.cuda.synchronize()
+        comm.barrier()
+        return {event.key for event in seen.key_averages()}
+
+
+@pytest.mark.parametrize("size", [2])
+def test_profilers_name_the_kernels(run, size):
+    for names in run(size, profiled_case):
+        assert {"keys_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
