@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import numbers
@@ -93,6 +92,12 @@ class AllScan:
         self.num_tiles = spec.num_tiles
         self._channels = self._workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
+        # of both channels, by their ``info`` and ADJOINT: the addresses before and behind that of the ticket
+        self._addresses: dict[tuple[int, bool], tuple[tuple, tuple]] = {}
+        for channel in (*self._channels, *self._adjoint_channels):
+            addresses, _ = channel_addresses(channel)
+            key = id(channel.info), channel.ADJOINT.value
+            self._addresses[key] = addresses[:_TICKET], addresses[_TICKET + 1 :]
         self._launches: dict[tuple, Launch] = {}
         self._signatures: set[tuple] = set()  # of arguments that were checked
         self._closed = False
@@ -329,18 +334,32 @@ class AllScan:
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self._plan(*kind)
-        with self.comm.streams.beside() if async_op else contextlib.nullcontext() as join:
-            args = state, state if factor is None else factor, given, out, channel
-            self._launch(launch.kernel, reverse, lambda: launch(*args))
-        return Work(self.comm, out, join, (state, factor, given)) if join is not None else out
+        tensors = state, state if factor is None else factor, given, out
+        if not async_op:
+            self._launch(launch.kernel, reverse, lambda: self._at(launch, tensors, channel))
+            return out
+        with self.comm.streams.beside() as join:
+            self._launch(launch.kernel, reverse, lambda: self._at(launch, tensors, channel))
+        return Work(self.comm, out, join, tensors)
+
+    def _at(self, launch: Launch, tensors: tuple, channel: Channel) -> Any:
+        """launch(*tensors, channel), without asking for the channel's addresses again."""
+        addresses = [x.data_ptr() for x in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        found = self._addresses.get((id(channel.info), channel.ADJOINT.value))
+        if found is None or not launch.takes(bits):
+            return launch(*tensors, channel)
+        before, behind = found
+        return launch.at((*addresses, (*before, channel.ticket.data_ptr(), *behind)))
 
     def record(self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool) -> None:
         """Record the scan of ``state`` [..., K, V] by ``decay`` [..., K] in a plan, whose runs are in a call of the
         communicator. ``ticket``: as for :meth:`channel`, with ``reverse`` the adjoint's."""
         launch = self._plan(True, False, (self.K, 1), False, True)
         channel = (self._adjoint_channels if reverse else self._channels)[reverse]
-        addresses, _ = channel_addresses(channel)
-        before, behind = addresses[:_TICKET], addresses[_TICKET + 1 :]
+        before, behind = self._addresses[id(channel.info), reverse]
         numbers = [x.number for x in (state, decay, state, out, ticket)]
         those = itemgetter(*numbers)
 

@@ -86,13 +86,17 @@ class Launch:
     def __call__(self, *args: Tensor | Channel) -> Any:
         """Launch on the current stream. Returns what Triton does: the compiled kernel, None in the interpreter."""
         if self.ready:
-            addresses, aligned = _addresses(args)
-            if aligned and not hooked():
+            addresses, bits = _addresses(args)
+            if self.takes(bits):
                 return self.at(addresses)
         compiled = self.kernel[self.grid](*args, **self.fixed)
-        if not self.ready and hasattr(compiled, "run") and _addresses(args)[1]:
+        if not self.ready and hasattr(compiled, "run") and not _addresses(args)[1] & 15:
             self._keep(compiled, len(args))
         return compiled
+
+    def takes(self, bits: int) -> bool:
+        """Whether ``at`` may be called now, with addresses of which ``bits`` are set in any."""
+        return self.ready and not bits & 15 and not hooked()
 
     def _keep(self, compiled: Any, count: int) -> None:
         """For ``at``, a kernel that was compiled for ``count`` addresses, multiples of 16 bytes."""
@@ -113,8 +117,8 @@ def _not_compiled(addresses: Sequence) -> Any:
     raise RuntimeError("this kernel was not compiled yet")
 
 
-def _addresses(args: tuple) -> tuple[list, bool]:
-    """(what the compiled kernel takes in place of ``args``, whether all are multiples of 16 bytes)."""
+def _addresses(args: tuple) -> tuple[list, int]:
+    """(what the compiled kernel takes in place of ``args``, all addresses or-ed)."""
     found: list = []
     bits = 0
     for x in args:
@@ -126,7 +130,7 @@ def _addresses(args: tuple) -> tuple[list, bool]:
             addresses, of_channel = channel_addresses(x)
             bits |= of_channel
             found.append(addresses)
-    return found, not bits & 15
+    return found, bits
 
 
 def channel_addresses(channel: Channel) -> tuple[tuple, int]:

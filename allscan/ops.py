@@ -173,10 +173,8 @@ class _AllScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
         ctx.ticket, work = scan.ticket(), None
-        prev = scan.scan(
-            state, decay, transition=transition, initial_state=initial_state, reverse=reverse,
-            channel=scan.channel(reverse, ticket=ctx.ticket), async_op=async_op,
-        )  # fmt: skip
+        channel = scan.channel(reverse, ticket=ctx.ticket)
+        prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, channel, async_op)
         if async_op:
             work, prev = prev, prev.result
         tensor_decay = isinstance(decay, torch.Tensor)
