@@ -35,10 +35,13 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
 
 def signature_of(*inputs: Any) -> tuple:
     """What checks of tensors look at, and whether other inputs are None or of which type. Hashable."""
-    return tuple(
-        (x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else x if x is None else type(x)
-        for x in inputs
-    )
+    found: list = []
+    for x in inputs:
+        if isinstance(x, torch.Tensor):
+            found += (x.shape, x.dtype, x.device, x.layout)
+        else:
+            found.append(None if x is None else type(x))
+    return tuple(found)
 
 
 def check_tensor(name: str, tensor, shape, device) -> None:

@@ -11,7 +11,11 @@ from torch import Tensor
 
 def wants_gradient(inputs) -> bool:
     """Whether a call with these inputs is to have a backward pass."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -34,9 +38,12 @@ def ordered(*names: str) -> None:
 
 def _watched(inputs) -> bool:
     """Whether torch looks at the operators that are called, or the tensors are of another kind than torch's own."""
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter) for x in inputs
-    )
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    for x in inputs:
+        if isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return True
+    return False
 
 
 class Operator:

@@ -50,6 +50,8 @@ class Plan:
         self.places: list[tuple[int, int]] = []  # of the buffers: memory, offset
         self.tables: list[Tensor] = []
         self.words = [0, 0]  # of the memories LONG and SHORT
+        self.table_addresses: list[int] = []
+        self._ready = False
         self._given = OUTPUT
         self._launches: list[Launch] = []
         self._steps: list[Callable[[Run], None]] = []
@@ -138,10 +140,12 @@ class Plan:
             raise
         return run.outputs
 
-    @property
     def ready(self) -> bool:
         """Whether all its kernels are compiled."""
-        return all(launch.ready for launch in self._launches)
+        if not self._ready and all(launch.ready for launch in self._launches):
+            self._ready = True
+            self.table_addresses = [x.data_ptr() for x in reversed(self.tables)]
+        return self._ready
 
 
 class Run:
@@ -158,11 +162,12 @@ class Run:
         bits = 0
         for address in addresses:
             bits |= address
-        if bits & 15 or not plan.ready or hooked():
+        if bits & 15 or not plan.ready() or hooked():
             return
-        self._memory: list[Any] = [given[0].new_empty(n, dtype=torch.float32) for n in plan.words]
-        tables = [x.data_ptr() for x in reversed(plan.tables)]
-        memories = [*(x.data_ptr() for x in self._memory), 0, *addresses, *tables]
+        empty, words = given[0].new_empty, plan.words
+        self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
+        own = [0 if x is None else x.data_ptr() for x in self._memory]
+        memories = [*own, 0, *addresses, *plan.table_addresses]
         self.addresses = [memories[i] + offset for i, offset in plan.places]
 
     def tensor(self, number: int) -> Tensor:

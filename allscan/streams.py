@@ -25,10 +25,17 @@ class Streams:
         self._side: torch.cuda.Stream | None = None
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
+        self._known: torch.cuda.Stream | None = None
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
         return self._cuda and torch.cuda.is_current_stream_capturing()
+
+    def current(self) -> torch.cuda.Stream:
+        """torch.cuda.current_stream(), without another object for the same stream."""
+        if self._known is None or self._known.cuda_stream != current_stream_of(self.device.index):
+            self._known = torch.cuda.current_stream(self.device)
+        return self._known
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels."""
@@ -39,10 +46,9 @@ class Streams:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
         if not self._cuda:
             return
-        number = current_stream_of(self.device.index)
-        if (self._last is None or self._last.cuda_stream != number) and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(self.device)
-            if self._last is not None:
+        stream = self.current()
+        if stream is not self._last and not torch.cuda.is_current_stream_capturing():
+            if self._last is not None and self._last != stream:
                 stream.wait_stream(self._last)
             self._last = stream
 
@@ -106,7 +112,7 @@ class _Side:
         self._streams, self._stream = streams, streams.own()
 
     def __enter__(self) -> Callable[[], None]:
-        self._current = torch.cuda.current_stream(self._streams.device)
+        self._current = self._streams.current()
         self._streams.put_behind(self._stream, self._current)
         self._streams.put_behind(self._current, self._stream)
         torch.cuda.set_stream(self._stream)

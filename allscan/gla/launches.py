@@ -102,7 +102,7 @@ class GLAPlan(Plan):
 
     def keys(self, k: Buffer, g: Buffer):
         """(k_out, the sums of gates and the strong ones of the chunks): see keys_kernel."""
-        k_out = self.per_token(self.K, dtype=self.dtype, short=True)
+        k_out = self.per_token(self.K, dtype=self.dtype, short=self.reverse)
         gate, strong = self.empty(*self.by_chunks, self.K), self.empty(*self.by_chunks, dtype=torch.int32)
         self.launch(
             keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
@@ -113,8 +113,8 @@ class GLAPlan(Plan):
 
     def queries(self, q: Buffer, k: Buffer, g: Buffer, gate: Buffer, strong: Buffer):
         """(q_in, A): see queries_kernel."""
-        q_in = self.per_token(self.K, dtype=self.dtype, short=True)
-        a = self.per_token(self.BT, dtype=torch.float32 if self.reverse else self.dtype, short=True)
+        q_in = self.per_token(self.K, dtype=self.dtype, short=self.reverse)
+        a = self.per_token(self.BT, dtype=torch.float32 if self.reverse else self.dtype, short=self.reverse)
         common = dict(scale=self.scale, **self.widths, **self.precision)
         self.launch(
             queries_kernel, self.by_chunks, q, k, g, self.chunks, self.weights, gate, strong, q_in, a,

@@ -1,0 +1,98 @@
+"""Plans: what is recorded once is run for each call's tensors (on GPUs: tests/gpu/test_plans.py)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from allscan.launching import Launch
+from allscan.plan import Plan
+
+pytestmark = [pytest.mark.cpu, pytest.mark.quick]
+
+
+@triton.jit
+def sum_kernel(p_x, p_y, p_out, scale, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(p_out + i, tl.load(p_x + i) + scale * tl.load(p_y + i))
+
+
+def sum_of(plan, x, y, out, scale):
+    plan.launch(sum_kernel, (1,), x, y, out, scale=scale, N=8)
+
+
+def test_launches_in_order():
+    """x + 2 y + 3 table, by way of memory of a run; twice, with other tensors."""
+    table, plan = torch.ones(8), Plan()
+    x, y = plan.given(table), plan.given(torch.zeros(2, 8))
+    t = plan.empty(8)
+    first, second = plan.part(y, 0, 8), plan.part(y, 8, 8)
+    sum_of(plan, x, first, t, 2.0)
+    plan.free_short()
+    out = plan.output(x)
+    sum_of(plan, t, plan.table(table), out, 3.0)
+    same = plan.output(x)
+    sum_of(plan, second, second, same, 0.0)
+    for i in range(2):
+        given, pair = torch.randn(8), torch.randn(2, 8)
+        found = plan.run(None, given, pair)
+        assert torch.equal(found[0], given + 2 * pair[0] + 3 * table), i
+        assert torch.equal(found[1], pair[1])
+
+
+def test_parts_of_a_runs_memory_are_one():
+    plan = Plan()
+    x, whole = plan.given(torch.zeros(8)), plan.empty(2, 8)
+    sum_of(plan, x, x, plan.part(whole, 8, 8), 1.0)
+    out = plan.output(x)
+    sum_of(plan, plan.part(whole, 8, 2, 4), x, out, 0.0)
+    given = torch.randn(8)
+    assert torch.equal(plan.run(None, given)[0], 2 * given)
+
+
+def test_places_follow_one_another_and_are_aligned():
+    plan = Plan()
+    a, b, c = plan.empty(3, 5), plan.empty(7, dtype=torch.bfloat16), plan.empty(2, short=True)
+    assert (a.offset, b.offset, c.offset) == (0, 256, 0) and plan.words == [128, 64]
+    assert plan.empty(1, dtype=torch.int64).offset == 512
+
+
+def test_what_runs_beside_is_joined_when_a_step_fails():
+    seen = []
+
+    @contextlib.contextmanager
+    def stream(context):
+        seen.append(("begin", context))
+        try:
+            yield lambda: seen.append("join")
+        finally:
+            seen.append("end")
+
+    def fails(context, x):
+        raise ArithmeticError(context)
+
+    for inside in (True, False):
+        plan = Plan()
+        x = plan.given(torch.zeros(8))
+        with plan.beside(stream):
+            plan.call(fails if inside else lambda context, x: x.add_(1), x)
+        plan.call(fails, x)
+        plan.join()
+        seen.clear()
+        with pytest.raises(ArithmeticError, match="here"):
+            plan.run("here", torch.zeros(8))
+        assert seen == [("begin", "here"), "end", "join"]
+
+
+def test_a_launch_in_the_interpreter():
+    launch, x = Launch(sum_kernel, (1,), scale=2.0, N=8), torch.randn(8)
+    for _ in range(2):
+        out = torch.empty(8)
+        launch(x, x, out)
+        assert torch.equal(out, x + 2 * x) and not launch.ready
+    with pytest.raises(RuntimeError, match="not compiled"):
+        launch.at([0, 0, 0])
