@@ -25,7 +25,7 @@ def sum_of(plan, x, y, out, scale):
     plan.launch(sum_kernel, (1,), x, y, out, scale=scale, N=8)
 
 
-def test_launches_in_order():
+def launches_in_order(group):
     """x + 2 y + 3 table, by way of memory of a run; twice, with other tensors."""
     table, plan = torch.ones(8), Plan()
     x, y = plan.given(table), plan.given(torch.zeros(2, 8))
@@ -44,7 +44,7 @@ def test_launches_in_order():
         assert torch.equal(found[1], pair[1])
 
 
-def test_parts_of_a_runs_memory_are_one():
+def parts_of_a_runs_memory_are_one(group):
     plan = Plan()
     x, whole = plan.given(torch.zeros(8)), plan.empty(2, 8)
     sum_of(plan, x, x, plan.part(whole, 8, 8), 1.0)
@@ -88,7 +88,7 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
         assert seen == [("begin", "here"), "end", "join"]
 
 
-def test_a_launch_in_the_interpreter():
+def a_launch_in_the_interpreter(group):
     launch, x = Launch(sum_kernel, (1,), scale=2.0, N=8), torch.randn(8)
     for _ in range(2):
         out = torch.empty(8)
@@ -96,3 +96,8 @@ def test_a_launch_in_the_interpreter():
         assert torch.equal(out, x + 2 * x) and not launch.ready
     with pytest.raises(RuntimeError, match="not compiled"):
         launch.at([0, 0, 0])
+
+
+@pytest.mark.parametrize("case", [launches_in_order, parts_of_a_runs_memory_are_one, a_launch_in_the_interpreter])
+def test_in_the_interpreter(run, case):
+    run(1, case)
