@@ -180,8 +180,8 @@ def said(comm, what):
             print(f"  {what}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
-def point(ranks, rule, T, H, gate, backward) -> dict | None:
-    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors."""
+def point(ranks, rule, T, H, gate, backward, chosen=None) -> dict | None:
+    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: methods, default all."""
     allscan.init()
     for purpose in ("ranks", "fla"):  # fla's own, so that All-Scan does not carry its states
         if (purpose, ranks) not in _groups:
@@ -192,9 +192,14 @@ def point(ranks, rule, T, H, gate, backward) -> dict | None:
     if dist.get_rank() >= ranks:
         return None
     with allscan.Communicator(group) as comm:
+
+        def those(T) -> dict:
+            found = methods(rule, comm, T)
+            return {name: found[name] for name in (*chosen, "fla, one rank")} if chosen else found
+
         if comm.device.type == "cpu":
-            return check(rule, comm, methods(rule, comm, T), T, H, gate, backward)
-        found = methods(rule, comm, T)
+            return check(rule, comm, those(T), T, H, gate, backward)
+        found = those(T)
         given, do, state = inputs(rule, T, H, gate, comm.device, comm.rank)
         calls = {name: partial(step, call, given, do, state, backward) for name, call in found.items()}
         extra = {}
@@ -202,7 +207,7 @@ def point(ranks, rule, T, H, gate, backward) -> dict | None:
             with said(comm, f"{name} called"):
                 call()
             extra[name] = extra_mib(call)
-        errors = check(rule, comm, methods(rule, comm, T // 8), T // 8, H, gate, backward)
+        errors = check(rule, comm, those(T // 8), T // 8, H, gate, backward)
         times: dict = {name: [] for name in calls}
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):
@@ -323,6 +328,7 @@ def main() -> int:
     parser.add_argument("--rules", nargs="+", default=["kda"], choices=RULES)
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES, from the first")
+    parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')
     parser.add_argument("--csv", default=results("delta.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -343,7 +349,7 @@ def main() -> int:
                 for kind in arguments.gates:
                     for count in counts:
                         for backward in (False, True)[: 1 + (rule == "kda")]:  # fla refuses the other's on Hopper
-                            given = count, rule, T, H, GATES[kind], backward
+                            given = count, rule, T, H, GATES[kind], backward, arguments.methods
                             answers = ranks.run(point, *given, timeout=570.0)[:count]
                             rows = {n: slowest([a[n] for a in answers], "extra_mib") for n in answers[0]}
                             alone = rows["fla, one rank"]["p50_us"]
