@@ -23,6 +23,7 @@ from .errors import REMEDY, AllScanOutOfStep, names_of
 from .rendezvous import Refused, Rendezvous, by_rank
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
+TICKETS = 4  # words of the tickets of a call in the zigzag layout: two, each at a multiple of 16 bytes
 SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether all have
 
 
@@ -249,7 +250,7 @@ def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
 
 
 def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:
-    """For AllScan.there_and_back of both halves; int64 [2], a ticket for each."""
+    """For AllScan.there_and_back of both halves; ``ticket``: int64 [TICKETS], with room for one of each."""
     if adjoint:  # of the halves in the other order
-        return scan.channel(adjoint_of=ticket[1:]), scan.channel(reverse=True, adjoint_of=ticket[:1])
-    return scan.channel(ticket=ticket[:1]), scan.channel(reverse=True, ticket=ticket[1:])
+        return scan.channel(adjoint_of=ticket[2:]), scan.channel(reverse=True, adjoint_of=ticket[:2])
+    return scan.channel(ticket=ticket[:2]), scan.channel(reverse=True, ticket=ticket[2:])

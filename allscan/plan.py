@@ -61,9 +61,9 @@ class Plan:
         self._given += 1
         return self._buffer(self._given, 0, tuple(like.shape), like.dtype)
 
-    def part(self, whole: Buffer, offset: int, *shape: int) -> Buffer:
+    def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on. Parts overlap only where they are equal."""
-        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, whole.dtype)
+        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
         """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""
@@ -186,7 +186,7 @@ class Run:
             return self._tensors[place].view(shape)
         else:
             whole = self._memory[memory]
-            whole = whole if dtype == whole.dtype else whole.view(dtype)
+        whole = whole if dtype == whole.dtype else whole.view(dtype)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.as_strided(shape, strides, whole.storage_offset() + offset // dtype.itemsize)
 

@@ -25,7 +25,7 @@ class Streams:
         self._side: torch.cuda.Stream | None = None
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
-        self._known: torch.cuda.Stream | None = None
+        self._known: dict[int, torch.cuda.Stream] = {}
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -33,9 +33,11 @@ class Streams:
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
-        if self._known is None or self._known.cuda_stream != current_stream_of(self.device.index):
-            self._known = torch.cuda.current_stream(self.device)
-        return self._known
+        number = current_stream_of(self.device.index)
+        stream = self._known.get(number)
+        if stream is None:
+            stream = self._known[number] = torch.cuda.current_stream(self.device)
+        return stream
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels."""

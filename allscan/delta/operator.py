@@ -13,7 +13,7 @@ from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import agreed, find_layout
 from ..operators import Operator, refuse_second_derivative
-from ..order import pending_backwards, recomputing
+from ..order import TICKETS, pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
@@ -282,7 +282,7 @@ def _kept_tensors(q, v, cu_seqlens, final, zigzag):
     final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
     transitions = q.new_empty(segments, H, K, K, dtype=torch.float32)
     enters = q.new_empty(segments, *shape[1:], dtype=torch.float32)
-    return final_state, transitions, enters, q.new_empty(2, dtype=torch.int64)
+    return final_state, transitions, enters, q.new_empty(TICKETS, dtype=torch.int64)
 
 
 def _forward(

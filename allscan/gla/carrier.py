@@ -35,7 +35,7 @@ class StateCarrier(Protocol):
         """Begin the scan of ``state`` [B, 1, H, K, V]: each rank multiplies what enters it by ``decay`` [B, 1, H, K];
         ``out``, like state, is to hold what the ranks before this one leave. With ``reverse``, which is the backward
         pass, from the last rank. ``zigzag``: [B, 2, H, ...], of the first half of a rank's tokens and of the second.
-        ``ticket``, int64 [2]: see AllScan.channel; written forward, read in reverse."""
+        ``ticket``, int64 [TICKETS]: see AllScan.channel; written forward, read in reverse."""
 
     def record(
         self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool, zigzag: bool

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..order import TICKETS
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from ..plan import Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
@@ -58,13 +59,14 @@ class Shape(NamedTuple):
         """How many travel."""
         return 2 * self.B if self.zigzag else self.B
 
-    def kept(self) -> tuple[int, int, int]:
+    def kept(self) -> tuple[int, int, int, int]:
         """Words of what backward takes from forward: of the states that enter each segment, with as many segments as
-        there may be; their gates; the state that enters this rank."""
+        there may be; their gates; the state that enters this rank; the numbers of the call's scans (int64)."""
         segments = most_segments(self.B, self.T, self.sequences, self.segment, self.zigzag)
         rows = self.H * self.K
         words = segments * rows * self.V, segments * rows, self.states * rows * self.V
-        return words[0] + -words[0] % 64, words[1] + -words[1] % 64, words[2]  # as addresses of 256 bytes
+        states, gates, prev = (n + -n % 64 for n in words)  # at multiples of 256 bytes
+        return states, gates, prev, 2 * TICKETS
 
 
 class GLAPlan(Plan):
@@ -219,22 +221,23 @@ class GLAPlan(Plan):
             *of_scores, *of_states, *grads, **common, **self.sub_blocks,
         )  # fmt: skip
 
-    def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer]:
-        """(states, gates, prev) of what backward takes from forward: see Shape.kept."""
-        segments, (states, gates, _) = self.layout.num_segments, self.shape.kept()
+    def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+        """(states, gates, prev, ticket) of what backward takes from forward: see Shape.kept."""
+        segments, (states, gates, prev, _) = self.layout.num_segments, self.shape.kept()
         return (
             self.part(kept, 0, segments, self.H, self.K, self.V),
             self.part(kept, states, segments, self.H, self.K),
             self.part(kept, states + gates, self.shape.states, self.H, self.K, self.V),
+            self.part(kept, states + gates + prev, TICKETS, dtype=torch.int64),
         )
 
 
-def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept, ticket) -> GLAPlan:
+def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
     """For runs with these tensors, of which initial and final may be None. Makes o."""
     plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None, carrier.comm.size == 1)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
-    q, k, v, g, initial, final, kept, ticket = given
-    states, gates, prev = plan.kept_parts(kept)
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
+    q, k, v, g, initial, final, kept = given
+    states, gates, prev, ticket = plan.kept_parts(kept)
     k_out, gate, strong = plan.keys(k, g)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
@@ -245,12 +248,13 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     return plan
 
 
-def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept, ticket) -> GLAPlan:
+def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept) -> GLAPlan:
     """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg."""
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
-    q, k, v, g, do, dfinal, dinitial, kept, ticket = given
-    entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept())))
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
+    q, k, v, g, do, dfinal, dinitial, kept = given
+    *entering, ticket = plan.kept_parts(kept)
+    dstates, dgates, dprev, _ = plan.kept_parts(plan.empty(sum(shape.kept())))
     k_out, gate, strong = plan.keys(k, g)
     q_in, a = plan.queries(q, k, g, gate, strong)
     sums = plan.segment_states(q_in, do, gate, dstates)

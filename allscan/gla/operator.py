@@ -177,23 +177,28 @@ def _shape(q, v, g, cu_seqlens, zigzag) -> Shape:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or nothing, and for backward: the states that enter each segment, their gates, and this rank, see
-    Shape.kept; the number of this call)."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or nothing, and what backward takes: Shape.kept)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
         _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
         shape = _shape(q, v, g, cu_seqlens, zigzag)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-        final_state, kept, ticket = made = _made(q, v, cu_seqlens, final, shape)
-        tensors = q, k, v, g, initial_state, final_state if final else None, kept, ticket
+        final_state, kept = made = _made(q, v, cu_seqlens, final, shape)
+        tensors = q, k, v, g, initial_state, final_state if final else None, kept
         return *_run(forward_plan, carrier, shape, scale, layout, *tensors), *made
 
 
 def _made(q, v, cu_seqlens, final, shape):
-    """(final_state or nothing, and uninitialised: what is kept for backward, the number of a call)."""
-    final_state = q.new_zeros(_state_shape(q, v, cu_seqlens) if final else 0, dtype=torch.float32)
-    return final_state, q.new_empty(sum(shape.kept()), dtype=torch.float32), q.new_empty(4, dtype=torch.int64)
+    """(final_state or nothing, and uninitialised: what is kept for backward)."""
+    return _zeros(q, v, cu_seqlens, final), q.new_empty(sum(shape.kept()), dtype=torch.float32)
+
+
+def _zeros(q, v, cu_seqlens, wanted):
+    """States, or nothing."""
+    if not wanted:
+        return q.new_empty(0, dtype=torch.float32)
+    return q.new_zeros(_state_shape(q, v, cu_seqlens), dtype=torch.float32)
 
 
 def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
@@ -202,7 +207,7 @@ def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_tok
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    kept: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
+    kept: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
     zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dv, dq, dk, dg, dinitial_state or nothing)."""
@@ -211,8 +216,8 @@ def _backward(
         refuse_second_derivative("zeco_gla")
         shape = _shape(q, v, g, cu_seqlens, zigzag)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-        dinitial = q.new_zeros(_state_shape(q, v, cu_seqlens) if initial else 0, dtype=torch.float32)
-        tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept, ticket
+        dinitial = _zeros(q, v, cu_seqlens, initial)
+        tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept
         dv, dq, dk, dg = _run(backward_plan, carrier, shape, scale, layout, *tensors)
         return dv, dq, dk, dg, dinitial
 
@@ -224,10 +229,9 @@ def _run(make, carrier, shape: Shape, scale, layout, *tensors) -> list[Tensor]:
     return plan.run(carrier, *(x for x in tensors if x is not None))
 
 
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ticket, scale, initial, handle, first_token=None,
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, scale, initial, handle, first_token=None,
                    zigzag=False):  # fmt: skip
-    dinitial = q.new_zeros(_state_shape(q, v, cu_seqlens) if initial else 0, dtype=torch.float32)
-    return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
+    return *(torch.empty_like(x) for x in (v, q, k, g)), _zeros(q, v, cu_seqlens, initial)
 
 
 def _save(ctx, inputs, output):
