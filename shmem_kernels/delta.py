@@ -337,3 +337,61 @@ def adjoint_kernel(
     else:
         at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
         tl.store(p_leaves + at, b_state, mask=inside)
+
+
+@triton.jit
+def scalar_gradient_kernel(
+    p_q, p_k, p_v_new, p_g, p_do, p_dv, p_states, p_dstates, p_chunks, p_dq, p_dk, p_dw, p_dg, scale,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gated DeltaNet: gradients of q, k and the gates' sums of one chunk and head, but for what comes through w and u,
+    whose gradients are dw, given here, and dv'.
+
+    With S the state that enters the chunk, dS the gradient of that which leaves it, and, for tokens t >= s,
+    P_ts = scale * e^(G_t - G_s) (do_t . v_new_s):
+        dq = scale * e^G do S^T + P k       dk = e^(G_C - G) v_new dS^T + P^T q       dw = -dv' S^T
+        dG = q . dq - k . dk, and at the last token also e^G_C <S, dS> + sum_s k_s . e^(G_C - G_s) v_new_s dS^T
+    p_dq, p_dk: [tokens, H, K], of each head, since heads share the rows of q and k; p_dg [tokens, H] float32.
+    """
+    n, h = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    t = tl.arange(0, BT)
+    b_before, b_behind = token_decays(p_g, h, start, end, H, BT)
+    at_g = (start + t).to(tl.int64) * H + h
+    b_g = tl.load(p_g + at_g, mask=start + t < end, other=0.0)
+    b_pairs = tl.zeros([BT, BT], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        at_v, inside_v = rows(h, start, end, H, V, BT, BV, i_v)
+        b_pairs = product(load(p_do, at_v, inside_v), tl.trans(load(p_v_new, at_v, inside_v)), b_pairs, PRECISION)
+    b_pairs *= exp2(tl.minimum(b_g[:, None] - b_g[None, :], 0.0)) * scale
+    b_pairs = tl.where(t[:, None] >= t[None, :], b_pairs, 0.0)
+    b_dg = tl.zeros([BT], tl.float32)
+    b_of_states = tl.zeros([BT], tl.float32)  # sum_k of k times what dk has of dS
+    b_inner = tl.zeros([BJ], tl.float32)  # <S, dS>
+    for j in range((K + BJ - 1) // BJ):
+        b_dq = tl.zeros([BT, BJ], tl.float32)
+        b_dk = tl.zeros([BT, BJ], tl.float32)
+        b_dw = tl.zeros([BT, BJ], tl.float32)
+        for i_v in range((V + BV - 1) // BV):
+            at_v, inside_v = rows(h, start, end, H, V, BT, BV, i_v)
+            at_s, inside_s = state_at(n * H + h, i_v, K, V, BJ, BV, j)
+            b_state, b_dstate = load(p_states, at_s, inside_s), load(p_dstates, at_s, inside_s)
+            b_inner += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+            b_dq = product(load(p_do, at_v, inside_v), tl.trans(b_state), b_dq, PRECISION)
+            b_dk = product(load(p_v_new, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
+            b_dw = product(load(p_dv, at_v, inside_v), tl.trans(b_state), b_dw, PRECISION)
+        at_k, inside_k = rows(h // (H // HK), start, end, HK, K, BT, BJ, j)
+        b_q, b_k = load(p_q, at_k, inside_k), load(p_k, at_k, inside_k)
+        b_dk *= b_behind[:, None]
+        b_of_states += tl.sum(b_dk * b_k.to(tl.float32), 1)
+        b_dq = product(b_pairs, b_k, b_dq * (b_before * scale)[:, None], PRECISION)
+        b_dk = product(tl.trans(b_pairs), b_q, b_dk, PRECISION)
+        b_dg += tl.sum(b_dq * b_q.to(tl.float32) - b_dk * b_k.to(tl.float32), 1)
+        at, inside = rows(h, start, end, H, K, BT, BJ, j)
+        tl.store(p_dq + at, cast(b_dq, p_dq.dtype.element_ty), mask=inside)
+        tl.store(p_dk + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
+        tl.store(p_dw + at, cast(-b_dw, p_dw.dtype.element_ty), mask=inside)
+    through = exp2(tl.load(p_g + (end - 1).to(tl.int64) * H + h)) * tl.sum(b_inner) + tl.sum(b_of_states)
+    b_dg += tl.where(start + t == end - 1, through, 0.0)
+    tl.store(p_dg + at_g, b_dg, mask=start + t < end)

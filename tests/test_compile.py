@@ -234,11 +234,16 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     scores = torch.zeros(1, T, H, 64, dtype=dtype)
     leaves = states.leaves(*given, scores, outside, 0.1, dv=wide if scalar else None)
     states.backward(*given, wide, 0.1, states.carry_back(leaves, outside, kept)[0], outside)
+    kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
+    if scalar:
+        chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)
+        states.gradients(narrow, narrow, wide, narrow, sums, wide, wide, chunks, chunks, 0.1)
+        kernels.add(delta.scalar_gradient_kernel)
     seen = set()
     for kernel, compiled in compiled_launches(most_spilled):
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
-    assert seen == {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
+    assert seen == kernels
 
 
 @triton.jit

@@ -156,7 +156,7 @@ class GatedDeltaNet:
     def backward(
         self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
     ):
-        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
         options = tables.options()
@@ -170,12 +170,11 @@ class GatedDeltaNet:
         finally:
             join()
         dh, dv = states.backward(q, k, w, sums, do, dv, scale, entering, dinitial)
-        h, dh = _by_batch(h, q, tables), _by_batch(dh, q, tables)
-        of_states = dict(h=h, dv=dv, do=do, dh=dh, scale=scale)
-        dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, k=k, v=v_new, w=w, g=sums, **of_states, **options)
+        # fla refuses its own kernel for this on Hopper before Triton 3.7.1
+        dq, dk, dw, dg = states.gradients(q, k, v_new, w, sums, do, dv, h, dh, scale)
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
-        dk, dg = dk + dk2, dg + dg2
-        return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(dg, tables), dbeta
+        dq, dk = (_of_heads(x, q.shape[2]) for x in (dq, dk))
+        return dq, dk + _of_heads(dk2, q.shape[2]), dv, _suffix_sums(dg + dg2, tables), dbeta
 
 
 def _by_batch(states: Tensor, q: Tensor, tables: Local) -> Tensor:

@@ -99,8 +99,8 @@ def zeco_gated_delta_rule(
         S_t = exp(g_t) (1 - beta_t k_t k_t^T) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
 
     The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, and comm=. g: [B, T, HV], natural
-    logarithm of the decay of a head; dt_bias: [HV]. All else as in :func:`zeco_kda`. On Hopper GPUs fla refuses this
-    rule's backward with Triton 3.4 to 3.7.0.
+    logarithm of the decay of a head; dt_bias: [HV]. All else as in :func:`zeco_kda`. Trains on Hopper with
+    Triton 3.6 too, where fla refuses this rule's backward.
     Source: Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
 
         >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)

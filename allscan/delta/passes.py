@@ -14,7 +14,13 @@ from ..first_call import get_or_create_scan
 from ..launching import Launch
 from ..order import zigzag_channels
 from ..packing import CHUNK_TOKENS, Layout
-from ..shmem_kernels.delta import adjoint_kernel, delta_carry_kernel, delta_states_kernel, summary_kernel
+from ..shmem_kernels.delta import (
+    adjoint_kernel,
+    delta_carry_kernel,
+    delta_states_kernel,
+    scalar_gradient_kernel,
+    summary_kernel,
+)
 from ..tiling import cdiv, next_power_of_2, transition_tile
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
@@ -44,6 +50,7 @@ def blocks(BK: int, widest: int, dtype: torch.dtype, scalar: bool) -> dict[str, 
         states=several if wide else several | dict(BV=min(64, widest), num_warps=4),
         leaves=several if wide else several | dict(num_stages=3),
         adjoint=several,
+        gradients=dict(BV=min(32 if wide else 64, widest), BJ=min(32 if wide else 64, BK), num_warps=4, num_stages=1),
     )
 
 
@@ -52,7 +59,7 @@ def blocks_of_cpus(BK: int, widest: int) -> dict[str, dict[str, int]]:
     several = dict(BV=widest, BJ=BK)
     return dict(
         summary=dict(BR=BK, BV=widest), carry=dict(BC=max(BK, widest), BJ=BK), states=several, leaves=several,
-        adjoint=several,
+        adjoint=several, gradients=several,
     )  # fmt: skip
 
 
@@ -248,6 +255,16 @@ class StatePass:
         written, final = (dh, dv_new), dinitial is not None
         self._adjoint(q, k, w, g, do, dv, scale, enters, through, next_, written, out, every=True, final=final)
         return dh, dv_new
+
+    def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale):
+        """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel."""
+        dq, dk, dw, dg = (torch.empty_like(x) for x in (w, w, w, g))
+        chunked = {name: value for name, value in self.chunked.items() if name != "SCALAR"}
+        self._launch(
+            "gradients", scalar_gradient_kernel, (self.layout.num_chunks, self.H),
+            q, k, v_new, g, do, dv, h, dh, self.layout.chunks, dq, dk, dw, dg, scale=scale, **chunked,
+        )  # fmt: skip
+        return dq, dk, dw, dg
 
     def _adjoint(self, q, k, w, g, do, dv, scale, enters, through, prev, written, out, outside=None, *,
                  every=False, final=False, from_scores=False) -> None:  # fmt: skip

@@ -108,6 +108,8 @@ def delta_kernels() -> None:
         entering, join = states.carry_back(leaves, None, kept)
         join()
         dh, dv = states.backward(q, k, w, sums, do, dv, 0.1, entering, None)
+        if scalar:
+            assert all(x.isfinite().all() for x in states.gradients(q, k, v_new, w, sums, do, dv, h, dh, 0.1))
         assert all(x.isfinite().all() for x in (h, v_new, dh, dv)), (K, V, dtype)
     passes.prepare = prepared
 
