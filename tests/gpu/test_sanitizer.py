@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 # T, B, H, K, V, gates, dtype, boundaries of packed sequences
 GLA = [
     (150, 1, 2, 64, 48, "mixed", BF16, None),
-    (130, 1, 1, 128, 128, "mild", BF16, (0, 1, 64, 64, 130)),
+    (130, 1, 1, 128, 128, "mild", BF16, (0, 0, 1, 64, 64, 130)),
     (70, 2, 1, 40, 24, "strong", F32, None),
     (70, 1, 1, 256, 64, "mixed", BF16, None),
 ]
