@@ -344,15 +344,16 @@ class AllScan:
 
     def _at(self, launch: Launch, tensors: tuple, channel: Channel) -> Any:
         """launch(*tensors, channel), without asking for the channel's addresses again."""
-        found = self._addresses.get((id(channel.info), channel.ADJOINT.value))
         addresses, ticket = [x.data_ptr() for x in tensors], channel.ticket.data_ptr()
         bits = ticket
         for address in addresses:
             bits |= address
+        found = self._addresses.get((id(channel.info), channel.ADJOINT.value))
         if found is None or not launch.takes(bits):
             return launch(*tensors, channel)
         before, behind = found
-        return launch.at((*addresses, (*before, ticket, *behind)))
+        addresses.append((*before, ticket, *behind))
+        return launch.at(addresses)
 
     def record(self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool) -> None:
         """Record the scan of ``state`` [..., K, V] by ``decay`` [..., K] in a plan, whose runs are in a call of the

@@ -427,12 +427,16 @@ def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
 
 def _edges(xs, n, begins) -> list[Tensor]:
     """The n tokens from each of ``begins`` on as float32 [B, n, words], of all ``xs`` side by side."""
+    if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
+        return [xs[0][:, a : a + n] for a in begins]
     parts = [[_to_words(x[:, a : a + n].reshape(x.shape[0], n, -1)) for x in xs] for a in begins]
     return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
 
 
 def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
     """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
+    if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
+        return (words,)
     parts = words.split(_widths(xs), -1) if len(xs) > 1 else (words,)
     return tuple(
         _from_words(part, x.dtype).reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True)

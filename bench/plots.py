@@ -1,14 +1,15 @@
 """Pictures of the committed results; needs no GPU.
 
-    python -m bench.plots               # draws scan.png and operator.png
+    python -m bench.plots               # draws scan.png, operator.png and host.png
 
-They are of bench/results/scan.csv and operator.csv.
+They are of the files in bench/results that are called alike, as far as they are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
 
 from bench.harness import results
@@ -64,9 +65,30 @@ def operator(table, path):
     figure.savefig(path, dpi=120)
 
 
+def host(table, path):
+    """Time of a call from Python over its tokens: what it keeps the host (solid), and until the GPU is done."""
+    from matplotlib.figure import Figure
+
+    figure, passes = Figure(figsize=(9, 4.2), layout="constrained"), ("forward", "forward+backward")
+    for axes, kind in zip(figure.subplots(1, 2, squeeze=False)[0], passes):
+        some = [row for row in table if row["T"] and row["method"].endswith(f", {kind}")]
+        for i, method in enumerate(dict.fromkeys(row["method"] for row in some)):
+            for column, line in (("host_us", "-"), ("total_us", ":")):
+                points = sorted((int(r["T"]), float(r[column])) for r in some if r["method"] == method)
+                label = method.split(",")[0] if line == "-" else None
+                axes.plot(*zip(*points), line, color=f"C{i}", marker="o", markersize=3, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of a rank", title=kind)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.supylabel("us a call; dotted: until the GPU is done")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    for name, draw in (("scan", scan), ("operator", operator)):
+    for name, draw in (("scan", scan), ("operator", operator), ("host", host)):
+        if not os.path.exists(results(f"{name}.csv")):
+            continue
         draw(rows(results(f"{name}.csv")), results(f"{name}.png"))
         print(f"wrote {results(name)}.png")
     return 0
