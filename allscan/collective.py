@@ -280,7 +280,7 @@ class AllScan:
             transposed one. For an AllScan whose tiles are whole columns, see ``allscan.tiling.transition_tile``.
         initial_state: like state, or None (0); used by the first rank in the direction of the scan.
         out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument otherwise.
-        channel: of the direction ``reverse``, to be used instead of ``self.channel(reverse)``.
+        channel: what ``self.channel(reverse, ...)`` has returned, to be used instead of ``self.channel(reverse)``.
         async_op: return a :class:`Work` at once; the scan runs on the communicator's own stream, beside what is
             launched next on the current one; in a CUDA graph's capture on the current one.
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
@@ -291,6 +291,8 @@ class AllScan:
             if signature not in self._signatures:
                 self._check(*inputs)
                 self._signatures.add(signature)
+            if channel is not None and channel.info is not self._channels[reverse].info:
+                raise ValueError("channel must be of this AllScan and of the direction of the scan")
             return self._scan(state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op)
 
     def _check(self, state, decay, transition, initial_state, out) -> None:
@@ -329,11 +331,11 @@ class AllScan:
         channel = self.channel(reverse) if channel is None else channel
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
-        kind = transition is None, decay is None, strides, one_hop, initial_state is None
+        kind = transition is not None, decay is not None, strides, one_hop, initial_state is not None
         key = (*kind, reverse, channel.ADJOINT.value)
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._plan(*kind)
+            launch = self._launches[key] = self._make_launch(*kind)
         tensors = state, state if factor is None else factor, given, out
         if not async_op:
             self._launch(launch.kernel, reverse, lambda: self._at(launch, tensors, channel))
@@ -358,7 +360,7 @@ class AllScan:
     def record(self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool) -> None:
         """Record the scan of ``state`` [..., K, V] by ``decay`` [..., K] in a plan, whose runs are in a call of the
         communicator. ``ticket``: as for :meth:`channel`, with ``reverse`` the adjoint's."""
-        launch = self._plan(True, False, (self.K, 1), False, True)
+        launch = self._make_launch(False, True, (self.K, 1), False, False)
         channel = (self._adjoint_channels if reverse else self._channels)[reverse]
         before, behind = self._addresses[id(channel.info), reverse]
         numbers = [x.number for x in (state, decay, state, out, ticket)]
@@ -374,13 +376,15 @@ class AllScan:
 
         plan.step(step, launch)
 
-    def _plan(self, decayed: bool, undecayed: bool, strides: tuple[int, int], one_hop: bool, from_zero: bool) -> Launch:
-        """The launch of a scan; with a transition unless ``decayed``."""
-        fixed = dict(K=self.K, V=self.V, HAS_INITIAL=not from_zero)
-        if decayed:
+    def _make_launch(
+        self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool, has_initial: bool
+    ) -> Launch:
+        """Of a scan, ``dense`` with transitions. strides: of decays, or of rows and columns of transitions."""
+        fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
+        if not dense:
             return Launch(
                 self._linked(scan_kernel), (min(self.num_tiles, self.max_ctas),),
-                stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=not undecayed, ONE_HOP=one_hop,
+                stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=has_decay, ONE_HOP=one_hop,
                 num_warps=max(1, min(8, math.prod(self.tile) // 512)),
             )  # fmt: skip
         tiles = -(-self.num_tiles // self.max_ctas)  # of a program

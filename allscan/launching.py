@@ -59,7 +59,7 @@ def prefer_shared_memory_carveout(function: int) -> None:
         raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
 
 
-_POINTERS = Channel._fields.index("num_tiles")  # fields of a channel that are addresses; the others are constants
+NUM_POINTERS = Channel._fields.index("num_tiles")  # fields of a channel that are addresses; the others are constants
 
 
 class Launch:
@@ -81,8 +81,8 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
-        self.ready = False  # whether there is a compiled kernel, and so
-        self.at: Callable[[Sequence], Any] = _not_compiled  # launches with addresses, of a channel a tuple, for tensors
+        self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
+        self.at: Callable[[Sequence], Any] = _not_compiled  # tuples of addresses and constants for channels
 
     def __call__(self, *args: Tensor | Channel) -> Any:
         """Launch on the current stream. Returns what Triton does: the compiled kernel, None in the interpreter."""
@@ -141,11 +141,11 @@ def _addresses(args: tuple) -> tuple[list, int]:
 
 def channel_addresses(channel: Channel) -> tuple[tuple, int]:
     """(what a compiled kernel takes in place of ``channel``, all addresses or-ed)."""
-    addresses = [word.data_ptr() for word in channel[:_POINTERS]]
+    addresses = [word.data_ptr() for word in channel[:NUM_POINTERS]]
     bits = 0
     for address in addresses:
         bits |= address
-    return (*addresses, *channel[_POINTERS:]), bits
+    return (*addresses, *channel[NUM_POINTERS:]), bits
 
 
 def hooked() -> bool:

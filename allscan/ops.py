@@ -370,9 +370,11 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     xs = x if several else (x,)
     signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout
     known = cached_on(comm, "signatures of halo")
-    if cu_seqlens is not None or signature not in known:
+    cached = cu_seqlens is None and type(n) is int and type(layout) is str
+    if not cached or signature not in known:
         n, cu_seqlens, first_token = _check_halo(xs, n, comm, cu_seqlens, first_token, layout)
-        known[signature] = True
+        if cached:
+            known[signature] = True
     zigzag, T = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
     half = T // halves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Hashable
@@ -52,6 +53,7 @@ class Layout:
         self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # of states that enter and leave
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
+        self.fla: object = None  # what fla's functions take, see delta.chunks.local
         self._derived: dict = {}
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         self.segments, self.chunks, self.first_segments = (
@@ -61,8 +63,15 @@ class Layout:
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
         self.weights = to_device(torch.stack([w.to(torch.bfloat16) for w in weights]), device)
 
+    def tables(self) -> Layout:
+        """This, without what is derived of it."""
+        alone = copy.copy(self)
+        alone._derived = {}
+        return alone
+
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
-        """What ``make()`` returned for ``key`` at the first call with it: launches and tables of these tokens."""
+        """What ``make()`` returned for ``key`` at one of the last KEPT such calls: launches for these tokens. It should
+        hold :meth:`tables`, not this, which would then hold itself."""
         found = self._derived.get(key)
         if found is None:
             if len(self._derived) >= KEPT:

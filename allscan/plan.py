@@ -48,6 +48,7 @@ class Plan:
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.places: list[tuple[int, int]] = []  # of the buffers: memory, offset
+        self.divided: set[int] = set()  # buffers of which there are parts
         self.tables: list[Tensor] = []
         self.words = [0, 0]  # of the memories LONG and SHORT
         self.table_addresses: list[int] = []
@@ -62,13 +63,15 @@ class Plan:
         return self._buffer(self._given, 0, tuple(like.shape), like.dtype)
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
-        """Of a given tensor or an empty one, from element ``offset`` on. Parts overlap only where they are equal."""
+        """Of a given tensor or an empty one, from element ``offset`` on. Two parts have the same elements or none in
+        common: where buffers are tensors of their own, so are parts of an empty one."""
+        self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
         """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""
         memory = SHORT if short else LONG
-        offset, words = self.words[memory], -(-math.prod(shape) * dtype.itemsize // WORD)
+        offset, words = self.words[memory], max(1, -(-math.prod(shape) * dtype.itemsize // WORD))
         self.words[memory] += -(-words // ALIGNMENT) * ALIGNMENT
         return self._buffer(memory, offset * WORD, shape, dtype)
 
@@ -163,6 +166,9 @@ class Run:
         for address in addresses:
             bits |= address
         if bits & 15 or not plan.ready() or hooked():
+            for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
+                if buffer.memory in (LONG, SHORT) and buffer.number not in plan.divided:
+                    self.tensor(buffer.number)
             return
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
@@ -177,13 +183,15 @@ class Run:
             return self._plan.tables[-memory - 1]
         if memory > OUTPUT:
             whole = self._given[memory - OUTPUT - 1]
-            if whole.shape == shape:
+            if whole.shape == shape and whole.dtype == dtype:
                 return whole
         elif memory == OUTPUT or self.addresses is None:
-            place = memory, offset
-            if place not in self._tensors:
-                self._tensors[place] = self._given[0].new_empty(shape, dtype=dtype)
-            return self._tensors[place].view(shape)
+            found = self._tensors.get((memory, offset))
+            if found is None:
+                found = self._tensors[memory, offset] = self._given[0].new_empty(shape, dtype=dtype)
+            return (
+                found if found.shape == shape else found.view(shape)
+            )  # torch forbids changes to outputs that are views
         else:
             whole = self._memory[memory]
         whole = whole if dtype == whole.dtype else whole.view(dtype)

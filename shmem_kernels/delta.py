@@ -352,6 +352,7 @@ def scalar_gradient_kernel(
     P_ts = scale * e^(G_t - G_s) (do_t . v_new_s):
         dq = scale * e^G do S^T + P k       dk = e^(G_C - G) v_new dS^T + P^T q       dw = -dv' S^T
         dG = q . dq - k . dk, and at the last token also e^G_C <S, dS> + sum_s k_s . e^(G_C - G_s) v_new_s dS^T
+    G and dG are natural logarithms here; p_g holds G times log2(e), as everywhere.
     p_dq, p_dk: [tokens, H, K], of each head, since heads share the rows of q and k; p_dg [tokens, H] float32.
     """
     n, h = tl.program_id(0), tl.program_id(1)

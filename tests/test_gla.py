@@ -221,6 +221,30 @@ def test_modes_and_second_derivatives(run):
     assert "no second derivative" in second[1][1] and "has refused its call" in first[2][1], (first, second)
 
 
+def in_place_case(group):
+    """What zeco_gla returns may be changed in place, as any result: the gradients are those of the changed one."""
+    with allscan.Communicator(group) as comm:
+        x = torch.rand(1, 70, 2, 16, device=comm.device).requires_grad_()
+
+        def call(x):
+            o, _ = allscan.zeco_gla(x, x, x, -x, comm=comm)
+            return o
+
+        def changed(x):
+            return call(x).mul_(3.0).add_(1.0)
+
+        expected = torch.autograd.grad(3.0 * call(x).sum(), x)[0]
+        torch._dynamo.reset()
+        for form in (changed, torch.compile(changed, fullgraph=True, backend="aot_eager")):
+            o = form(x)
+            assert relative(torch.autograd.grad(o.sum(), x)[0], expected) < 1e-6
+            assert relative(o, 3.0 * call(x.detach()) + 1.0) < 1e-6
+
+
+def test_results_may_be_changed_in_place(run):
+    run(2, in_place_case)
+
+
 def bad_input_case(group):
     with allscan.Communicator(group) as comm:
         q = torch.zeros(1, 8, 2, 16, device=comm.device)

@@ -188,6 +188,13 @@ def wrong_case(group):
             allscan.halo(x, 5, comm=comm)
         with pytest.raises(TypeError, match="at most 32 bits"):
             allscan.halo(x.double(), 1, comm=comm)
+        assert allscan.halo(x, 1, comm=comm).shape == (1, 1, 2)
+        for n in (True, 1.0, "1"):  # also after a call with such tensors and 1
+            with pytest.raises(TypeError, match="n must be an integer"):
+                allscan.halo(x, n, comm=comm)
+        with pytest.raises(ValueError, match="layout must be"):
+            allscan.halo(x, 1, comm=comm, layout=["zigzag"])
+        assert torch.equal(allscan.halo(x, torch.tensor(1), comm=comm), x[:, :1])
         with pytest.raises(ValueError, match="must rise from 0 to the 8 tokens"):
             allscan.halo(x, 1, comm=comm, cu_seqlens=[0, 9])
 

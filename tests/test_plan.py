@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import types
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import triton
 import triton.language as tl
 
 from allscan.launching import Launch
+from allscan.packing import Layout, Piece
 from allscan.plan import Plan
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -59,6 +63,21 @@ def test_places_follow_one_another_and_are_aligned():
     a, b, c = plan.empty(3, 5), plan.empty(7, dtype=torch.bfloat16), plan.empty(2, short=True)
     assert (a.offset, b.offset, c.offset) == (0, 256, 0) and plan.words == [128, 64]
     assert plan.empty(1, dtype=torch.int64).offset == 512
+    assert plan.empty(0).offset == 768 and plan.empty(1).offset == 1024
+
+
+def test_a_layout_goes_with_what_is_derived_of_it():
+    """Without Python's collector, which some trainers switch off."""
+    gc.disable()
+    try:
+        layout = Layout([Piece(0, 10, 0, 0, 3)], 1, 64, "cpu")
+        tables = layout.tables()
+        layout.derived("launches", lambda: types.SimpleNamespace(layout=tables))
+        gone = weakref.ref(layout)
+        del layout, tables
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_runs_beside_is_joined_when_a_step_fails():

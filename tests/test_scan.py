@@ -476,6 +476,24 @@ def test_options(run):
     assert max(run(2, options_case)) < 1e-6
 
 
+def channel_case(group):
+    """A scan takes its own channels of its own direction, on every rank."""
+    with (
+        allscan.Communicator(group) as comm,
+        allscan.AllScan(comm, (2, 8)) as scan,
+        allscan.AllScan(comm, (2, 8)) as other,
+    ):
+        state = torch.ones(2, 8, device=comm.device)
+        for channel in (scan.channel(reverse=True), other.channel()):
+            with pytest.raises(ValueError, match="of this AllScan and of the direction"):
+                scan.scan(state, channel=channel)
+        assert torch.equal(scan.scan(state, channel=scan.channel(ticket=scan.ticket())), comm.rank * state)
+
+
+def test_channels_of_others(run):
+    run(2, channel_case)
+
+
 def mesh_case(group):
     mesh = dist.device_mesh.init_device_mesh(
         "cuda" if torch.cuda.is_available() else "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("sp", "dp")

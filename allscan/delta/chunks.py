@@ -30,14 +30,12 @@ def local(layout: Layout, packed: bool, device) -> Local:
     """Kept with the layout."""
     if not packed:
         return Local(None, None)
-
-    def make() -> Local:
+    if layout.fla is None:
         pieces = list(pairwise(layout.boundaries))
         indices = [(i, n) for i, (a, b) in enumerate(pieces) for n in range(-(-(b - a) // CHUNK_TOKENS))]
         tables = (torch.tensor(table, dtype=torch.int64) for table in (layout.boundaries, indices))
-        return Local(*(to_device(table, device) for table in tables))
-
-    return layout.derived("fla", make)
+        layout.fla = Local(*(to_device(table, device) for table in tables))
+    return cast(Local, layout.fla)
 
 
 def normalized(x: Tensor) -> Tensor:

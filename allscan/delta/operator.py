@@ -266,7 +266,7 @@ def _state_pass(rule, layout, q, v, comm, zigzag=False) -> StatePass:
     HV, scalar = v.shape[2], RULES[rule].scalar
     shape = q.shape[0], HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3]
     given = *shape, q.dtype, scalar, zigzag
-    return layout.derived(given, lambda: StatePass(comm, layout, *given))
+    return layout.derived(given, lambda: StatePass(comm, layout.tables(), *given))
 
 
 def _in_one(*tensors):

@@ -13,7 +13,7 @@ from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..launching import Launch
 from ..order import zigzag_channels
-from ..packing import CHUNK_TOKENS, Layout
+from ..packing import CHUNK_TOKENS, KEPT, Layout
 from ..shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,
@@ -206,6 +206,8 @@ class StatePass:
         key = (name, grid, *fixed.values(), *(x.dtype for x in tensors))
         launch = self._launches.get(key)
         if launch is None:
+            if len(self._launches) >= KEPT:  # of calls with ever other scales
+                self._launches.clear()
             launch = self._launches[key] = Launch(kernel, grid, **self.common, **self.blocks[name], **fixed)
         launch(*tensors)
 

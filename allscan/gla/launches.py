@@ -3,12 +3,10 @@ gla_bwd.py."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..order import TICKETS
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from ..plan import Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
@@ -59,14 +57,14 @@ class Shape(NamedTuple):
         """How many travel."""
         return 2 * self.B if self.zigzag else self.B
 
-    def kept(self) -> tuple[int, int, int, int]:
+    def kept(self) -> tuple[int, int, int]:
         """Words of what backward takes from forward: of the states that enter each segment, with as many segments as
-        there may be; their gates; the state that enters this rank; the numbers of the call's scans (int64)."""
+        there may be; their gates; the state that enters this rank."""
         segments = most_segments(self.B, self.T, self.sequences, self.segment, self.zigzag)
         rows = self.H * self.K
         words = segments * rows * self.V, segments * rows, self.states * rows * self.V
         states, gates, prev = (n + -n % 64 for n in words)  # at multiples of 256 bytes
-        return states, gates, prev, 2 * TICKETS
+        return states, gates, prev
 
 
 class GLAPlan(Plan):
@@ -172,13 +170,13 @@ class GLAPlan(Plan):
                 HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
             )  # fmt: skip
             carrier.record(self, own, decay, prev_, ticket, reverse, zigzag)
-        ends = sums, gates, *tables, prev
-        self._write_ends = partial(self.launch, final_kernel, grid, final or prev, *ends, **blocks)
+        self._ends = (final or prev, sums, gates, *tables, prev), grid, blocks
 
     def join_carry(self) -> None:
         self.join()
+        tensors, grid, blocks = self._ends
         if self.has_final and (self.shape.zigzag or not self.alone):
-            self._write_ends()
+            self.launch(final_kernel, grid, *tensors, **blocks)
 
     def outputs(self, x, y, z, a, gate, entering, o, chunks) -> None:
         """See output_kernel; ``chunks``: states, dstates, through."""
@@ -221,23 +219,22 @@ class GLAPlan(Plan):
             *of_scores, *of_states, *grads, **common, **self.sub_blocks,
         )  # fmt: skip
 
-    def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer]:
-        """(states, gates, prev, ticket) of what backward takes from forward: see Shape.kept."""
-        segments, (states, gates, prev, _) = self.layout.num_segments, self.shape.kept()
+    def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer]:
+        """(states, gates, prev) of what backward takes from forward: see Shape.kept."""
+        segments, (states, gates, _) = self.layout.num_segments, self.shape.kept()
         return (
             self.part(kept, 0, segments, self.H, self.K, self.V),
             self.part(kept, states, segments, self.H, self.K),
             self.part(kept, states + gates, self.shape.states, self.H, self.K, self.V),
-            self.part(kept, states + gates + prev, TICKETS, dtype=torch.int64),
         )
 
 
-def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
+def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept, ticket) -> GLAPlan:
     """For runs with these tensors, of which initial and final may be None. Makes o."""
     plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None, carrier.comm.size == 1)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
-    q, k, v, g, initial, final, kept = given
-    states, gates, prev, ticket = plan.kept_parts(kept)
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
+    q, k, v, g, initial, final, kept, ticket = given
+    states, gates, prev = plan.kept_parts(kept)
     k_out, gate, strong = plan.keys(k, g)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
@@ -248,13 +245,12 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     return plan
 
 
-def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept) -> GLAPlan:
+def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept, ticket) -> GLAPlan:
     """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg."""
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
-    q, k, v, g, do, dfinal, dinitial, kept = given
-    *entering, ticket = plan.kept_parts(kept)
-    dstates, dgates, dprev, _ = plan.kept_parts(plan.empty(sum(shape.kept())))
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
+    q, k, v, g, do, dfinal, dinitial, kept, ticket = given
+    entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept())))
     k_out, gate, strong = plan.keys(k, g)
     q_in, a = plan.queries(q, k, g, gate, strong)
     sums = plan.segment_states(q_in, do, gate, dstates)

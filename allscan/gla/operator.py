@@ -12,7 +12,7 @@ from ..communicator import Communicator, cached_on
 from ..errors import Problem
 from ..first_call import agreed, find_layout
 from ..operators import Operator, refuse_second_derivative
-from ..order import recomputing
+from ..order import TICKETS, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
@@ -148,7 +148,8 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag
     """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
     comm = carrier.comm
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = *signature_of(q, k, v, g, initial_state), sequences, first_token is None, zigzag
+    given = sequences, first_token is None, zigzag, type(carrier)
+    signature = *signature_of(q, k, v, g, initial_state), *given
     known = cached_on(comm, "signatures of zeco_gla")
     if signature in known:
         return
@@ -157,8 +158,8 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag
     try:
         if q.ndim == v.ndim == 4:
             shape = _carried_shape(q, v)
-            given = initial_state is None, cu_seqlens is None, first_token is None
-            agree = ("zeco_gla", q.shape[0], str(q.dtype), *given, zigzag)
+            are_none = initial_state is None, cu_seqlens is None, first_token is None
+            agree = ("zeco_gla", q.shape[0], str(q.dtype), *are_none, zigzag)
         _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
         positive = not agreed(comm, shape, agree) and bool((g > 0).any())
         if positive:
@@ -177,21 +178,22 @@ def _shape(q, v, g, cu_seqlens, zigzag) -> Shape:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or nothing, and what backward takes: Shape.kept)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or nothing, and what backward takes: Shape.kept, the numbers of the call's scans)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
         _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
         shape = _shape(q, v, g, cu_seqlens, zigzag)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-        final_state, kept = made = _made(q, v, cu_seqlens, final, shape)
-        tensors = q, k, v, g, initial_state, final_state if final else None, kept
+        final_state, *kept = made = _made(q, v, cu_seqlens, final, shape)
+        tensors = q, k, v, g, initial_state, final_state if final else None, *kept
         return *_run(forward_plan, carrier, shape, scale, layout, *tensors), *made
 
 
 def _made(q, v, cu_seqlens, final, shape):
-    """(final_state or nothing, and uninitialised: what is kept for backward)."""
-    return _zeros(q, v, cu_seqlens, final), q.new_empty(sum(shape.kept()), dtype=torch.float32)
+    """(final_state or nothing, and uninitialised, for backward: Shape.kept, tickets)."""
+    kept, tickets = q.new_empty(sum(shape.kept()), dtype=torch.float32), q.new_empty(TICKETS, dtype=torch.int64)
+    return _zeros(q, v, cu_seqlens, final), kept, tickets
 
 
 def _zeros(q, v, cu_seqlens, wanted):
@@ -207,7 +209,7 @@ def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_tok
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    kept: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
+    kept: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
     zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dv, dq, dk, dg, dinitial_state or nothing)."""
@@ -217,7 +219,7 @@ def _backward(
         shape = _shape(q, v, g, cu_seqlens, zigzag)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
         dinitial = _zeros(q, v, cu_seqlens, initial)
-        tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept
+        tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept, ticket
         dv, dq, dk, dg = _run(backward_plan, carrier, shape, scale, layout, *tensors)
         return dv, dq, dk, dg, dinitial
 
@@ -225,11 +227,11 @@ def _backward(
 def _run(make, carrier, shape: Shape, scale, layout, *tensors) -> list[Tensor]:
     """Run the plan of a pass, which the layout keeps."""
     key = make, type(carrier), shape, scale, *(x is None for x in tensors)
-    plan = layout.derived(key, lambda: make(shape, scale, layout, carrier, *tensors))
+    plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
     return plan.run(carrier, *(x for x in tensors if x is not None))
 
 
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, scale, initial, handle, first_token=None,
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ticket, scale, initial, handle, first_token=None,
                    zigzag=False):  # fmt: skip
     return *(torch.empty_like(x) for x in (v, q, k, g)), _zeros(q, v, cu_seqlens, initial)
 

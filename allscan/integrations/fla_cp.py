@@ -206,7 +206,7 @@ def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
     middle = [Piece(begin, end, 0, 0, 0)]
     layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
     kind = 1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None
-    return layout.derived(kind, lambda: StatePass(comm, layout, *kind))
+    return layout.derived(kind, lambda: StatePass(comm, layout.tables(), *kind))
 
 
 def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:

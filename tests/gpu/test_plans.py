@@ -42,14 +42,15 @@ def leaves(device, dtype=torch.bfloat16, T=300, H=4, K=64, V=128, off=0):
     return found
 
 
-def step(comm, tensors, cu_seqlens=None, final=True):
+def step(comm, tensors, cu_seqlens=None, layout="contiguous"):
     """Of zeco_gla: (o, final state, gradients); and of an allscan and a halo of what it returned."""
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     H, K, V = tensors[0].shape[2], tensors[0].shape[3], tensors[2].shape[3]
     initial = torch.ones(sequences, H, K, V, device=comm.device).requires_grad_()
     o, state = allscan.zeco_gla(
-        *tensors, comm=comm, initial_state=initial, output_final_state=final, cu_seqlens=cu_seqlens
+        *tensors, comm=comm, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens, layout=layout
     )
+    o *= 2.0  # may be changed in place
     prev = allscan.allscan(state[0], state[0, ..., 0].sigmoid(), comm=comm)
     before = allscan.halo(o, 3, comm=comm)
     loss = o.float().sum() + state.sum() + prev.sum() + before.float().sum()
@@ -63,17 +64,17 @@ def same(found, expected):
 def through_triton_case(group):
     with allscan.Communicator(group) as comm:
         for dtype in (torch.bfloat16, torch.float32):
-            for bounds in (None, [0, 100, 100, comm.size * 300]):
+            for given in ((None,), ([0, 100, 100, comm.size * 300],), (None, "zigzag")):
                 tensors, names = leaves(comm.device, dtype), []
-                step(comm, tensors, bounds)
-                found = step(comm, tensors, bounds)  # with what the first call has compiled
+                step(comm, tensors, *given)
+                found = step(comm, tensors, *given)  # with what the first call has compiled
                 with launch_hook(names):
-                    same(step(comm, tensors, bounds), found)
+                    same(step(comm, tensors, *given), found)
                 kernels = {name for name in names if name.endswith("_kernel")}
                 wanted = {"keys_kernel", "scan_kernel", "grad_kernel", "carry_kernel", "final_kernel", "da_kernel"}
                 assert wanted - {"final_kernel"} <= kernels, kernels
                 assert len(names) >= 18
-                same(step(comm, tensors, bounds), found)
+                same(step(comm, tensors, *given), found)
         comm.barrier()
 
 
@@ -123,6 +124,30 @@ def reused_memory_case(group):
 @pytest.mark.parametrize("size", [2])
 def test_memory_is_not_given_back_too_early(run, size):
     run(size, reused_memory_case)
+
+
+def new_plans_case(group):
+    """Each call with other boundaries, so that its plan is new, on one of two streams that nobody joins."""
+    with allscan.Communicator(group) as comm:
+        tensors, total = leaves(comm.device), comm.size * 300
+        cuts = [[0, n, total - n, total] for n in range(10, 40)]
+        expected = [step(comm, tensors, cut) for cut in cuts]
+        torch.cuda.synchronize()
+        with allscan.Communicator(group) as other:  # which has no plans yet
+            streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+            for i, cut in enumerate(cuts):
+                with torch.cuda.stream(streams[i % 2]):
+                    found.append(step(other, tensors, cut))
+            torch.cuda.synchronize()
+            for a, b in zip(found, expected, strict=True):
+                same(a, b)
+            other.barrier()
+        comm.barrier()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_new_plans_on_streams_that_are_not_joined(run, size):
+    run(size, new_plans_case)
 
 
 def profiled_case(group):
