@@ -71,10 +71,9 @@ def test_a_layout_goes_with_what_is_derived_of_it():
     gc.disable()
     try:
         layout = Layout([Piece(0, 10, 0, 0, 3)], 1, 64, "cpu")
-        tables = layout.tables()
-        layout.derived("launches", lambda: types.SimpleNamespace(layout=tables))
+        layout.derived("launches", lambda tables=layout.tables(): types.SimpleNamespace(layout=tables))
         gone = weakref.ref(layout)
-        del layout, tables
+        del layout
         assert gone() is None
     finally:
         gc.enable()
