@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import types
 import weakref
@@ -71,7 +72,7 @@ def test_a_layout_goes_with_what_is_derived_of_it():
     gc.disable()
     try:
         layout = Layout([Piece(0, 10, 0, 0, 3)], 1, 64, "cpu")
-        layout.derived("launches", lambda tables=layout.tables(): types.SimpleNamespace(layout=tables))
+        layout.derived("launches", functools.partial(types.SimpleNamespace, layout=layout.tables()))
         gone = weakref.ref(layout)
         del layout
         assert gone() is None
