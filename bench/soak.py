@@ -515,8 +515,16 @@ def memory_is_checked(options) -> bool:
     return options.steps >= 2 * FILLED
 
 
+def furthest(apart, name) -> str:
+    """The median of ``apart`` and the largest four, with what ``name`` gives for their places."""
+    order = sorted(range(len(apart)), key=lambda i: -apart[i])
+    return f"median {apart[order[len(order) // 2]]:.0e}, {', '.join(f'{name(i)} {apart[i]:.1e}' for i in order[:4])}"
+
+
 def summary(options, expected, answers) -> str:
     found = answers[0]
+    by_step = furthest([difference([a], [b]) for a, b in zip(found["losses"], expected[0])], lambda i: f"step {i}")
+    by_checkpoint = furthest(expected[2], lambda i: f"after {(i + 1) * options.checkpoint_every}")
     errors = sum((answer["errors"] for answer in answers), collections.Counter())
     skipped = sum(answer["skipped"] for answer in answers)
     raised = ", ".join(f"{count} {name}" for name, count in sorted(errors.items()))
@@ -527,7 +535,8 @@ def summary(options, expected, answers) -> str:
         f"{options.steps / found['seconds']:.1f} steps/s; {skipped} batches skipped ({raised}), {found['resyncs']} "
         f"resyncs, {found['checkpoints']} checkpoints, 1 resumed, {len(found['validations'])} validations; losses "
         f"{sum(found['losses'][:10]) / 10:.3f} to {sum(found['losses'][-10:]) / 10:.3f}, at most {worst:.1e} from one "
-        f"rank's, parameters {max(expected[2]):.1e}; the GPU's memory since step {warm_steps(options)}: {memory}"
+        f"rank's, parameters {max(expected[2]):.1e}; the GPU's memory since step {warm_steps(options)}: {memory}\n"
+        f"  losses by step: {by_step}; parameters by checkpoint: {by_checkpoint}"
     )
 
 
