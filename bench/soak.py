@@ -58,6 +58,8 @@ from allscan.tools.ranks import Ranks, on_first
 
 # What the victim of a step does. "before": skips the batch, and waits for the verdict. "next": skips it, and goes on
 # with another one. "argument": its last layer calls zeco_gla with a wrong dtype. "backward": raises in its backward.
+# In the last two all layers are computed again in backward: there the last rank, which waits for nobody in a reverse scan,
+# waits for the victim, and finds out in the same step.
 FAULTS = ("before", "next", "argument", "backward")
 KINDS = ("whole", "packed", "first_token", "first_token")  # of batches, equally often
 TAPS = 2  # tokens before its own that a short convolution sees
@@ -108,7 +110,7 @@ def plan(options, step, salt="") -> Plan:
     return Plan(
         step=step, kind=kind, lengths=(0, *inner, total) if kind != "whole" else (0, total), cuts=(0, *cuts, total),
         on_device=chance.random() < 0.5, again=tuple(
-            i for i in range(options.layers) if chance.random() < 0.5 or fault == "argument"
+            i for i in range(options.layers) if chance.random() < 0.5 or fault in ("argument", "backward")
         ),
         late=(chance.randrange(options.ranks), options.late * chance.random() * (chance.random() < 0.2)),
         fault=fault, victim=(number + number // len(FAULTS)) % options.ranks,

@@ -166,3 +166,26 @@ def profiled_case(group):
 def test_profilers_name_the_kernels(run, size):
     for names in run(size, profiled_case):
         assert {"keys_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
+
+
+def many_calls_case(group, dtype, D, calls):
+    """How many calls of zeco_gla, forward and backward, differ in a bit from the first with the same boundaries, which
+    come back after all others."""
+    with allscan.Communicator(group) as comm:
+        tensors, total = leaves(comm.device, dtype, T=1024, K=D, V=D), comm.size * 1024
+        cuts = [None, *([0, n, 2 * n, total] for n in range(100, 400))]  # more than a communicator keeps
+        first, different = {}, torch.zeros((), dtype=torch.int64, device=comm.device)
+        for i in range(calls):
+            cut = i // 2 % len(cuts)  # twice in a row: of a new plan, and of one that has run
+            o, _ = allscan.zeco_gla(*tensors, comm=comm, cu_seqlens=cuts[cut], first_token=comm.rank * 1024)
+            found = [o.detach(), *torch.autograd.grad(o.square().sum(), tensors)]
+            sums = torch.stack([x.double().sum() for x in found] + [x.double().square().sum() for x in found])
+            different += (first.setdefault(cut, sums) != sums).any()
+        comm.barrier()
+        return int(different)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype, D", [(torch.float32, 64), (torch.bfloat16, 128)])
+def test_3000_calls_give_the_same_bits(run, size, dtype, D):
+    assert run(size, many_calls_case, dtype, D, 3000) == [0] * size
