@@ -58,8 +58,8 @@ from allscan.tools.ranks import Ranks, on_first
 
 # What the victim of a step does. "before": skips the batch, and waits for the verdict. "next": skips it, and goes on
 # with another one. "argument": its last layer calls zeco_gla with a wrong dtype. "backward": raises in its backward.
-# In the last two all layers are computed again in backward: there the last rank, which waits for nobody in a reverse scan,
-# waits for the victim, and finds out in the same step.
+# In the last two all layers are computed again in backward: there the last rank, which waits for nobody in a reverse
+# scan, waits for the victim, and finds out in the same step.
 FAULTS = ("before", "next", "argument", "backward")
 KINDS = ("whole", "packed", "first_token", "first_token")  # of batches, equally often
 TAPS = 2  # tokens before its own that a short convolution sees
