@@ -165,8 +165,8 @@ def compiled_launches(most_spilled=None):
 
 
 @pytest.mark.parametrize(
-    "K, V, dtype", [(128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (64, 128, torch.float16),
-                    (32, 32, torch.bfloat16), (512, 16, torch.float32)],
+    "K, V, dtype", [(64, 64, torch.float32), (128, 128, torch.bfloat16), (256, 256, torch.bfloat16),
+                    (64, 128, torch.float16), (32, 32, torch.bfloat16), (512, 16, torch.float32)],
 )  # fmt: skip
 def test_gla_kernels(K, V, dtype, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
