@@ -19,6 +19,17 @@ CUTS = {
 }
 
 
+def same_with_late_ranks(comm, whole, mine):
+    """Ours, of four calls before which one rank or another waits."""
+    first = None
+    for epoch in range(4):
+        late(epoch, comm.rank, 20)
+        ours = whole.ours(comm, mine)
+        first = first or ours
+        assert all(torch.equal(a, b) for a, b in zip(ours, first)), "not the same bits again"
+    return ours
+
+
 def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
     """(error of ours, of fla's chunk_kda on the whole) by tensor, of this rank's part."""
     import_fla()
@@ -31,12 +42,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
         expected = of_rank(whole.reference(), comm, tokens, lengths, sequences)
         theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
         theirs = of_rank(theirs, comm, tokens, lengths, sequences)
-        first = None
-        for epoch in range(4):
-            late(epoch, comm.rank, 20)
-            ours = whole.ours(comm, mine)
-            first = first or ours
-            assert all(torch.equal(a, b) for a, b in zip(ours, first)), "not the same bits again"
+        ours = same_with_late_ranks(comm, whole, mine)
         errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
         return {name: (errors[0][name], errors[1][name]) for name in NAMES}
 
@@ -71,12 +77,7 @@ def gated_case(group, tokens, kind, dtype, cuts):
         with torch.no_grad():
             theirs = [*chunk_gated_delta_rule(*whole.tensors(), **given), *expected[2:]]
         theirs = [*of_rank(theirs, comm, tokens, lengths, sequences)[:2], *expected[2:]]
-        first = None
-        for epoch in range(4):
-            late(epoch, comm.rank, 20)
-            ours = whole.ours(comm, mine)
-            first = first or ours
-            assert all(torch.equal(a, b) for a, b in zip(ours, first)), "not the same bits again"
+        ours = same_with_late_ranks(comm, whole, mine)
         return [relative_all(NAMES, x, expected) for x in (ours, theirs)]
 
 
