@@ -16,7 +16,7 @@ import triton.language as tl
 from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, share_memory, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
-from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
+from .launching import Launch, bits_of, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan, Run
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
@@ -347,11 +347,8 @@ class AllScan:
     def _at(self, launch: Launch, tensors: tuple, channel: Channel) -> Any:
         """launch(*tensors, channel), without asking for the channel's addresses again."""
         addresses, ticket = [x.data_ptr() for x in tensors], channel.ticket.data_ptr()
-        bits = ticket
-        for address in addresses:
-            bits |= address
         found = self._addresses.get((id(channel.info), channel.ADJOINT.value))
-        if found is None or not launch.takes(bits):
+        if found is None or not launch.takes(bits_of(addresses) | ticket):
             return launch(*tensors, channel)
         before, behind = found
         addresses.append((*before, ticket, *behind))

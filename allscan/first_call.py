@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
+import torch
+
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
@@ -68,6 +70,36 @@ def get_or_create_scan(
         scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas)
     remember_agreement(comm, shape, agree)
     return scans[key]
+
+
+def check_once(
+    comm: Communicator,
+    signature: Hashable,
+    shape,
+    agree,
+    check: Callable[[], None],
+    g: torch.Tensor,
+    prepare: Callable[..., object],
+) -> None:
+    """All checks of an operator with gates ``g``, and the first call, at the first call with this ``signature``.
+
+    shape, agree: as for :func:`get_or_create_scan`, which ``prepare(shape, agree, problem, at_first=)`` calls; None
+    where the arguments have no such shape. ``check()`` raises TypeError or ValueError for arguments that are wrong on
+    this rank. Gates are looked at, which waits for the GPU, at the first call with shape and agree.
+    """
+    known = cached_on(comm, "signatures of operators")
+    if signature in known:
+        return
+    problem, positive = None, False
+    try:
+        check()
+        positive = not agreed(comm, shape, agree) and bool((g > 0).any())
+        if positive:
+            raise ValueError(f"g must be at most 0, got {g.max().item():g}")
+    except (TypeError, ValueError) as error:
+        problem = Problem(error)
+    prepare(shape, agree, problem, at_first=positive)
+    known[signature] = True
 
 
 def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T_:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -91,13 +92,13 @@ class Launch:
             if self.takes(bits):
                 return self.at(addresses)
         compiled = self.kernel[self.grid](*args, **self.fixed)
-        if not self.ready and hasattr(compiled, "run") and not _addresses(args)[1] & 15:
+        if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled, len(args))
         return compiled
 
     def takes(self, bits: int) -> bool:
         """Whether ``at`` may be called now, with addresses of which ``bits`` are set in any."""
-        return self.ready and not bits & 15 and not hooked()
+        return self.ready and aligned(bits) and not hooked()
 
     def _keep(self, compiled: Any, count: int) -> None:
         """For ``at``, a kernel that was compiled for ``count`` addresses, multiples of 16 bytes."""
@@ -124,28 +125,30 @@ def _not_compiled(addresses: Sequence) -> Any:
 
 
 def _addresses(args: tuple) -> tuple[list, int]:
-    """(what the compiled kernel takes in place of ``args``, all addresses or-ed)."""
+    """(what the compiled kernel takes in place of ``args``, the bits that are set in any address)."""
     found: list = []
     bits = 0
     for x in args:
-        if isinstance(x, Tensor):
-            address = x.data_ptr()
-            bits |= address
-            found.append(address)
-        else:
-            addresses, of_channel = channel_addresses(x)
-            bits |= of_channel
-            found.append(addresses)
+        address, of_x = channel_addresses(x) if isinstance(x, Channel) else (x.data_ptr(), x.data_ptr())
+        found.append(address)
+        bits |= of_x
     return found, bits
 
 
 def channel_addresses(channel: Channel) -> tuple[tuple, int]:
-    """(what a compiled kernel takes in place of ``channel``, all addresses or-ed)."""
+    """(what a compiled kernel takes in place of ``channel``, the bits that are set in any address)."""
     addresses = [word.data_ptr() for word in channel[:NUM_POINTERS]]
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return (*addresses, *channel[NUM_POINTERS:]), bits
+    return (*addresses, *channel[NUM_POINTERS:]), bits_of(addresses)
+
+
+def bits_of(addresses: Iterable[int]) -> int:
+    """The bits that are set in any address."""
+    return functools.reduce(operator.or_, addresses, 0)
+
+
+def aligned(bits: int) -> bool:
+    """Whether addresses of which ``bits`` are set in any are multiples of 16, as compiled kernels take them."""
+    return not bits & 15
 
 
 def hooked() -> bool:

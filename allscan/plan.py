@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launching import Launch, hooked
+from .launching import Launch, aligned, bits_of, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 64  # words
@@ -62,11 +62,11 @@ class Plan:
         self._given += 1
         return self._buffer(self._given, 0, tuple(like.shape), like.dtype)
 
-    def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
+    def part(self, whole: Buffer, offset: int, *shape: int) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on. Two parts have the same elements or none in
         common: where buffers are tensors of their own, so are parts of an empty one."""
         self.divided.add(whole.number)
-        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
+        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, whole.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
         """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""
@@ -162,10 +162,7 @@ class Run:
         self.outputs: list[Tensor] = []
         self.addresses: list[int] | None = None  # of the buffers; None where they are tensors
         addresses = [x.data_ptr() for x in given]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        if bits & 15 or not plan.ready() or hooked():
+        if not aligned(bits_of(addresses)) or not plan.ready() or hooked():
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
                 if buffer.memory in (LONG, SHORT) and buffer.number not in plan.divided:
                     self.tensor(buffer.number)
@@ -189,9 +186,8 @@ class Run:
             found = self._tensors.get((memory, offset))
             if found is None:
                 found = self._tensors[memory, offset] = self._given[0].new_empty(shape, dtype=dtype)
-            return (
-                found if found.shape == shape else found.view(shape)
-            )  # torch forbids changes to outputs that are views
+            # an output as it is: of a view, torch forbids its caller changes in place
+            return found if found.shape == shape else found.view(shape)
         else:
             whole = self._memory[memory]
         whole = whole if dtype == whole.dtype else whole.view(dtype)

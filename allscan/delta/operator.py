@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag
+from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
-from ..first_call import agreed, find_layout
+from ..first_call import check_once, find_layout
 from ..operators import Operator, refuse_second_derivative
 from ..order import TICKETS, pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
@@ -238,20 +239,17 @@ def _segment_length(v) -> int:
 
 def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag):
     """The Layout, after all checks."""
-    shape = agree = problem = None
-    positive = False
-    try:
-        if q.ndim == v.ndim == 4:
-            shape = _carried_shape(q, v)
-            given = initial_state is None, cu_seqlens is None, first_token is None
-            agree = (rule, q.shape[0], q.shape[2], str(q.dtype), *given, zigzag)
+    shape = agree = None
+    are_none = initial_state is None, cu_seqlens is None, first_token is None
+    if q.ndim == v.ndim == 4:
+        shape, agree = _carried_shape(q, v), (rule, q.shape[0], q.shape[2], str(q.dtype), *are_none, zigzag)
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    signature = rule, signature_of(q, k, v, g, beta, initial_state), sequences, are_none, zigzag
+
+    def check():
         _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
-        positive = not agreed(comm, shape, agree) and bool((g > 0).any())
-        if positive:
-            raise ValueError(f"g must be at most 0, got {g.max().item():g}")
-    except (TypeError, ValueError) as error:
-        problem = Problem(error)
-    prepare(comm, shape, agree, problem, positive)
+
+    check_once(comm, signature, shape, agree, check, g, partial(prepare, comm))
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
-from ..communicator import Communicator, cached_on
+from ..communicator import Communicator
 from ..errors import Problem
-from ..first_call import agreed, find_layout
+from ..first_call import check_once, find_layout
 from ..operators import Operator, refuse_second_derivative
 from ..order import TICKETS, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS
@@ -146,28 +146,17 @@ def _state_shape(q, v, cu_seqlens):
 
 def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
     """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
-    comm = carrier.comm
+    comm, shape, agree = carrier.comm, None, None
+    are_none = initial_state is None, cu_seqlens is None, first_token is None
+    if q.ndim == v.ndim == 4:
+        shape, agree = _carried_shape(q, v), ("zeco_gla", q.shape[0], str(q.dtype), *are_none, zigzag)
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    given = sequences, first_token is None, zigzag, type(carrier)
-    signature = *signature_of(q, k, v, g, initial_state), *given
-    known = cached_on(comm, "signatures of zeco_gla")
-    if signature in known:
-        return
-    shape = agree = problem = None
-    positive = False
-    try:
-        if q.ndim == v.ndim == 4:
-            shape = _carried_shape(q, v)
-            are_none = initial_state is None, cu_seqlens is None, first_token is None
-            agree = ("zeco_gla", q.shape[0], str(q.dtype), *are_none, zigzag)
+    signature = "zeco_gla", signature_of(q, k, v, g, initial_state), sequences, are_none, zigzag, type(carrier)
+
+    def check():
         _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
-        positive = not agreed(comm, shape, agree) and bool((g > 0).any())
-        if positive:
-            raise ValueError(f"g must be at most 0, got {g.max().item():g}")
-    except (TypeError, ValueError) as error:
-        problem = Problem(error)
-    carrier.prepare(shape, agree, problem, at_first=positive)
-    known[signature] = True
+
+    check_once(comm, signature, shape, agree, check, g, carrier.prepare)
 
 
 def _shape(q, v, g, cu_seqlens, zigzag) -> Shape:
