@@ -209,12 +209,17 @@ class AllScan:
 
     def _launch(self, kernel: Any, reverse: bool, call: Callable[[], Any]) -> None:
         """``call()``, which launches ``kernel`` and returns it as it was compiled."""
+        self._before_launch(kernel, reverse)
+        self._after_launch(call())
+
+    def _before_launch(self, kernel: Any, reverse: bool) -> None:
         if self._closed:
             raise RuntimeError("this AllScan is closed")
         self.comm.before_launch(lambda: self._description(kernel, reverse))
         if self.dropped[reverse]:
             self._look_for_backwards(reverse)
-        compiled = call()
+
+    def _after_launch(self, compiled: Any) -> None:
         if self.comm.device.type == "cpu":
             self.comm.check()  # the interpreter has run the kernel by now
         else:
@@ -366,12 +371,12 @@ class AllScan:
         def step(run: Run) -> None:
             if run.addresses is None:
                 *tensors, number = (run.tensor(n) for n in numbers)
-                self._launch(launch.kernel, reverse, lambda: launch(*tensors, _with_ticket(channel, number)))
+                self._after_launch(launch(*tensors, _with_ticket(channel, number)))
             else:
                 *places, place = those(run.addresses)
-                self._launch(launch.kernel, reverse, lambda: launch.at((*places, (*before, place, *behind))))
+                self._after_launch(launch.at((*places, (*before, place, *behind))))
 
-        plan.step(step, launch)
+        plan.step(step, launch, lambda: self._before_launch(launch.kernel, reverse))
 
     def _make_launch(
         self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool, has_initial: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 from triton import knobs
 
 from .bindings import nvshmem_module
+from .bindings.cuda_driver import set_shared_memory_carveout
 from .shmem_kernels.channel import Channel
 from .streams import current_stream_of
 
@@ -54,10 +54,7 @@ def prefer_shared_memory_carveout(function: int) -> None:
 
     function: handle of the CUDA function. Raises RuntimeError for a CUDA error.
     """
-    carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-    error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), carveout, 100)
-    if error:
-        raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
+    set_shared_memory_carveout(function, 100)
 
 
 NUM_POINTERS = Channel._fields.index("num_tiles")  # fields of a channel that are addresses; the others are constants

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .graphs import Graphs
 from .launching import Launch, aligned, bits_of, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
@@ -41,8 +42,9 @@ class Plan:
         [y] = plan.run(None, x)
 
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is two allocations, the
-    addresses in them, and launches; the second allocation is given back by :meth:`free_short`. In the interpreter, and
-    where a :class:`Launch` has to go through Triton, every buffer is a tensor of its own.
+    addresses in them, and launches; the second allocation is given back by :meth:`free_short`. Launches between two
+    changes of memory are one CUDA graph where the same addresses have come before, see :class:`allscan.graphs.Graphs`.
+    In the interpreter, and where a :class:`Launch` has to go through Triton, every buffer is a tensor of its own.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class Plan:
         self._ready = False
         self._given = OUTPUT
         self._launches: list[Launch] = []
-        self._steps: list[Callable[[Run], None]] = []
+        self._steps: list[Callable[[Run], None]] = []  # changes of memory, and of what is between two of them a Part
 
     def given(self, like: Tensor) -> Buffer:
         """The next tensor of a run."""
@@ -105,27 +107,38 @@ class Plan:
 
         self.step(step, launch)
 
-    def step(self, step: Callable[[Run], None], launch: Launch) -> None:
+    def step(self, step: Callable[[Run], None], launch: Launch, check: Callable[[], None] | None = None) -> None:
         """A step of another kind, which launches ``launch``: with ``run.addresses[buffer.number]`` or, where these are
-        None, with ``run.tensor(buffer.number)``."""
+        None, with ``run.tensor(buffer.number)``. ``check()``, before the launches of each run, may raise."""
         self._launches.append(launch)
-        self._steps.append(step)
+        part = self._part()
+        part.steps.append(step)
+        part.launches += 1
+        part.checks += [] if check is None else [check]
 
     def call(self, function: Callable[..., None], *buffers: Buffer) -> None:
         """``function(context, *tensors)``, with the context of the run."""
         numbers = [x.number for x in buffers]
-        self._steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
+        self._part().steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
+        self._part().only_launches = False
+
+    def _part(self) -> Part:
+        if not (self._steps and isinstance(self._steps[-1], Part)):
+            self._steps.append(Part())
+        part = self._steps[-1]
+        assert isinstance(part, Part)
+        return part
 
     @contextmanager
     def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it."""
-        self._steps.append(lambda run: run.enter(stream(run.context)))
+        self._part().steps.append(lambda run: run.enter(stream(run.context)))
         yield
-        self._steps.append(lambda run: run.leave())
+        self._part().steps.append(lambda run: run.leave())
 
     def join(self) -> None:
         """From here on the current stream has what was recorded beside it."""
-        self._steps.append(lambda run: run.join())
+        self._part().steps.append(lambda run: run.join())
 
     def free_short(self) -> None:
         """Give the memory of short-lived buffers back."""
@@ -135,12 +148,8 @@ class Plan:
         """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step
         raise, what runs beside is joined first: it uses memory that is given back now."""
         run = Run(self, context, given)
-        try:
-            for step in self._steps:
-                step(run)
-        except BaseException as error:
-            run.abandon(error)
-            raise
+        for step in self._steps:
+            step(run)
         return run.outputs
 
     def ready(self) -> bool:
@@ -149,6 +158,33 @@ class Plan:
             self._ready = True
             self.table_addresses = [x.data_ptr() for x in reversed(self.tables)]
         return self._ready
+
+
+class Part:
+    """Steps of a plan with no change of memory between them: launches, and on which stream they are."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[Run], None]] = []
+        self.checks: list[Callable[[], None]] = []
+        self.launches = 0
+        self.only_launches = True
+        self._graphs = Graphs()
+
+    def __call__(self, run: Run) -> None:
+        for check in self.checks:
+            check()
+        if run.addresses is not None and self.only_launches and self.launches > 2:
+            self._graphs.launch(tuple(run.places), self._launch, run)
+        else:
+            self._launch(run)
+
+    def _launch(self, run: Run) -> None:
+        try:
+            for step in self.steps:
+                step(run)
+        except BaseException as error:
+            run.abandon(error)
+            raise
 
 
 class Run:
@@ -170,7 +206,8 @@ class Run:
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
         own = [0 if x is None else x.data_ptr() for x in self._memory]
-        memories = [*own, 0, *addresses, *plan.table_addresses]
+        self.places = [*own, 0, *addresses]  # where memories are; behind them outputs. Tables are in all runs the same
+        memories = [*self.places, *plan.table_addresses]
         self.addresses = [memories[i] + offset for i, offset in plan.places]
 
     def tensor(self, number: int) -> Tensor:
@@ -199,6 +236,7 @@ class Run:
         self.outputs.append(out)
         if self.addresses is not None:
             self.addresses[buffer.number] = out.data_ptr()
+            self.places.append(out.data_ptr())
 
     def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
         self._join = beside.__enter__()
@@ -223,7 +261,8 @@ class Run:
 
     def abandon(self, error: BaseException) -> None:
         """After an error in a step."""
-        if self._beside is not None:
-            self._beside.__exit__(type(error), error, error.__traceback__)
-        if self._join is not None:
-            self._join()
+        beside, join, self._beside, self._join = self._beside, self._join, None, None
+        if beside is not None:
+            beside.__exit__(type(error), error, error.__traceback__)
+        if join is not None:
+            join()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from .bindings import cuda_driver
 
 # Handle of the current stream of the GPU with a number; torch's own way makes an object, which takes 30 times as long.
 current_stream_of: Callable[[int], int] = getattr(
@@ -86,8 +89,16 @@ class Streams:
     def own(self) -> torch.cuda.Stream:
         """The communicator's own stream."""
         if self._side is None:
-            self._side = torch.cuda.Stream(self.device, priority=-1)
+            self._side = private_stream(self.device, -1)
         return self._side
+
+
+def private_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream that no other code is given: what another thread launches is not captured with ours."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.ExternalStream(cuda_driver.new_stream(priority), device)
+    weakref.finalize(stream, cuda_driver.destroy_stream, stream.cuda_stream)
+    return stream
 
 
 def _nothing() -> None:

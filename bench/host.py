@@ -2,7 +2,7 @@
 
     python -m bench.host                 # 2 GPUs; writes bench/results/host.csv; fla's rows need fla
 
-No CUDA graphs. ``host_us``: how long CALLS calls in a row keep the host, after the GPU has ended all before them, a
+No CUDA graphs, but for one row that says so. ``host_us``: how long CALLS calls in a row keep the host, after the GPU has ended all before them, a
 call; few enough for the GPU's queue to take them. ``total_us``: until the GPU has ended them, too. Medians over
 SAMPLES, of the slowest rank, methods in turns whose order is drawn anew each time. ``over_nccl``: host_us over that of
 ``all_gather_into_tensor`` of the same state, since hosts differ. Without two GPUs every method is called once on 2 CPU
@@ -81,6 +81,14 @@ def operators(comm, T, heads, width) -> dict:
     return found
 
 
+def captured(call):
+    """A replay of ``call`` as one CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    return lambda: (graph.replay(), kept)
+
+
 def _small(comm):
     return () if comm.device.type == "cuda" else (torch.float32,)
 
@@ -112,6 +120,9 @@ def point(T: int | None, heads: int = H, width: int = D) -> dict:
             run_backward(held)
         if comm.device.type == "cpu":
             return dict.fromkeys(calls, (0.0, 0.0))
+        if T is not None:
+            ours = "zeco_gla, forward+backward"
+            calls[f"{ours}, CUDA graph"] = captured(calls[ours])
         times: dict = {name: [] for name in calls}
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):

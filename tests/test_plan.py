@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from allscan import graphs
 from allscan.launching import Launch
 from allscan.packing import Layout, Piece
 from allscan.plan import Plan
@@ -105,6 +106,54 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
         with pytest.raises(ArithmeticError, match="here"):
             plan.run("here", torch.zeros(8))
         assert seen == [("begin", "here"), "end", "join"]
+
+
+class Recorded:
+    """In place of the driver's captures: what was launched inside is launched again."""
+
+    def __init__(self, stream):
+        self.again = []
+
+    def __enter__(self):
+        Recorded.now = self
+        return self
+
+    def __exit__(self, *error):
+        Recorded.now = None
+
+    def launch(self, stream):
+        for key in self.again:
+            launched.append((key, "graph"))
+
+
+launched: list = []
+
+
+def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
+    for name, value in dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(graphs, "Capture", Recorded)
+    monkeypatch.setattr(graphs, "current_stream_of", lambda device: 0)
+    monkeypatch.setattr(graphs, "_capture_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(graphs, "KEPT", 3)
+    Recorded.now = None
+
+    def launches(key):
+        (launched if Recorded.now is None else Recorded.now.again).append(key if Recorded.now else (key, "launched"))
+
+    def runs(*keys):
+        launched.clear()
+        for key in keys:
+            some.launch((key,), launches, key)
+        return [how for _, how in launched]
+
+    some = graphs.Graphs()
+    assert runs("a", "b", "a", "a", "b") == ["launched", "launched", "graph", "graph", "graph"]
+    assert runs("c", "d", "b") == ["launched", "launched", "graph"]  # of three that are kept a was the oldest
+    assert runs("a", "a", "d") == ["launched", "graph", "graph"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert runs("a", "d") == ["launched", "launched"]
 
 
 def a_launch_in_the_interpreter(group):

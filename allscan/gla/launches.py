@@ -3,7 +3,9 @@ gla_bwd.py."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from typing import Any
 
 import torch
 
@@ -33,8 +35,9 @@ CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
 
 
-class Shape(NamedTuple):
-    """Of a call: what its plans depend on, besides where its sequences begin."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shape:
+    """Of a call: what its plans depend on, besides where its sequences begin. See :func:`shape_of`."""
 
     B: int
     T: int
@@ -47,7 +50,7 @@ class Shape(NamedTuple):
     device: str
     zigzag: bool
 
-    @property
+    @functools.cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
         return segment_length(self.B * self.T, self.H, self.device == "cuda")
@@ -57,6 +60,7 @@ class Shape(NamedTuple):
         """How many travel."""
         return 2 * self.B if self.zigzag else self.B
 
+    @functools.cached_property
     def kept(self) -> tuple[int, int, int]:
         """Words of what backward takes from forward: of the states that enter each segment, with as many segments as
         there may be; their gates; the state that enters this rank."""
@@ -65,6 +69,9 @@ class Shape(NamedTuple):
         words = segments * rows * self.V, segments * rows, self.states * rows * self.V
         states, gates, prev = (n + -n % 64 for n in words)  # at multiples of 256 bytes
         return states, gates, prev
+
+
+shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that it is quick to look up
 
 
 class GLAPlan(Plan):
@@ -221,7 +228,7 @@ class GLAPlan(Plan):
 
     def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer]:
         """(states, gates, prev) of what backward takes from forward: see Shape.kept."""
-        segments, (states, gates, _) = self.layout.num_segments, self.shape.kept()
+        segments, (states, gates, _) = self.layout.num_segments, self.shape.kept
         return (
             self.part(kept, 0, segments, self.H, self.K, self.V),
             self.part(kept, states, segments, self.H, self.K),
@@ -235,12 +242,12 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
     q, k, v, g, initial, final, kept, ticket = given
     states, gates, prev = plan.kept_parts(kept)
+    o = plan.output(v)
     k_out, gate, strong = plan.keys(k, g)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
     q_in, a = plan.queries(q, k, g, gate, strong)
     plan.join_carry()
-    o = plan.output(v)
     plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o))
     return plan
 
@@ -250,7 +257,8 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
     q, k, v, g, do, dfinal, dinitial, kept, ticket = given
-    entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept())))
+    entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept)))
+    dv = plan.output(v)
     k_out, gate, strong = plan.keys(k, g)
     q_in, a = plan.queries(q, k, g, gate, strong)
     sums = plan.segment_states(q_in, do, gate, dstates)
@@ -258,7 +266,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     states, chunk_dstates = plan.chunk_states(k_out, v, gate, entering)
     of_scores = plan.score_gradients(v, do)
     plan.join_carry()
-    dv, through = plan.output(v), plan.empty(*plan.by_chunks, plan.NT, plan.K)
+    through = plan.empty(*plan.by_chunks, plan.NT, plan.K)
     chunks = states, chunk_dstates, through
     plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
     plan.free_short()  # k_out, q_in, a

@@ -16,7 +16,7 @@ from ..order import TICKETS, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
-from .launches import Shape, backward_plan, forward_plan
+from .launches import Shape, backward_plan, forward_plan, shape_of
 
 
 def zeco_gla(
@@ -159,9 +159,9 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag
     check_once(comm, signature, shape, agree, check, g, carrier.prepare)
 
 
-def _shape(q, v, g, cu_seqlens, zigzag) -> Shape:
+def _shape(q, v, g, cu_seqlens, zigzag, made=shape_of) -> Shape:
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return Shape(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, q.device.type, zigzag)
+    return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, q.device.type, zigzag)
 
 
 def _forward(
@@ -181,7 +181,7 @@ def _forward(
 
 def _made(q, v, cu_seqlens, final, shape):
     """(final_state or nothing, and uninitialised, for backward: Shape.kept, tickets)."""
-    kept, tickets = q.new_empty(sum(shape.kept()), dtype=torch.float32), q.new_empty(TICKETS, dtype=torch.int64)
+    kept, tickets = q.new_empty(sum(shape.kept), dtype=torch.float32), q.new_empty(TICKETS, dtype=torch.int64)
     return _zeros(q, v, cu_seqlens, final), kept, tickets
 
 
@@ -193,7 +193,7 @@ def _zeros(q, v, cu_seqlens, wanted):
 
 
 def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
-    return torch.empty_like(v), *_made(q, v, cu_seqlens, final, _shape(q, v, g, cu_seqlens, zigzag))
+    return torch.empty_like(v), *_made(q, v, cu_seqlens, final, _shape(q, v, g, cu_seqlens, zigzag, Shape))
 
 
 def _backward(

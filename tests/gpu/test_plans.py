@@ -10,6 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 
 import allscan
+from allscan.communicator import cached_on
+from allscan.graphs import Graphs
+from allscan.plan import Part
 from support.values import relative
 
 pytestmark = pytest.mark.gpu
@@ -149,11 +152,56 @@ def test_new_plans_on_streams_that_are_not_joined(run, size):
     run(size, new_plans_case)
 
 
+def graphs_of(comm):
+    """The graphs of all plans that ``comm`` keeps."""
+    plans = [plan for layout, _ in cached_on(comm, "tables").values() for plan in layout._derived.values()]
+    parts = [part for plan in plans for part in plan._steps if isinstance(part, Part)]
+    return [graph for part in parts for graph in part._graphs._known.values() if graph is not None]
+
+
+def graphs_case(group):
+    """Launched as a graph: nothing else, with the same bits, also in a graph of the caller's and after an error."""
+    with allscan.Communicator(group) as comm:
+        tensors = leaves(comm.device)
+        expected = step(comm, tensors)
+        for _ in range(12):
+            same(step(comm, tensors), expected)
+        made = graphs_of(comm)
+        assert len(made) >= 2
+        step(comm, tensors)  # no captures any more: whatever is launched is in a graph of the caller's
+        graph = torch.cuda.CUDAGraph()
+        comm.barrier()
+        with torch.cuda.graph(graph):
+            captured = step(comm, tensors)
+        for _ in range(3):
+            graph.replay()
+        same(captured, expected)
+        same(step(comm, tensors), expected)
+
+        def fails():
+            torch.cuda._sleep(10)
+            raise ArithmeticError("in a capture")
+
+        graphs = Graphs()
+        graphs.launch((1,), lambda: None)
+        with pytest.raises(ArithmeticError):
+            graphs.launch((1,), fails)
+        assert not torch.cuda.is_current_stream_capturing()
+        same(step(comm, tensors), expected)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_comes_again_is_a_graph(run, size):
+    run(size, graphs_case)
+
+
 def profiled_case(group):
     with allscan.Communicator(group) as comm:
         tensors = leaves(comm.device)
-        for _ in range(2):
+        for _ in range(12):
             step(comm, tensors)
+        assert graphs_of(comm)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step(comm, tensors)
             torch.cuda.synchronize()

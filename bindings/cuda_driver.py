@@ -1,0 +1,77 @@
+"""The CUDA driver, through ctypes: what torch and Triton have no function for.
+
+Streams of one's own, and graphs that are captured whatever other threads do meanwhile and launched for a microsecond of
+Python. Handles are integers. Every function raises RuntimeError with the driver's number for an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_int, c_ulonglong, c_void_p
+from typing import Any
+
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    error = getattr(_library(), name)(*args)
+    if error:
+        raise RuntimeError(f"{name}: CUDA error {error}")
+
+
+def set_shared_memory_carveout(function: int, percent: int) -> None:
+    """How a multiprocessor divides its memory into cache and shared memory for a CUDA function."""
+    _call("cuFuncSetAttribute", c_void_p(function), SHARED_MEMORY_CARVEOUT, percent)
+
+
+def new_stream(priority: int = 0) -> int:
+    """A stream of the current device that nothing else is launched on: torch's come from a pool, and may be shared."""
+    stream = c_void_p()
+    _call("cuStreamCreateWithPriority", byref(stream), NON_BLOCKING, c_int(priority))
+    assert stream.value is not None
+    return stream.value
+
+
+def destroy_stream(stream: int) -> None:
+    """Once it has done what it was given. Without an error, since the driver may be gone at the interpreter's end."""
+    _library().cuStreamDestroy_v2(c_void_p(stream))
+
+
+class Capture:
+    """``with Capture(stream) as captured: ...`` holds back what is launched on ``stream``, and on streams that are put
+    behind it and joined to it again; then ``captured.launch(stream)`` launches it as one graph."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream, self._executable = c_void_p(stream), c_void_p()
+
+    def __enter__(self) -> Capture:
+        _call("cuStreamBeginCapture_v2", self._stream, RELAXED)
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        graph = c_void_p()
+        error = _library().cuStreamEndCapture(self._stream, byref(graph))
+        if kind is None:
+            if error:
+                raise RuntimeError(f"cuStreamEndCapture: CUDA error {error}")
+            _call("cuGraphInstantiateWithFlags", byref(self._executable), graph, c_ulonglong(0))
+            self._launch = _library().cuGraphLaunch
+        if graph:
+            _call("cuGraphDestroy", graph)
+
+    def launch(self, stream: int) -> None:
+        error = self._launch(self._executable, c_void_p(stream))
+        if error:
+            raise RuntimeError(f"cuGraphLaunch: CUDA error {error}")
+
+    def __del__(self) -> None:
+        if self._executable:  # what still runs of it goes on
+            _library().cuGraphExecDestroy(self._executable)
