@@ -116,11 +116,12 @@ class Plan:
         part.launches += 1
         part.checks += [] if check is None else [check]
 
-    def call(self, function: Callable[..., None], *buffers: Buffer) -> None:
-        """``function(context, *tensors)``, with the context of the run."""
+    def call(self, function: Callable[..., None], *buffers: Buffer, only_launches: bool = False) -> None:
+        """``function(context, *tensors)``, with the context of the run. ``only_launches``: a CUDA graph of what it
+        launches does the same again."""
         numbers = [x.number for x in buffers]
         self._part().steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
-        self._part().only_launches = False
+        self._part().only_launches &= only_launches
 
     def _part(self) -> Part:
         if not (self._steps and isinstance(self._steps[-1], Part)):

@@ -2,7 +2,8 @@
 
     python -m bench.host                 # 2 GPUs; writes bench/results/host.csv; fla's rows need fla
 
-No CUDA graphs, but for one row that says so. ``host_us``: how long CALLS calls in a row keep the host, after the GPU has ended all before them, a
+No CUDA graphs of the caller's, but for one row that says so; beside them what torch takes for an autograd.Function that
+launches nothing. ``host_us``: how long CALLS calls in a row keep the host, after the GPU has ended all before them, a
 call; few enough for the GPU's queue to take them. ``total_us``: until the GPU has ended them, too. Medians over
 SAMPLES, of the slowest rank, methods in turns whose order is drawn anew each time. ``over_nccl``: host_us over that of
 ``all_gather_into_tensor`` of the same state, since hosts differ. Without two GPUs every method is called once on 2 CPU
@@ -30,6 +31,7 @@ TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 H, D = 16, 128
 SAMPLES, CALLS = 30, 10
 NCCL = "NCCL all_gather_into_tensor"
+NOTHING = "autograd.Function of nothing, forward+backward"
 COLUMNS = ("method", "T", "H", "D", "ranks", "host_us", "total_us", "over_nccl", "gpu", "torch", "triton", "sources")
 
 
@@ -43,6 +45,16 @@ def collectives(comm, heads, width, held: list) -> dict:
     def with_gradients():
         held.append(allscan.allscan(leaf, decay, comm=comm))
 
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            ctx.save_for_backward(*given)
+            return given[0].view_as(given[0])
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout, None
+
     def asynchronous():
         return allscan.allscan(state, decay, comm=comm, async_op=True).wait()
 
@@ -52,6 +64,7 @@ def collectives(comm, heads, width, held: list) -> dict:
         "allscan, no gradients": lambda: allscan.allscan(state, decay, comm=comm),
         "allscan, async_op": asynchronous,
         "allscan, forward with gradients": with_gradients,
+        NOTHING: lambda: torch.autograd.grad(Nothing.apply(leaf, decay), leaf, state),
         "halo": lambda: allscan.halo(tokens, 3, comm=comm),
     }
 
@@ -155,7 +168,7 @@ def main() -> int:
                 nccl = host if name == NCCL else nccl
                 row = dict(method=name, T=T or "", H=H, D=D, ranks=2, host_us=host, total_us=total)
                 table.write(row | dict(over_nccl=host / nccl))
-                print(f"{name:34} T={T or '-':<6} host {host:8.1f} us  total {total:8.1f}  {host / nccl:6.2f} x NCCL",
+                print(f"{name:50} T={T or '-':<6} host {host:8.1f} us  total {total:8.1f}  {host / nccl:6.2f} x NCCL",
                       flush=True)  # fmt: skip
     print(f"wrote {arguments.csv}")
     return 0

@@ -71,8 +71,10 @@ class AllScanCarrier:
         return self.comm.streams.side()
 
     def record(self, plan, state, decay, out, ticket, reverse, zigzag):
-        if zigzag or self.comm.size == 1:
+        if zigzag:
             record_call(plan, state, decay, out, ticket, reverse, zigzag)
+        elif self.comm.size == 1:
+            plan.call(lambda _, x: x.zero_(), out, only_launches=True)
         else:
             self._scan(state.shape).record(plan, state, decay, out, ticket, reverse)
 
@@ -80,15 +82,13 @@ class AllScanCarrier:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
 
     def carry(self, state, decay, out, *, ticket, reverse, zigzag):
-        scan = self._scan(state.shape)
-        if zigzag:
-            order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
-            states, decays = (tuple(x[:, i].flatten(0, 1) for i in order) for x in (state, decay))
-            found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
-            for i, x in zip(order, found, strict=True):
-                out[:, i] = x.unflatten(0, (out.shape[0], -1))
-        else:
-            out.zero_()  # on one rank
+        assert zigzag  # else record() has something quicker
+        scan, order = self._scan(state.shape), (1, 0) if reverse else (0, 1)
+        # backward, second halves go from the first rank to the last
+        states, decays = (tuple(x[:, i].flatten(0, 1) for i in order) for x in (state, decay))
+        found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
+        for i, x in zip(order, found, strict=True):
+            out[:, i] = x.unflatten(0, (out.shape[0], -1))
 
     def pending(self, shape, zigzag):
         return pending_backwards(self.prepare(shape), zigzag)
