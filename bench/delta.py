@@ -13,8 +13,8 @@ Calls from Python, in turns whose order is drawn anew each time; a time is the m
 row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
 method is checked first against fla on one rank with the whole sequence, at an eighth of the tokens, and proven
 afterwards by the kernels of one more call (torch's profiler; column ``proof``, of rank 0). fla chooses its
-configurations at the first shape, T=16,384, which many processes compile first; the other shapes use what it chose,
-unless its keys contain the shape. The backward of Gated DeltaNet is left out, which fla refuses on Hopper with this
+configurations at the first shape, which many processes compile first; the other shapes use what it chose, unless its
+keys contain the shape. The backward of Gated DeltaNet is left out, which fla refuses on Hopper with this
 Triton.
 """
 
@@ -322,19 +322,24 @@ def compile_ahead(rules, H: int) -> None:
             pool.starmap(compile_share, [(share, count, rule, H) for share in range(count)], chunksize=1)
 
 
+def _shape(text: str) -> tuple[int, int]:
+    T, H = text.split(",")
+    return int(T), int(H)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
     parser.add_argument("--rules", nargs="+", default=["kda"], choices=RULES)
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES, from the first")
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=SHAPES, help="such as 16384,32: tokens a rank, heads")
     parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')
     parser.add_argument("--csv", default=results("delta.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     if gpus:
-        compile_ahead(arguments.rules, SHAPES[0][1])
-        for T, H in SHAPES[: arguments.shapes]:
+        compile_ahead(arguments.rules, arguments.shapes[0][1])
+        for T, H in arguments.shapes:
             times = passes(T, H)
             faster = sum(t for n, t in times.items() if "fla" in n) / sum(t for n, t in times.items() if "ours" in n)
             print(f"between the chunks, one rank, T={T} H={H}, us:", {n: round(t, 1) for n, t in times.items()},
@@ -345,7 +350,7 @@ def main() -> int:
     counts = arguments.ranks or sorted({2, gpus})
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for rule in arguments.rules:
-            for T, H in SHAPES[: arguments.shapes]:
+            for T, H in arguments.shapes:
                 for kind in arguments.gates:
                     for count in counts:
                         for backward in (False, True)[: 1 + (rule == "kda")]:  # fla refuses the other's on Hopper
