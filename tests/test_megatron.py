@@ -78,6 +78,7 @@ def without_a_gpu():
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm import mamba_mixer
     from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.tensor_parallel import random
     from megatron.core.utils import GlobalMemoryBuffer
 
     import_fla()
@@ -91,6 +92,8 @@ def without_a_gpu():
             (mamba_mixer, "ExtendedRMSNorm", GatedNorm),
             (mamba_mixer, "mamba_chunk_scan_combined", chunk_scan),
             (hybrid_block, "TENorm", Norm),
+            (random, "_get_all_rng_states", tuple),
+            (random, "_set_all_rng_states", lambda: None),
             (parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
@@ -157,6 +160,10 @@ def model(spec, cp=None, tp=None, **more):
     return made
 
 
+def mixers(made):
+    return made.decoder.layers[0].mixer, made.decoder.layers[1].self_attention
+
+
 def gradients(made):
     return {name: p.grad for name, p in made.named_parameters()}
 
@@ -185,12 +192,12 @@ def called(made, embedded, labels, packed=None):
     return logits[0], losses
 
 
-def model_case(group, layout, tokens, lengths, options, mixers):
+def model_case(group, layout, tokens, lengths, options, params):
     """Relative errors of logits, loss, the input's gradient and each parameter's."""
     from allscan.integrations.megatron import sequence_parallel
 
     with without_a_gpu(), allscan.Communicator(group) as comm:
-        spec, total = specification(**mixers), sum(tokens)
+        spec, total = specification(**params), sum(tokens)
         whole = model(spec, **options)
         for module in whole.modules():
             if not options.get("deterministic_mode", True) and hasattr(module, "gated_delta_rule"):
@@ -225,11 +232,12 @@ def model_case(group, layout, tokens, lengths, options, mixers):
         return errors
 
 
+RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, mamba_num_groups=1)
 
 
 @pytest.mark.parametrize(
-    "layout, tokens, lengths, options, mixers",
+    "layout, tokens, lengths, options, params",
     [
         ("zigzag", [16, 16], None, {}, {}),
         ("zigzag", [12] * 4, None, FEW, {}),  # more ranks than heads
@@ -242,14 +250,15 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
         ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
         ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
         ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
+        ("zigzag", [16, 16], None, RECOMPUTED, {}),
         ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
         ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
         ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
         ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], dict(deterministic_mode=False), {}),
     ],
 )
-def test_a_model(run, layout, tokens, lengths, options, mixers):
-    for errors in run(len(tokens), model_case, layout, tokens, lengths, options, mixers):
+def test_a_model(run, layout, tokens, lengths, options, params):
+    for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params):
         assert len(errors) > 20 and max(errors.values()) < 2e-5, errors
 
 
@@ -407,9 +416,8 @@ def bfloat16_case(group, layout):
         mine = placed(comm, [16] * comm.size, [0, 16 * comm.size], layout)
         answers = []
         for made, given in ((exact, x.float()), (whole, x), (own, x[mine])):
-            mixers = made.decoder.layers[0].mixer, made.decoder.layers[1].self_attention
             with torch.no_grad():
-                answers.append([mixer(given, *[None] * i)[0] for i, mixer in enumerate(mixers)])
+                answers.append([mixer(given, *[None] * i)[0] for i, mixer in enumerate(mixers(made))])
         return [relative(c, a[mine]) / relative(b[mine], a[mine]) for a, b, c in zip(*answers, strict=True)]
 
 
@@ -442,8 +450,7 @@ def refusals_case(group):
             (x[:7], {}),
         ]
         answers = []
-        for mixer, mask in ((made.decoder.layers[0].mixer, {}), (made.decoder.layers[1].self_attention, dict(
-                attention_mask=None))):  # fmt: skip
+        for mixer, mask in zip(mixers(made), ({}, dict(attention_mask=None)), strict=True):
             for given, options in bad:
                 answers.append(raised(mixer, given, **mask, **options))
                 comm.resync()
@@ -453,8 +460,8 @@ def refusals_case(group):
             config = configuration(context_parallel_size=comm.size)
             for name, value in options.items():
                 setattr(config, name, value)
-            kind, groups = type(made.decoder.layers[1].self_attention), mock.Mock(cp=group)
-            built.append(raised(kind, config, None, pg_collection=groups, comm=comm))
+            kind = type(mixers(made)[1])
+            built.append(raised(kind, config, None, pg_collection=mock.Mock(cp=group), comm=comm))
         return answers, built, made(None, None, None, decoder_input=x).isfinite().all()
 
 
@@ -500,11 +507,13 @@ def one_case(group):
     with without_a_gpu():
         spec, x = specification(), torch.randn(16, 2, WIDTH)
         alone, whole = model(megatron.sequence_parallel(spec)), model(spec)
-        assert alone.decoder.layers[0].mixer.comm is None
+        assert [mixer.comm for mixer in mixers(alone)] == [None, None]
         equal = torch.equal(*(made(None, None, None, decoder_input=x) for made in (alone, whole)))
         made = model(megatron.sequence_parallel(spec), group)
-        comms = {made.decoder.layers[0].mixer.comm, made.decoder.layers[1].self_attention.comm}
-        (comm,) = comms
+        for own, other in zip(mixers(made), mixers(whole), strict=True):
+            kept, others = (m.sharded_state_dict("m.", (), dict(dp_cp_group=group)) for m in (own, other))
+            assert len(kept) > 5 and [x.key for x in kept.values()] == [x.key for x in others.values()]
+        (comm,) = {mixer.comm for mixer in mixers(made)}
         size = comm.size
         comm.close()
         return equal, size
