@@ -46,7 +46,7 @@ def sequence_parallel(
     per_document: of packed sequences in the zigzag layout: whether each of them is cut, as Megatron does by default
         and its attention wants it, or the row of all (its use_per_sequence_balancing).
     comm: the ranks of context parallelism in their order; by default one for each process group, made with the first
-        mixer of it, which is collective on the host.
+        mixer of it, which is collective on the host; the first of a job over all of its ranks (:func:`allscan.init`).
 
     Parameters, their names and checkpoints are those of Megatron's mixers. With one rank of context parallelism the
     mixers are Megatron's own. With more, each rank has all heads: their number, and that of groups, does not bound the
@@ -61,15 +61,15 @@ def sequence_parallel(
     row may have any length.
 
     Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made
-    with CUDA graphs, recomputation of "gdn_norm_out" or hybrid context parallelism; when called
-    for inference, with a group of their own for a batch, or with packed sequences that do not fit.
+    with CUDA graphs, recomputation of "gdn_norm_out" or hybrid context parallelism; when called for inference, for a
+    batch with a group of its own, or with packed sequences that do not fit.
     """
     is_zigzag(layout)
     mixers = {GatedDeltaNet: AllScanGatedDeltaNet, MambaMixer: AllScanMambaMixer}
     params, found = dict(layout=layout, per_document=per_document, comm=comm), []
 
     def replaced(x):
-        if isinstance(x, list | tuple) and type(x) in (list, tuple):
+        if type(x) in (list, tuple):
             return type(x)(replaced(y) for y in x)
         if isinstance(x, type):
             found.append(x in mixers)
@@ -179,9 +179,9 @@ class _Mixer:
 
 def _check(config, groups, comm):
     problems = {
-        "hybrid context parallelism": getattr(config, "hybrid_context_parallel", False),
-        "CUDA graphs of Megatron": getattr(config, "cuda_graph_impl", "none") != "none",
-        "recomputation of gdn_norm_out": "gdn_norm_out" in (getattr(config, "recompute_modules", None) or ()),
+        "hybrid context parallelism": config.hybrid_context_parallel,
+        "CUDA graphs of Megatron": config.cuda_graph_impl != "none",
+        "recomputation of gdn_norm_out": "gdn_norm_out" in (config.recompute_modules or ()),
     }
     if any(problems.values()):
         names = ", ".join(name for name, there in problems.items() if there)
@@ -198,7 +198,12 @@ def _communicator(group):
 
 def _over(parts, function, *tensors):
     """function(part, its tokens of the tensors [B, T, ...]), one part behind the other."""
-    return torch.cat([function(part, *(t[:, part.start : part.end] for t in tensors)) for part in parts], 1)
+    return _joined([function(part, *(t[:, part.start : part.end] for t in tensors)) for part in parts])
+
+
+def _joined(parts):
+    """[B, T, ...] one behind the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _convolution(conv, n):
@@ -210,9 +215,9 @@ def _convolution(conv, n):
             before[some[0]] = found
         rows = [row for pair in zip(before, part.split(x), strict=True) for row in pair]
         y = conv(torch.cat(rows, 1))
-        return torch.cat(y.split([row.shape[1] for row in rows], 1)[1::2], 1)
+        return _joined(y.split([row.shape[1] for row in rows], 1)[1::2])
 
-    return convolved if n else lambda part, x: conv(x)
+    return convolved
 
 
 def _rule(operator):
@@ -250,7 +255,7 @@ def _rule(operator):
             if wide[some[0]]:
                 added = torch.einsum("bthk,bhkv->bthv", o[..., V:].float(), prev)
                 outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-        return Using.apply(torch.cat(outputs, 1), *prevs)
+        return Using.apply(_joined(outputs), *prevs)
 
     return fla if operator is chunk_gated_delta_rule else other
 
