@@ -48,9 +48,12 @@ class GatedNorm(torch.nn.Module):
 
 def chunk_scan(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, seq_idx=None,
-    return_final_states=False, initial_states=None,
+    return_final_states=False, initial_states=None, state_dtype=None,
 ):  # fmt: skip
     """In place of mamba_ssm's mamba_chunk_scan_combined: the recurrence in float64, token by token."""
+    from megatron.core.ssm import mamba_mixer
+
+    assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE
     parts = []
     for i in range(len(x)):
         cuts = [0, x.shape[1]]
@@ -94,10 +97,17 @@ def without_a_gpu():
             (hybrid_block, "TENorm", Norm),
             (random, "_get_all_rng_states", tuple),
             (random, "_set_all_rng_states", lambda: None),
+            (
+                random,
+                "FP8GlobalStateManager",
+                mock.Mock(is_fp8_enabled=lambda: False),
+            ),  # of Transformer Engine, as the next two
+            (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
+            (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
             (parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()),
         ):
-            stack.enter_context(mock.patch.object(where, name, value))
-        stack.enter_context(torch._dynamo.config.patch(disable=True))
+            stack.enter_context(mock.patch.object(where, name, value, create=where is random))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -233,6 +243,8 @@ def model_case(group, layout, tokens, lengths, options, params):
 
 
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+NORM_RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["gdn_norm_out"],
+                       experimental_attention_variant="gated_delta_net", linear_attention_freq=2)  # fmt: skip
 FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, mamba_num_groups=1)
 
 
@@ -251,6 +263,7 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
         ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
         ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
         ("zigzag", [16, 16], None, RECOMPUTED, {}),
+        ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),
         ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
         ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
         ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
@@ -260,6 +273,26 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
 def test_a_model(run, layout, tokens, lengths, options, params):
     for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params):
         assert len(errors) > 20 and max(errors.values()) < 2e-5, errors
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+    """In place of causal_conv1d's."""
+    assert activation == "silu" and seq_idx is None
+    y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=len(weight))
+    return F.silu(y[..., : x.shape[2]])
+
+
+def packages_case(group):
+    from megatron.core.ssm import mamba_mixer
+
+    with mock.patch.object(mamba_mixer, "causal_conv1d_fn", causal_conv1d_fn):
+        with mock.patch.object(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", True):
+            return model_case(group, "zigzag", [16, 16], [0, 12, 32], {}, {})
+
+
+def test_with_causal_conv1d_and_a_dtype_of_states(run, size=2):
+    for errors in run(size, packages_case):
+        assert max(errors.values()) < 2e-5, errors
 
 
 def tensor_case(layout, sequence):
@@ -454,8 +487,7 @@ def refusals_case(group):
             for given, options in bad:
                 answers.append(raised(mixer, given, **mask, **options))
         built = []
-        for options in (dict(hybrid_context_parallel=True), dict(cuda_graph_impl="local"), dict(
-                recompute_granularity="selective", recompute_modules=["gdn_norm_out"])):  # fmt: skip
+        for options in (dict(hybrid_context_parallel=True), dict(cuda_graph_impl="local")):
             config = configuration(context_parallel_size=comm.size)
             for name, value in options.items():
                 setattr(config, name, value)
@@ -471,7 +503,7 @@ def test_what_is_refused(run, size=2):
         assert good
         for word, (kind, message) in zip(words * 2, answers, strict=True):
             assert kind == "ValueError" and word in message, (word, message)
-        for word, (kind, message) in zip(("hybrid", "CUDA graphs", "gdn_norm_out"), built, strict=True):
+        for word, (kind, message) in zip(("hybrid", "CUDA graphs"), built, strict=True):
             assert kind == "ValueError" and word in message, (word, message)
 
 

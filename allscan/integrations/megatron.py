@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from ..checks import is_zigzag
@@ -61,8 +63,8 @@ def sequence_parallel(
     row may have any length.
 
     Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made
-    with CUDA graphs, recomputation of "gdn_norm_out" or hybrid context parallelism; when called for inference, for a
-    batch with a group of its own, or with packed sequences that do not fit.
+    with CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own, or
+    with packed sequences that do not fit.
     """
     is_zigzag(layout)
     mixers = {GatedDeltaNet: AllScanGatedDeltaNet, MambaMixer: AllScanMambaMixer}
@@ -181,7 +183,6 @@ def _check(config, groups, comm):
     problems = {
         "hybrid context parallelism": config.hybrid_context_parallel,
         "CUDA graphs of Megatron": config.cuda_graph_impl != "none",
-        "recomputation of gdn_norm_out": "gdn_norm_out" in (config.recompute_modules or ()),
     }
     if any(problems.values()):
         names = ", ".join(name for name, there in problems.items() if there)
@@ -282,7 +283,13 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
         o = _over(parts, _rule(self.gated_delta_rule), q, k, v, g, beta)
-        return self.out_proj(self._gated_norm_and_a2a(o, gate, None, batch, T))  # on one rank, with no all-to-all
+        norm = functools.partial(self._gated_norm_and_a2a, thd_cp_a2a_inv=None, batch=batch, seq_len=T)  # of one rank
+        if not self.recompute_norm_out:
+            return self.out_proj(norm(o, gate))
+        self.norm_out_checkpoint = CheckpointWithoutOutput()
+        out, bias = self.out_proj(self.norm_out_checkpoint.checkpoint(norm, o, gate))
+        self.norm_out_checkpoint.discard_output_and_register_recompute(out)
+        return out, bias
 
     def _convolve(self, x):
         weight, bias = self.conv1d.weight, self.conv1d.bias
