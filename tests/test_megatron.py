@@ -97,11 +97,8 @@ def without_a_gpu():
             (hybrid_block, "TENorm", Norm),
             (random, "_get_all_rng_states", tuple),
             (random, "_set_all_rng_states", lambda: None),
-            (
-                random,
-                "FP8GlobalStateManager",
-                mock.Mock(is_fp8_enabled=lambda: False),
-            ),  # of Transformer Engine, as the next two
+            # of Transformer Engine
+            (random, "FP8GlobalStateManager", mock.Mock(is_fp8_enabled=lambda: False)),
             (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
             (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
             (parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()),
