@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 from itertools import pairwise
 from unittest import mock
 
@@ -18,8 +19,8 @@ from allscan.runtime import init
 from support.fla import import_fla
 from support.values import place, raised, relative
 
-pytest.importorskip("megatron.core", minversion="0.19", reason="needs megatron-core, which make test installs")
-pytest.importorskip("fla", reason="needs flash-linear-attention")
+if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # whose imports take seconds
+    pytest.skip("needs megatron-core, which make test installs, and fla", allow_module_level=True)
 pytestmark = pytest.mark.cpu  # Megatron's constructors want a GPU, which is taken from them here
 
 PRELOAD = ["allscan.integrations.megatron", "megatron.core.models.hybrid.hybrid_model"]
