@@ -29,6 +29,7 @@ setup(
         "cuda12": ["nvshmem4py-cu12>=0.3,<0.5", f"nvidia-nvshmem-cu12{NVSHMEM}", "cupy-cuda12x>=13.6"],
         "fla": ["flash-linear-attention>=0.6,<0.7"],
         "transformers": ["transformers>=5.23,<5.24"],
+        "megatron": ["megatron-core>=0.19,<0.20", "flash-linear-attention>=0.6,<0.7", "einops"],
         "bench": ["matplotlib"],
         # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that
         # PyTorch 2.11 brings along, because the tests count registers and stack (3.6: 128 bytes of stack)
@@ -43,6 +44,7 @@ setup(
             "nvidia-nvshmem-cu13==3.4.5",
             "flash-linear-attention==0.6.0",
             "transformers==5.23.0",
+            "megatron-core==0.19.2; python_version >= '3.12'",  # for earlier ones see the Makefile
         ],
     },
     entry_points={"console_scripts": ["allscan=allscan.tools.doctor:main"]},

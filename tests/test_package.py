@@ -33,7 +33,7 @@ delta.passes delta.chunks delta.operator delta
 ssd
 device reference zigzag
 __init__
-integrations integrations.softmax integrations.fla integrations.fla_cp integrations.transformers
+integrations integrations.softmax integrations.fla integrations.fla_cp integrations.transformers integrations.megatron
 tools tools.provenance tools.timing tools.ranks tools.doctor __main__
 """.split()
 

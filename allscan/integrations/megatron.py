@@ -1,0 +1,342 @@
+"""All-Scan in Megatron-core's context parallelism (tested with 0.19.2): Gated DeltaNet and Mamba2 mixers whose state
+travels, where Megatron's own turn heads into tokens by all-to-all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+
+from ..checks import is_zigzag
+from ..communicator import Communicator
+from ..delta import zeco_gated_delta_rule
+from ..first_call import partition_start
+from ..ops import allscan, halo
+from ..packing import boundaries_on_host, cut, zigzag_cut
+from ..shmem_kernels.gla_blocks import FIRST
+from ..ssd import Using, zeco_ssd
+from .softmax import refuse
+
+_communicators: dict[Any, Communicator] = {}  # by process group
+
+
+def sequence_parallel(
+    spec: Any, *, layout: str = "zigzag", per_document: bool = True, comm: Communicator | None = None
+) -> Any:
+    """A copy of a spec of Megatron-core in which Gated DeltaNet and Mamba2 mixers pass their state by All-Scan.
+
+        >>> spec = sequence_parallel(hybrid_stack_spec)                # megatron.core.models.hybrid.hybrid_layer_specs
+        >>> model = HybridModel(config, spec, ...)                     # with context_parallel_size > 1
+
+    spec: a ModuleSpec, or submodules, with GatedDeltaNet or MambaMixer anywhere in it. It is not changed.
+    layout: where a rank's tokens lie. "zigzag" is Megatron's own: chunks p and 2P - 1 - p of 2P, as its
+        get_batch_on_this_cp_rank cuts them. "contiguous" is for models without softmax attention: consecutive tokens
+        in rank order, their number may differ between ranks.
+    per_document: of packed sequences in the zigzag layout: whether each of them is cut, as Megatron does by default
+        and its attention wants it, or the row of all (its use_per_sequence_balancing).
+    comm: the ranks of context parallelism in their order; by default one for each process group, made with the first
+        mixer of it, which is collective on the host; the first of a job over all of its ranks (:func:`allscan.init`).
+
+    Parameters, their names and checkpoints are those of Megatron's mixers. With one rank of context parallelism the
+    mixers are Megatron's own. With more, each rank has all heads: their number, and that of groups, does not bound the
+    number of ranks. Gradients of parameters are of this rank's tokens, for Megatron to add up.
+
+    Operators are those that Megatron looks up: fla's gated delta rule as :func:`allscan.zeco_gated_delta_rule`, and any
+    other one around ``self.gated_delta_rule``; mamba_ssm's chunk scan in :func:`allscan.zeco_ssd`; short convolutions
+    of fla, causal_conv1d or torch, with the tokens before a cut by :func:`allscan.halo`.
+
+    Packed sequences (``packed_seq_params``, format "thd") have one scan for all, but one each where each is cut. Then
+    each is a multiple of 2P tokens, and its parts are no shorter than what a convolution looks back at. Sequences of a
+    row may have any length.
+
+    Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made
+    with CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own, or
+    with packed sequences that do not fit.
+    """
+    is_zigzag(layout)
+    mixers = {GatedDeltaNet: AllScanGatedDeltaNet, MambaMixer: AllScanMambaMixer}
+    params, found = dict(layout=layout, per_document=per_document, comm=comm), []
+
+    def replaced(x):
+        if type(x) in (list, tuple):
+            return type(x)(replaced(y) for y in x)
+        if isinstance(x, type):
+            found.append(x in mixers)
+            return ModuleSpec(mixers[x], params=params) if x in mixers else x
+        if not dataclasses.is_dataclass(x):
+            return x
+        if isinstance(x, ModuleSpec) and (kind := get_module(x)) in mixers:
+            found.append(True)
+            return dataclasses.replace(x, module=mixers[kind], params={**x.params, **params})
+        return dataclasses.replace(x, **{f.name: replaced(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
+
+    spec = replaced(spec)
+    if not any(found):
+        raise ValueError("no GatedDeltaNet or MambaMixer of Megatron-core in this spec")
+    return spec
+
+
+class _Alone:
+    """The group of one rank for Megatron's constructors: each rank has all heads."""
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+
+class _Piece(NamedTuple):
+    """Consecutive tokens of this rank that are of one sequence."""
+
+    tokens: int
+    half: int  # of the zigzag layout
+    entered: bool  # whether there are tokens of the sequence before
+
+
+class _Part(NamedTuple):
+    """Tokens start .. end - 1 of this rank that are cut over the ranks together: all, or those of one document."""
+
+    start: int
+    end: int
+    pieces: list[_Piece]
+    where: Mapping[str, Any]  # what operators are told
+
+    def split(self, x):
+        return x.split([piece.tokens for piece in self.pieces], 1)
+
+    def halves(self) -> list[list[int]]:
+        """The numbers of the pieces of each half, of all in the contiguous layout."""
+        numbers = range(self.pieces[-1].half + 1)
+        return [[i for i, piece in enumerate(self.pieces) if piece.half == half] for half in numbers]
+
+
+class _Mixer:
+    """What both have in common: which tokens they have, and refusals."""
+
+    comm: Communicator | None
+    zigzag: bool
+    per_document: bool
+    gathered: int  # over how many ranks of tensor parallelism the projection gathers tokens
+
+    def __init__(self, config, *arguments, pg_collection, layout="zigzag", per_document=True, comm=None, **options):
+        group, alone = pg_collection.cp, copy.copy(pg_collection)
+        zigzag = is_zigzag(layout)
+        if group.size() > 1:
+            _check(config, pg_collection, comm)
+            alone.cp = _Alone()
+        super().__init__(config, *arguments, pg_collection=alone, **options)
+        self.zigzag, self.per_document = zigzag, per_document
+        self.gathered = pg_collection.tp.size() if config.sequence_parallel else 1
+        self.comm = None if group.size() == 1 else comm or _communicator(group)
+
+    def _parts(self, hidden_states, context, packed, conv) -> list[_Part]:
+        """Of [T, B, ...]; conv: how far the convolution looks back."""
+        comm, batch, T = self.comm, hidden_states.shape[1], hidden_states.shape[0] * self.gathered
+        assert comm is not None
+        where: dict[str, Any] = dict(comm=comm, layout="zigzag" if self.zigzag else "contiguous")
+
+        def whole(T):
+            halves = [_Piece(T - T // 2, 0, comm.rank > 0), _Piece(T // 2, 1, True)]
+            return halves if self.zigzag else [_Piece(T, 0, comm.rank > 0)]
+
+        if context is not None or InferenceMode.is_active():
+            refuse(comm, "inference is not covered with context parallelism: use a model without")
+        if packed is None:
+            return [_Part(0, T, whole(T), where)]
+        lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        if packed.qkv_format != "thd" or lengths is None:
+            refuse(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
+        if packed.cp_group is not None or packed.local_cp_size is not None:
+            refuse(comm, "packed_seq_params with a context parallel group of their own are not covered")
+        if batch != 1:
+            refuse(comm, f"packed sequences must be in a batch of one, got {batch}")
+        numbers = boundaries_on_host(lengths)
+        first = partition_start(comm, numbers, T, zigzag=self.zigzag)
+        if not self.zigzag or not self.per_document:
+            where |= dict(cu_seqlens=lengths, first_token=first)
+            found = [p for p in (zigzag_cut if self.zigzag else cut)(numbers, first, T) if p.end > p.start]
+            pieces = [_Piece(p.end - p.start, p.state_index, not p.flags & FIRST.value) for p in found]
+            return [_Part(0, T, pieces, where)]
+        counts = [b - a for a, b in itertools.pairwise(numbers) if b > a]
+        if any(n % (2 * comm.size) or n // (2 * comm.size) < conv for n in counts):
+            wanted = f"multiples of {2 * comm.size}, at least {2 * comm.size * conv}"
+            refuse(comm, f"the tokens of packed sequences of which each is cut must be {wanted}, got {counts}")
+        ends = itertools.accumulate((n // comm.size for n in counts), initial=0)
+        return [_Part(a, b, whole(b - a), where) for a, b in itertools.pairwise(ends)]
+
+
+def _check(config, groups, comm):
+    problems = {
+        "hybrid context parallelism": config.hybrid_context_parallel,
+        "CUDA graphs of Megatron": config.cuda_graph_impl != "none",
+    }
+    if any(problems.values()):
+        names = ", ".join(name for name, there in problems.items() if there)
+        raise ValueError(f"not covered by allscan.integrations.megatron: {names}")
+    if comm is not None and comm.size != groups.cp.size():
+        raise ValueError(f"comm must be of the {groups.cp.size()} ranks of context parallelism, got {comm.size}")
+
+
+def _communicator(group):
+    if group not in _communicators or _communicators[group].closed:
+        _communicators[group] = Communicator(group)
+    return _communicators[group]
+
+
+def _over(parts, function, *tensors):
+    """function(part, its tokens of the tensors [B, T, ...]), one part behind the other."""
+    return _joined([function(part, *(t[:, part.start : part.end] for t in tensors)) for part in parts])
+
+
+def _joined(parts):
+    """[B, T, ...] one behind the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _convolution(conv, n):
+    """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins."""
+
+    def convolved(part, x):
+        before = [torch.zeros_like(x[:, :n])] * len(part.pieces)
+        for some, found in zip(part.halves(), halo(x, n, **part.where).split(n, 1), strict=True):
+            before[some[0]] = found
+        rows = [row for pair in zip(before, part.split(x), strict=True) for row in pair]
+        y = conv(torch.cat(rows, 1))
+        return _joined(y.split([row.shape[1] for row in rows], 1)[1::2])
+
+    return convolved
+
+
+def _rule(operator):
+    """The gated delta rule ``operator`` over the ranks. Outputs and last states are linear in values and first states
+    together: K columns of zeros behind the values, with the unit matrix for their first state, give how both depend on
+    it."""
+
+    def fla(part, q, k, v, g, beta):
+        return zeco_gated_delta_rule(q, k, v, g, beta, **part.where)[0]
+
+    def other(part, q, k, v, g, beta):
+        (batch, _, H, K), V, halves, pieces = q.shape, v.shape[-1], part.halves(), part.pieces
+        zeros = torch.zeros(batch, H, K, V + K, device=q.device)
+        unit = torch.cat([zeros[..., :V], torch.eye(K, device=q.device).expand(batch, H, K, K)], -1)
+        wide = [i in (some[0] for some in halves) and piece.entered for i, piece in enumerate(pieces)]
+        outputs, states = [], []
+        for more, *tensors in zip(wide, *(part.split(t) for t in (q, k, v, g, beta)), strict=True):
+            q, k, v, g, beta = tensors
+            o, state = operator(
+                q, k, F.pad(v, (0, K)) if more else v, g=g, beta=beta, initial_state=unit if more else None,
+                output_final_state=True, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+            )  # fmt: skip
+            outputs.append(o)
+            states.append(state.float())
+        left = [states[some[-1]][..., :V] for some in halves]
+        passes = [len(some) == 1 and wide[some[0]] for some in halves]  # of what enters, nothing passes an end
+        through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]
+        comm = part.where["comm"]
+        if len(halves) > 1:
+            prevs = allscan(tuple(left), comm=comm, transition=tuple(through), layout="zigzag")
+        else:
+            prevs = (allscan(left[0], comm=comm, transition=through[0]),)
+        for some, prev in zip(halves, prevs, strict=True):
+            o = outputs[some[0]]
+            if wide[some[0]]:
+                added = torch.einsum("bthk,bhkv->bthv", o[..., V:].float(), prev)
+                outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
+        return Using.apply(_joined(outputs), *prevs)
+
+    return fla if operator is chunk_gated_delta_rule else other
+
+
+class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
+    """Megatron-core's GatedDeltaNet; see :func:`sequence_parallel`."""
+
+    def forward(
+        self, hidden_states, attention_mask=None, inference_context=None, packed_seq_params=None,
+        sequence_len_offset=None, *, inference_params=None, **options,
+    ):  # fmt: skip
+        context = inference_context if inference_context is not None else inference_params
+        if self.comm is None:
+            return super().forward(
+                hidden_states, attention_mask, context, packed_seq_params, sequence_len_offset, **options
+            )
+        n = self.conv_kernel_dim - 1
+        parts = self._parts(hidden_states, context, packed_seq_params, n)
+        projected = self.in_proj(hidden_states)[0].transpose(0, 1)
+        batch, T = projected.shape[:2]
+        qkv, gate, beta, alpha = projected.split(self.feat_dim_split, -1)
+        qkv = _over(parts, _convolution(self._convolve, n), qkv)
+        gate = gate.unflatten(-1, (-1, self.value_head_dim))
+        q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
+        g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
+        o = _over(parts, _rule(self.gated_delta_rule), q, k, v, g, beta)
+        norm = functools.partial(self._gated_norm_and_a2a, thd_cp_a2a_inv=None, batch=batch, seq_len=T)  # of one rank
+        if not self.recompute_norm_out:
+            return self.out_proj(norm(o, gate))
+        self.norm_out_checkpoint = CheckpointWithoutOutput()
+        out, bias = self.out_proj(self.norm_out_checkpoint.checkpoint(norm, o, gate))
+        self.norm_out_checkpoint.discard_output_and_register_recompute(out)
+        return out, bias
+
+    def _convolve(self, x):
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        if self.config.deterministic_mode:
+            y = F.conv1d(x.mT, weight, bias, padding=self.conv1d.padding, groups=len(weight))
+            return self.act_fn(y[..., : x.shape[1]]).mT
+        return gdn.causal_conv1d(
+            x=x, weight=weight.squeeze(1), bias=bias, activation=self.activation, initial_state=None,
+            output_final_state=False, cu_seqlens=None,
+        )[0]  # fmt: skip
+
+
+class AllScanMambaMixer(_Mixer, MambaMixer):
+    """Megatron-core's MambaMixer; see :func:`sequence_parallel`."""
+
+    def forward(self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None):
+        context = inference_context if inference_context is not None else inference_params
+        if self.comm is None:
+            return super().forward(hidden_states, context, packed_seq_params=packed_seq_params)
+        n = self.d_conv - 1
+        parts = self._parts(hidden_states, context, packed_seq_params, n)
+        projected = self.in_proj(hidden_states)[0].transpose(0, 1)
+        inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+        z, xBC, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
+        x, B, C = _over(parts, _convolution(self._convolve, n), xBC).split([inner, states, states], -1)
+        x, z = (t.unflatten(-1, (-1, self.headdim)) for t in (x, z))
+        B, C = (t.unflatten(-1, (-1, self.d_state)) for t in (B, C))
+        tensors = (x, dt, B, C) if self.rmsnorm else (x, dt, B, C, z)
+        y = _over(parts, self._scan, *tensors).flatten(2).transpose(0, 1).contiguous()
+        return self.out_proj(self.norm(y, z.flatten(2).transpose(0, 1).contiguous()) if self.rmsnorm else y)
+
+    def _convolve(self, x):
+        if mamba_mixer.causal_conv1d_fn is None:
+            return self.act(self.cp.conv1d(x.mT)[..., : x.shape[1]]).mT
+        weight = self.conv1d_weight.squeeze(1)
+        return mamba_mixer.causal_conv1d_fn(
+            x=x.mT.contiguous(), weight=weight, bias=self.conv1d_bias, activation=self.activation, seq_idx=None
+        ).mT
+
+    def _scan(self, part, x, dt, B, C, z=None):
+        def chunk_scan(*arguments, **options):
+            if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
+                options["state_dtype"] = self.mamba_training_ssm_states_dtype
+            return mamba_mixer.mamba_chunk_scan_combined(*arguments, **options)
+
+        D = self.D.float().view(-1, self.headdim) if self.D_has_hdim else self.D
+        return zeco_ssd(
+            x, dt, -self.A_log.float().exp(), B, C, self.chunk_size, D=D, z=z, dt_bias=self.dt_bias, dt_softplus=True,
+            chunk_scan=chunk_scan, **part.where,
+        )  # fmt: skip

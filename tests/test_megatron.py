@@ -1,0 +1,556 @@
+"""Megatron-core's mixers in a model of its own, cut over the ranks, against the same model on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import allscan
+from allscan.reference import delta_reference, ssd_reference
+from allscan.runtime import init
+from support.fla import import_fla
+from support.values import place, raised, relative
+
+if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # whose imports take seconds
+    pytest.skip("needs megatron-core, which make test installs, and fla", allow_module_level=True)
+pytestmark = pytest.mark.cpu  # Megatron's constructors want a GPU, which is taken from them here
+
+PRELOAD = ["allscan.integrations.megatron", "megatron.core.models.hybrid.hybrid_model"]
+VOCABULARY, WIDTH = 37, 24
+
+
+class Norm(torch.nn.RMSNorm):
+    """In place of Transformer Engine's."""
+
+    def __init__(self, config, hidden_size, eps):
+        super().__init__(hidden_size, eps)
+
+
+class GatedNorm(torch.nn.Module):
+    """In place of mamba_ssm's RMSNorm, of which there is none without a GPU."""
+
+    def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
+        super().__init__()
+        self.weight, self.eps, self.group = torch.nn.Parameter(torch.ones(width, dtype=dtype)), eps, group_size
+        assert not norm_before_gate
+
+    def forward(self, x, z):
+        x = (x * F.silu(z)).unflatten(-1, (-1, self.group))
+        return (x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight
+
+
+def chunk_scan(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, seq_idx=None,
+    return_final_states=False, initial_states=None, state_dtype=None,
+):  # fmt: skip
+    """In place of mamba_ssm's mamba_chunk_scan_combined: the recurrence in float64, token by token."""
+    from megatron.core.ssm import mamba_mixer
+
+    assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE
+    parts = []
+    for i in range(len(x)):
+        cuts = [0, x.shape[1]]
+        if seq_idx is not None:
+            cuts[1:1] = (seq_idx[i].diff().nonzero()[:, 0] + 1).tolist()
+        tensors = dict(x=x, dt=dt, B=B, C=C) | ({} if z is None else dict(z=z))
+        tensors = {name: t[i : i + 1].double() for name, t in tensors.items()}
+        given = dict(A=A, D=D, dt_bias=dt_bias)
+        tensors |= {name: t.double() for name, t in given.items() if t is not None}
+        y, final = ssd_reference(**tensors, dt_softplus=dt_softplus, cu_seqlens=cuts)
+        parts.append((y.to(x.dtype), final[-1:].float()))
+    y, final = (torch.cat(some) for some in zip(*parts, strict=True))
+    return (y, final) if return_final_states else y
+
+
+def rule(q, k, v, g, beta, **_):
+    """In place of fla's chunk_gated_delta_rule on one rank: the recurrence in float64, token by token."""
+    return delta_reference(q, k, v, g, beta)[0].to(v.dtype), None
+
+
+@contextlib.contextmanager
+def without_a_gpu():
+    """Megatron-core as it runs here: no GPU's random numbers, nothing compiled, stand-ins for mamba_ssm."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.tensor_parallel import random
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    import_fla()
+    tracker = mock.Mock(fork=contextlib.nullcontext)
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (mamba_mixer, "get_cuda_rng_tracker", lambda: tracker),
+            (common, "get_cuda_rng_tracker", lambda: tracker),
+            (mamba_mixer, "HAVE_MAMBA_SSM", True),
+            (mamba_mixer, "ExtendedRMSNorm", GatedNorm),
+            (mamba_mixer, "mamba_chunk_scan_combined", chunk_scan),
+            (hybrid_block, "TENorm", Norm),
+            (random, "_get_all_rng_states", tuple),
+            (random, "_set_all_rng_states", lambda: None),
+            # of Transformer Engine
+            (random, "FP8GlobalStateManager", mock.Mock(is_fp8_enabled=lambda: False)),
+            (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
+            (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
+            (parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value, create=where is random))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def configuration(**more):
+    from megatron.core.transformer import TransformerConfig
+
+    options = dict(
+        num_layers=2, hidden_size=WIDTH, num_attention_heads=2, linear_conv_kernel_dim=4, linear_key_head_dim=8,
+        linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4, mamba_state_dim=10,
+        mamba_head_dim=6, mamba_num_heads=4, mamba_num_groups=2, use_mamba_mem_eff_path=False, deterministic_mode=True,
+        use_cpu_initialization=True, normalization="RMSNorm", activation_func=F.silu, hidden_dropout=0.0,
+        attention_dropout=0.0, add_bias_linear=False, bias_dropout_fusion=False,
+    )  # fmt: skip
+    return TransformerConfig(**options | more)
+
+
+def specification(gdn=(), mamba=()):
+    """hybrid_stack_spec without Transformer Engine and without softmax attention, which Megatron cuts with it only."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    linear = dict(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mamba = ModuleSpec(MambaMixer, dict(mamba), MambaMixerSubmodules(**linear))
+    gdn = ModuleSpec(GatedDeltaNet, dict(gdn), GatedDeltaNetSubmodules(out_norm=Norm, **linear))
+    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(
+            norm=Norm, mixer=mamba, mamba_bda=get_bias_dropout_add)),
+        gdn_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm, self_attention=gdn, self_attn_bda=get_bias_dropout_add)),
+    ))  # fmt: skip
+
+
+def model(spec, cp=None, tp=None, **more):
+    """A HybridModel of a Mamba2 and a Gated DeltaNet layer over these groups, random weights."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups, alone = ProcessGroupCollection(), dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for name in ("pp", "ep", "embd", "dp"):
+        setattr(groups, name, alone)
+    cp, groups.tp = cp or alone, tp or alone
+    groups.cp, groups.tp_cp, groups.dp_cp = cp, cp, cp
+    config = configuration(context_parallel_size=cp.size(), tensor_model_parallel_size=groups.tp.size(), **more)
+    made = HybridModel(config, spec, VOCABULARY + 1, 512, hybrid_layer_pattern="MG", pg_collection=groups)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-4, -1)  # states last over some ranks
+            elif name.endswith(("dt_bias", ".D", "bias")):
+                p.normal_()
+            else:
+                p.normal_(std=p.shape[-1] ** -0.5)
+    return made
+
+
+def mixers(made):
+    return made.decoder.layers[0].mixer, made.decoder.layers[1].self_attention
+
+
+def gradients(made):
+    return {name: p.grad for name, p in made.named_parameters()}
+
+
+def packing(lengths):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.tensor(lengths, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+
+
+def placed(comm, tokens, lengths, layout):
+    """Which tokens of the whole this rank has; zigzag: of each sequence, row: of all in zigzag."""
+    if layout != "zigzag":
+        return torch.arange(sum(tokens))[place(comm, tokens, layout == "row")]
+    parts = [a + place(comm, [(b - a) // comm.size] * comm.size, True) for a, b in pairwise(lengths)]
+    return torch.cat(parts)
+
+
+def called(made, embedded, labels, packed=None):
+    """(logits [T, B, vocabulary], which Megatron's loss writes into, loss of each token [B, T])."""
+    logits = []
+    with_logits = made.output_layer.register_forward_hook(lambda module, given, out: logits.append(out[0].clone()))
+    losses = made(None, None, None, decoder_input=embedded, labels=labels, packed_seq_params=packed)
+    with_logits.remove()
+    return logits[0], losses
+
+
+def model_case(group, layout, tokens, lengths, options, params):
+    """Relative errors of logits, loss, the input's gradient and each parameter's."""
+    from allscan.integrations.megatron import sequence_parallel
+
+    with without_a_gpu(), allscan.Communicator(group) as comm:
+        spec, total = specification(**params), sum(tokens)
+        whole = model(spec, **options)
+        for module in whole.modules():
+            if not options.get("deterministic_mode", True) and hasattr(module, "gated_delta_rule"):
+                module.gated_delta_rule = rule  # Triton's interpreter does not take fla's
+        batch = 1 if lengths else 2
+        torch.manual_seed(1)
+        embedded = torch.randn(total, batch, WIDTH, requires_grad=True)
+        labels = torch.randint(0, VOCABULARY, (batch, total))
+        ends = sorted(set(lengths or [0, total]))  # without the empty ones
+        answers = [called(whole, embedded[a:b], labels[:, a:b]) for a, b in pairwise(ends)]  # each sequence by itself
+        logits, losses = torch.cat([a[0] for a in answers]), torch.cat([a[1] for a in answers], 1)
+        losses.sum().backward()
+
+        how = dict(layout="zigzag", per_document=False) if layout == "row" else dict(layout=layout)
+        own = model(sequence_parallel(spec, comm=comm, **how), group, **options)
+        own.load_state_dict(whole.state_dict())
+        mine = placed(comm, tokens, ends, layout)
+        given = embedded.detach()[mine].requires_grad_()
+        own_logits, own_losses = called(own, given, labels[:, mine], lengths and packing(lengths))
+        share = own_losses.sum()
+        share.backward()
+        dist.all_reduce(share, group=group)
+        errors = {"logits": relative(own_logits, logits[mine]), "loss": relative(share, losses.sum()),
+                  "input": relative(given.grad, embedded.grad[mine])}  # fmt: skip
+        expected = gradients(whole)
+        for name, gradient in gradients(own).items():
+            if name.startswith("embedding"):
+                continue  # the input is given behind it
+            dist.all_reduce(gradient, group=group)
+            assert expected[name].any()
+            errors[name] = relative(gradient, expected[name])
+        return errors
+
+
+RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+NORM_RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["gdn_norm_out"],
+                       experimental_attention_variant="gated_delta_net", linear_attention_freq=2)  # fmt: skip
+FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, mamba_num_groups=1)
+
+
+@pytest.mark.parametrize(
+    "layout, tokens, lengths, options, params",
+    [
+        ("zigzag", [16, 16], None, {}, {}),
+        ("zigzag", [12] * 4, None, FEW, {}),  # more ranks than heads
+        ("contiguous", [17, 12], None, {}, {}),
+        ("contiguous", [6, 3, 11, 9], None, FEW, {}),
+        ("zigzag", [16, 16], [0, 12, 12, 32], {}, {}),
+        ("zigzag", [14] * 4, [0, 24, 56], FEW, {}),
+        ("row", [16, 16], [0, 1, 8, 17, 21, 32], {}, {}),
+        ("row", [10] * 4, [0, 4, 5, 14, 28, 29, 40], FEW, {}),
+        ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
+        ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
+        ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
+        ("zigzag", [16, 16], None, RECOMPUTED, {}),
+        ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),
+        ("zigzag", [16, 16], None, dict(deterministic_mode=False), {}),  # fla's operators
+        ("zigzag", [16, 16], [0, 12, 12, 32], dict(deterministic_mode=False), {}),
+        ("row", [16, 16], [0, 1, 8, 17, 21, 32], dict(deterministic_mode=False), {}),
+        ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], dict(deterministic_mode=False), {}),
+    ],
+)
+def test_a_model(run, layout, tokens, lengths, options, params):
+    for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params):
+        assert len(errors) > 20 and max(errors.values()) < 2e-5, errors
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+    """In place of causal_conv1d's."""
+    assert activation == "silu" and seq_idx is None
+    y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=len(weight))
+    return F.silu(y[..., : x.shape[2]])
+
+
+def packages_case(group):
+    from megatron.core.ssm import mamba_mixer
+
+    with mock.patch.object(mamba_mixer, "causal_conv1d_fn", causal_conv1d_fn):
+        with mock.patch.object(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", True):
+            return model_case(group, "zigzag", [16, 16], [0, 12, 32], {}, {})
+
+
+def test_with_causal_conv1d_and_a_dtype_of_states(run, size=2):
+    for errors in run(size, packages_case):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def tensor_case(layout, sequence):
+    """Tensor parallelism over ranks 0, 1 and 2, 3, context parallelism over 0, 2 and 1, 3; beside the former alone."""
+    from allscan.integrations.megatron import sequence_parallel
+
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp, cp = (group for group in groups if isinstance(group, dist.ProcessGroup))
+    init()
+    with without_a_gpu():
+        with allscan.Communicator(cp) as comm:
+            spec, options = specification(), dict(sequence_parallel=sequence)
+            whole = model(spec, tp=tp, **options)
+            own = model(sequence_parallel(spec, layout=layout, comm=comm), cp, tp, **options)
+            own.load_state_dict(whole.state_dict())
+            torch.manual_seed(1)
+            embedded, labels = torch.randn(32, 2, WIDTH), torch.randint(0, VOCABULARY, (2, 32))
+            mine = placed(comm, [16, 16], [0, 32], layout)
+
+            def run(made, where):
+                given = embedded[where]
+                given = given.chunk(2)[tp.rank()] if sequence else given
+                losses = called(made, given, labels[:, where])[1]
+                losses.sum().backward()
+                return losses.detach()
+
+            errors = {"loss": relative(run(own, mine), run(whole, torch.arange(32))[:, mine])}
+            for (name, p), other in zip(own.named_parameters(), whole.parameters(), strict=True):
+                if name.startswith("embedding"):
+                    continue
+                dist.all_reduce(p.grad, group=cp)
+                if not getattr(p, "tensor_model_parallel", False):  # of parameters that all ranks have alike
+                    dist.all_reduce(p.grad, group=tp)
+                    dist.all_reduce(other.grad, group=tp)
+                errors[name] = relative(p.grad, other.grad)
+            return errors
+
+
+@pytest.mark.parametrize("layout, sequence", [("zigzag", False), ("contiguous", True)])
+def test_with_tensor_parallelism(fresh, layout, sequence):
+    for errors in fresh(4).run(tensor_case, layout, sequence, timeout=60.0):
+        assert len(errors) > 18 and max(errors.values()) < 2e-5, errors
+
+
+def own_case(group):
+    """Relative difference to Megatron's own all-to-all of logits and parameters' gradients, and the bytes that a rank
+    sends, of each: tokens are cut by Megatron's own function."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from allscan.integrations.megatron import sequence_parallel
+
+    with without_a_gpu(), allscan.Communicator(group) as comm:
+        spec = specification()
+        torch.manual_seed(1)
+        batch = dict(tokens=torch.randint(0, VOCABULARY, (2, 16 * comm.size)))
+        batch["labels"] = batch["tokens"].roll(-1, 1)
+        mine = get_batch_on_this_cp_rank(batch | dict(cu_seqlens=None), is_hybrid_cp=False, cp_group=group)
+        assert torch.equal(mine["tokens"], batch["tokens"][:, placed(comm, [], [0, 16 * comm.size], "zigzag")])
+        answers, sent = [], []
+        exchange = dist.all_to_all_single
+
+        def counted(output, given, *arguments, **options):
+            sent.append(given.nbytes * (comm.size - 1) // comm.size)
+            return exchange(output, given, *arguments, **options)
+
+        for some in (spec, sequence_parallel(spec, comm=comm)):
+            made = model(some, group)
+            with mock.patch.object(dist, "all_to_all_single", counted):
+                losses = made(mine["tokens"], None, None, labels=mine["labels"])
+                losses.sum().backward()
+            for gradient in gradients(made).values():
+                dist.all_reduce(gradient, group=group)
+            answers.append(dict(losses=losses, **gradients(made)))
+            sent.append(0)
+        errors = {name: relative(answers[1][name], x) for name, x in answers[0].items()}
+        return errors, sum(sent[: sent.index(0)]), sum(sent[sent.index(0) :]), own_bytes(comm)
+
+
+def own_bytes(comm):
+    """What this rank has sent by scans, forward and in backward: a state each, to the next rank or the one before."""
+    sent = 0
+    for scan in comm.collectives:
+        there, back = scan.epochs
+        state = 4 * torch.Size(scan.shape).numel()
+        sent += state * (there * (comm.rank < comm.size - 1) + back * (comm.rank > 0))
+    return sent
+
+
+def of_all_to_all(config, T, batch, size):
+    """Bytes that a rank sends for a Mamba2 and a Gated DeltaNet layer in the forward pass, float32."""
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    groups = 2 * config.mamba_num_groups * config.mamba_state_dim
+    mamba = 2 * inner + groups + config.mamba_num_heads + 2 * inner  # z, x, B, C, dt; and y, z of the norm
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    gdn = 2 * keys + 2 * values + 2 * config.linear_num_value_heads + values  # q, k, v, gate, beta, alpha; and outputs
+    return 4 * (mamba + gdn) * T * batch * (size - 1) // size
+
+
+def of_all_scan(config, batch, zigzag):
+    """Bytes that a rank between others sends for these layers in the forward pass: states and convolutions' tokens."""
+    H, P, N, G = (getattr(config, f"mamba_{name}") for name in ("num_heads", "head_dim", "state_dim", "num_groups"))
+    K, V = config.linear_key_head_dim, config.linear_value_head_dim
+    HK, HV = config.linear_num_key_heads, config.linear_num_value_heads
+    states = H * P * N + HV * K * V
+    tokens = 3 * (H * P + 2 * G * N + 2 * HK * K + HV * V)
+    return 4 * batch * (1 + zigzag) * (states + tokens)
+
+
+def test_like_megatrons_own(run, size=2):
+    with without_a_gpu():
+        config = configuration()
+    for errors, theirs, left, ours in run(size, own_case):
+        assert len(errors) > 18 and max(errors.values()) < 2e-5, errors
+        assert left == 0
+        assert theirs == 2 * of_all_to_all(config, 16, 2, size)  # forward and backward
+        assert ours == of_all_scan(config, 2, True)  # of two ranks each sends a half of what one between others does
+
+
+def bytes_case(group, layout):
+    from allscan.integrations.megatron import sequence_parallel
+
+    with without_a_gpu(), allscan.Communicator(group) as comm:
+        made = model(sequence_parallel(specification(), layout=layout, comm=comm), group, **FEW)
+        with torch.no_grad():
+            made(None, None, None, decoder_input=torch.randn(8, 1, WIDTH))
+        forward = own_bytes(comm)
+        made(None, None, None, decoder_input=torch.randn(8, 1, WIDTH)).sum().backward()
+        return forward, own_bytes(comm) - 2 * forward
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_rank_sends_states(run, layout, size=4):
+    """One in the contiguous layout, two in zigzag, forward and again in backward; of a convolution three tokens."""
+    with without_a_gpu():
+        config = configuration(**FEW)
+    a_state = of_all_scan(config, 1, False)
+    for rank, (forward, backward) in enumerate(run(size, bytes_case, layout)):
+        there, back = a_state * (rank < size - 1), a_state * (rank > 0)
+        assert (forward, backward) == ((there, back) if layout == "contiguous" else (there + back,) * 2)
+
+
+def bfloat16_case(group, layout):
+    """Errors of logits to float32's, over those of one rank, each layer by itself: the second one's input is given."""
+    from allscan.integrations.megatron import sequence_parallel
+
+    with without_a_gpu(), allscan.Communicator(group) as comm:
+        spec, half = specification(), dict(bf16=True, params_dtype=torch.bfloat16)
+        own = model(sequence_parallel(spec, layout=layout, comm=comm), group, **half)
+        exact, whole = model(spec), model(spec, **half)
+        exact.load_state_dict(whole.state_dict())
+        torch.manual_seed(1)
+        x = torch.randn(16 * comm.size, 2, WIDTH).bfloat16()
+        mine = placed(comm, [16] * comm.size, [0, 16 * comm.size], layout)
+        answers = []
+        for made, given in ((exact, x.float()), (whole, x), (own, x[mine])):
+            with torch.no_grad():
+                answers.append([mixer(given, *[None] * i)[0] for i, mixer in enumerate(mixers(made))])
+        return [relative(c, a[mine]) / relative(b[mine], a[mine]) for a, b, c in zip(*answers, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_bfloat16(run, layout, size=2):
+    for ratios in run(size, bfloat16_case, layout):
+        assert max(ratios) < 1.3, ratios
+
+
+def refusals_case(group):
+    """(what is raised by bad calls of each mixer on this rank, whether a good call is right behind them)."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from allscan.integrations.megatron import sequence_parallel
+
+    with without_a_gpu(), allscan.Communicator(group) as comm:
+        spec = sequence_parallel(specification(), comm=comm)
+        made = model(spec, group)
+        x, cu_seqlens = torch.randn(8, 1, WIDTH), torch.tensor([0, 16], dtype=torch.int32)
+        good = dict(qkv_format="thd", cu_seqlens_q=cu_seqlens)
+        bad = [
+            (x, dict(inference_context=object())),
+            (x, dict(packed_seq_params=PackedSeqParams(**good | dict(qkv_format="sbhd")))),
+            (x, dict(packed_seq_params=PackedSeqParams(**good, local_cp_size=1))),
+            (x.expand(8, 2, WIDTH), dict(packed_seq_params=PackedSeqParams(**good))),
+            (x, dict(packed_seq_params=packing([0, 6, 16]))),
+            (x, dict(packed_seq_params=packing([0, 8, 16]))),
+            (x, dict(packed_seq_params=packing([0, 20]))),
+            (x, dict(packed_seq_params=packing([0, 12 if comm.rank else 4, 16]))),
+            (x[:7], {}),
+        ]
+        answers = []
+        for mixer, mask in zip(mixers(made), ({}, dict(attention_mask=None)), strict=True):
+            for given, options in bad:
+                answers.append(raised(mixer, given, **mask, **options))
+        built = []
+        for options in (dict(hybrid_context_parallel=True), dict(cuda_graph_impl="local")):
+            config = configuration(context_parallel_size=comm.size)
+            for name, value in options.items():
+                setattr(config, name, value)
+            kind = type(mixers(made)[1])
+            built.append(raised(kind, config, None, pg_collection=mock.Mock(cp=group), comm=comm))
+        return answers, built, made(None, None, None, decoder_input=x).isfinite().all()
+
+
+def test_what_is_refused(run, size=2):
+    words = ["inference", "'thd'", "a context parallel group of their own", "a batch of one", "multiples of 4",
+             "at least 12", "16 tokens of all ranks", "differs between ranks", "even"]  # fmt: skip
+    for answers, built, good in run(size, refusals_case):
+        assert good
+        for word, (kind, message) in zip(words * 2, answers, strict=True):
+            assert kind == "ValueError" and word in message, (word, message)
+        for word, (kind, message) in zip(("hybrid", "CUDA graphs"), built, strict=True):
+            assert kind == "ValueError" and word in message, (word, message)
+
+
+def test_specs():
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+
+    from allscan.integrations.megatron import AllScanGatedDeltaNet, AllScanMambaMixer, sequence_parallel
+
+    spec = specification(gdn=dict(conv_bias=True))
+    before = copy.deepcopy(spec)
+    changed = sequence_parallel(spec, layout="contiguous").submodules
+    assert spec == before
+    assert changed.mamba_layer.submodules.mixer.module is AllScanMambaMixer
+    gdn = changed.gdn_layer.submodules.self_attention
+    assert gdn.module is AllScanGatedDeltaNet
+    assert gdn.params == dict(conv_bias=True, layout="contiguous", per_document=True, comm=None)
+    assert gdn.submodules == spec.submodules.gdn_layer.submodules.self_attention.submodules
+    theirs = sequence_parallel(hybrid_stack_spec).submodules
+    assert theirs.gdn_layer.submodules.self_attention.module is AllScanGatedDeltaNet
+    assert theirs.mlp_layer == hybrid_stack_spec.submodules.mlp_layer
+    by_name = ModuleSpec(("megatron.core.ssm.gated_delta_net", "GatedDeltaNet"))
+    assert [get_module(s) for s in sequence_parallel([by_name, GatedDeltaNet])] == [AllScanGatedDeltaNet] * 2
+    with pytest.raises(ValueError, match="no GatedDeltaNet or MambaMixer"):
+        sequence_parallel(ModuleSpec(IdentityOp))
+    with pytest.raises(ValueError, match="layout"):
+        sequence_parallel(spec, layout="ring")
+
+
+def one_case(group):
+    """On one rank of context parallelism: equal bits, and a communicator of a group of its own where none is given."""
+    from allscan.integrations import megatron
+
+    with without_a_gpu():
+        spec, x = specification(), torch.randn(16, 2, WIDTH)
+        alone, whole = model(megatron.sequence_parallel(spec)), model(spec)
+        assert [mixer.comm for mixer in mixers(alone)] == [None, None]
+        equal = torch.equal(*(made(None, None, None, decoder_input=x) for made in (alone, whole)))
+        made = model(megatron.sequence_parallel(spec), group)
+        for own, other in zip(mixers(made), mixers(whole), strict=True):
+            kept, others = (m.sharded_state_dict("m.", (), dict(dp_cp_group=group)) for m in (own, other))
+            assert len(kept) > 5 and [x.key for x in kept.values()] == [x.key for x in others.values()]
+        (comm,) = {mixer.comm for mixer in mixers(made)}
+        size = comm.size
+        comm.close()
+        return equal, size
+
+
+def test_one_rank_and_communicators(run, size=2):
+    assert run(size, one_case) == [(True, size)] * size
