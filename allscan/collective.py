@@ -359,13 +359,19 @@ class AllScan:
         addresses.append((*before, ticket, *behind))
         return launch.at(addresses)
 
-    def record(self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool) -> None:
-        """Record the scan of ``state`` [..., K, V] by ``decay`` [..., K] in a plan, whose runs are in a call of the
-        communicator. ``ticket``: as for :meth:`channel`, with ``reverse`` the adjoint's."""
-        launch = self._make_launch(False, True, (self.K, 1), False, False)
+    def record(
+        self, plan: Plan, state: Buffer, out: Buffer, ticket: Buffer, reverse: bool, *, decay: Buffer | None = None,
+        transition: Buffer | None = None,
+    ) -> None:  # fmt: skip
+        """Record the scan of ``state`` [..., K, V] by a decay [..., K] or a transition [..., K, K], by the decay 0 if
+        there is neither, in a plan whose runs are in a call of the communicator. ``ticket``: as for :meth:`channel`,
+        with ``reverse`` the adjoint's."""
+        factor = decay or transition or state
+        strides = (0, 0) if factor is state else (self.K, 1)
+        launch = self._make_launch(transition is not None, decay is not None, strides, factor is state, False)
         channel = (self._adjoint_channels if reverse else self._channels)[reverse]
         before, behind = self._addresses[id(channel.info), reverse]
-        numbers = [x.number for x in (state, decay, state, out, ticket)]
+        numbers = [x.number for x in (state, factor, state, out, ticket)]
         those = itemgetter(*numbers)
 
         def step(run: Run) -> None:

@@ -36,7 +36,7 @@ class Plan:
         x = plan.given(like_x)                              # the tensors of each run, in this order
         t = plan.empty(chunks, H, K)                        # memory that a run takes
         plan.launch(first_kernel, grid, x, t, H=H, num_warps=4)
-        y = plan.output(x)
+        y = plan.output_like(x)
         plan.launch(second_kernel, grid, t, y, H=H)
         ...
         [y] = plan.run(None, x)
@@ -57,6 +57,7 @@ class Plan:
         self._ready = False
         self._given = OUTPUT
         self._launches: list[Launch] = []
+        self._forked: Part | None = None
         self._steps: list[Callable[[Run], None]] = []  # changes of memory, and of what is between two of them a Part
 
     def given(self, like: Tensor) -> Buffer:
@@ -82,11 +83,15 @@ class Plan:
         self.tables.append(tensor)
         return self._buffer(-len(self.tables), 0, tuple(tensor.shape), tensor.dtype)
 
-    def output(self, like: Buffer) -> Buffer:
+    def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
         """A new tensor, made here, which a run returns."""
-        out = self._buffer(OUTPUT, len(self.buffers), like.shape, like.dtype)
+        out = self._buffer(OUTPUT, len(self.buffers), shape, dtype)
         self._steps.append(lambda run: run.make_output(out))
         return out
+
+    def output_like(self, x: Buffer) -> Buffer:
+        """The same, with the shape and dtype of ``x``."""
+        return self.output(*x.shape, dtype=x.dtype)
 
     def _buffer(self, memory: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         buffer = Buffer(len(self.buffers), memory, offset, shape, dtype)
@@ -133,12 +138,14 @@ class Plan:
     @contextmanager
     def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it."""
-        self._part().steps.append(lambda run: run.enter(stream(run.context)))
+        self._forked = self._part()
+        self._forked.steps.append(lambda run: run.enter(stream(run.context)))
         yield
         self._part().steps.append(lambda run: run.leave())
 
     def join(self) -> None:
         """From here on the current stream has what was recorded beside it."""
+        assert self._forked is self._part(), "no change of memory between beside() and join(): a part is a whole graph"
         self._part().steps.append(lambda run: run.join())
 
     def free_short(self) -> None:

@@ -246,7 +246,8 @@ def graph_us(name, call, comm) -> float | str:
 
 
 def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
-    """On one rank, us: what is between the chunks of KDA, forward and backward, ours and fla's two kernels for it."""
+    """On one rank, us: what is between the chunks of KDA, forward and backward, which makes forward's states again,
+    ours and by fla's two kernels for it."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
     from allscan.delta.passes import Kept, StatePass, delta_segment_length
@@ -264,20 +265,28 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         scores, scale = (normal(1, T, H, 64) / 8).bfloat16(), K**-0.5
         layout = find_layout(comm, 1, T, None, delta_segment_length(T, H, True))
         ours = StatePass(comm, layout, 1, H, H, K, K, torch.bfloat16, scalar=False)
-        kept = Kept(ours.empty(layout.num_segments, H, K, K), ours.states(), ours.empty(1, dtype=torch.int64))
+        kept = Kept(
+            sums.new_empty(ours.of_transitions),
+            sums.new_empty(ours.of_states),
+            torch.empty(2, dtype=torch.int64, device=comm.device),
+        )
 
         def backward():
-            entering, join = ours.carry_back(ours.leaves(q, k, w, sums, do, scores, None, scale), None, kept)
-            join()
+            _, _, entering = ours.turn(q, k, w, u, sums, do, scores, None, scale, kept)
             ours.backward(q, k, w, sums, do, dv, scale, entering, None)
+
+        def fla_forward():
+            return chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums)
+
+        def fla_backward():
+            fla_forward()
+            chunk_gated_delta_rule_bwd_dhu(q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=scale)
 
         calls = {
             "ours, forward": lambda: ours.forward(k, w, u, sums, None, None, kept),
             "ours, backward": backward,
-            "fla, forward": lambda: chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums),
-            "fla, backward": lambda: chunk_gated_delta_rule_bwd_dhu(
-                q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=K**-0.5
-            ),
+            "fla, forward": fla_forward,
+            "fla, backward": fla_backward,
         }
         for call in calls.values():
             call()
@@ -332,7 +341,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
     parser.add_argument("--rules", nargs="+", default=["kda"], choices=RULES)
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
-    parser.add_argument("--shapes", type=_shape, nargs="+", default=SHAPES, help="such as 16384,32: tokens a rank, heads")
+    parser.add_argument(
+        "--shapes", type=_shape, nargs="+", default=SHAPES, help="such as 16384,32: tokens a rank, heads"
+    )
     parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')
     parser.add_argument("--csv", default=results("delta.csv"))
     arguments = parser.parse_args()

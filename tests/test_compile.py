@@ -21,6 +21,7 @@ from allscan.shmem_kernels.transition import transition_kernel
 from allscan.streams import Streams
 from allscan.tiling import transition_blocks, transition_tile
 from allscan.tools.timing import copy_kernel
+from support.delta import kept_for
 from support.sm90 import Compiled, channel_type
 
 pytestmark = pytest.mark.cpu
@@ -202,11 +203,8 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
 class NoScan:
     """Stands for the AllScan of a StatePass."""
 
-    def channel(self, *_, **__):
-        return None
-
-    def scan(self, state, **_):
-        return state
+    def record(self, *_, **__):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -228,12 +226,11 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
-    kept = passes.Kept(states.empty(3, H, K, K), states.empty(3, H, K, V), states.empty(1, dtype=torch.int64))
+    kept = kept_for(states)
     states.forward(narrow, narrow, wide, sums, outside, outside, kept)
-    given = narrow, narrow, narrow, sums, wide
-    scores = torch.zeros(1, T, H, 64, dtype=dtype)
-    leaves = states.leaves(*given, scores, outside, 0.1, dv=wide if scalar else None)
-    states.backward(*given, wide, 0.1, states.carry_back(leaves, outside, kept)[0], outside)
+    scores, dv = torch.zeros(1, T, H, 64, dtype=dtype), wide if scalar else None
+    _, _, entering = states.turn(narrow, narrow, narrow, wide, sums, wide, scores, outside, 0.1, kept, dv=dv)
+    states.backward(narrow, narrow, narrow, sums, wide, wide, 0.1, entering, outside)
     kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)

@@ -115,13 +115,8 @@ class KDA:
         options = tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
-        leaves = states.leaves(qg, kg, w, sums, do, scores, dfinal, scale)
-        entering, join = states.carry_back(leaves, dfinal, kept)
-        try:  # nothing of this needs the other ranks
-            h, v_new = states.again(kg, w, u, sums, kept)
-            d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
-        finally:
-            join()
+        h, v_new, entering = states.turn(qg, kg, w, u, sums, do, scores, dfinal, scale, kept)
+        d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
         dh, dv = states.backward(qg, kg, w, sums, do, dv, scale, entering, dinitial)
         del w, u, qg, kg
         h, dh = _by_batch(h, q, tables), _by_batch(dh, q, tables)
@@ -161,12 +156,7 @@ class GatedDeltaNet:
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
-        leaves = states.leaves(q, k, w, sums, do, None, dfinal, scale, dv=dv)
-        entering, join = states.carry_back(leaves, dfinal, kept)
-        try:
-            h, v_new = states.again(k, w, u, sums, kept)
-        finally:
-            join()
+        h, v_new, entering = states.turn(q, k, w, u, sums, do, None, dfinal, scale, kept, dv=dv)
         dh, dv = states.backward(q, k, w, sums, do, dv, scale, entering, dinitial)
         # fla refuses its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = states.gradients(q, k, v_new, w, sums, do, dv, h, dh, scale)

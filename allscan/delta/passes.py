@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from ..collective import AllScan
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import get_or_create_scan
-from ..launching import Launch
 from ..order import zigzag_channels
 from ..packing import CHUNK_TOKENS, KEPT, Layout
+from ..plan import Plan
 from ..shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,
@@ -78,7 +79,7 @@ class Kept(NamedTuple):
 
 
 class StatePass:
-    """Forward and backward through the states of this rank's chunks: the launches, made once for calls that differ in
+    """Forward and backward through the states of this rank's chunks: plans, recorded once for calls that differ in
     their tensors only.
 
     layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel, with ``zigzag``
@@ -93,75 +94,156 @@ class StatePass:
         self.comm, self.layout, self.B, self.H, self.K, self.V = comm, layout, B, H, K, V
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing travels
-        self.cuda = comm.device.type == "cuda"
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
         widest = max(16, next_power_of_2(V))
-        self.blocks = blocks(BK, widest, dtype, scalar) if self.cuda else blocks_of_cpus(BK, widest)
-        self._launches: dict[tuple, Launch] = {}
-
-    def empty(self, *shape, dtype=torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.comm.device)
+        cuda = comm.device.type == "cuda"
+        self.blocks = blocks(BK, widest, dtype, scalar) if cuda else blocks_of_cpus(BK, widest)
+        self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
+        self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
         """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
         ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
-        leaves = self.states()
+        return self._run(self._forward, k, w, u, g, initial, final, *kept)
+
+    def turn(self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None):
+        """(h, v_new of forward, made again; what enters each segment from behind, for :meth:`backward`). The scan of
+        the gradient runs beside the former. ``dv``, or scores Aqk to make it of. dfinal: [N, H, K, V] or None."""
+        given, options = scores if dv is None else dv, dict(scale=scale, from_scores=dv is None)
+        h, v_new, *entering = self._run(self._turn, q, k, w, u, g, do, given, dfinal, *kept, **options)
+        return h, v_new, entering
+
+    def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
+        """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is
+        filled where a sequence begins here."""
+        return self._run(self._backward, q, k, w, g, do, dv, *entering, dinitial, scale=scale)
+
+    def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale):
+        """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel."""
+        return self._run(self._gradients, q, k, v_new, w, g, do, dv, h, dh, scale=scale)
+
+    def total(self, k, w, u, g) -> list[Tensor]:
+        """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences
+        neither begin nor end here."""
+        return self._run(self._total, k, w, u, g)
+
+    def total_back(self, q, k, w, g, do, dv, scale) -> list[Tensor]:
+        """The same of the gradient, from the end to the beginning."""
+        return self._run(self._total_back, q, k, w, g, do, dv, scale=scale)
+
+    def _run(self, record, *tensors, **fixed):
+        """Run the plan that ``record(plan, buffers, **fixed)`` has recorded at the first call with tensors like these;
+        the tensors of the buffers that it has returned, None for None."""
+        key = record.__name__, *fixed.values(), *(x if x is None else (x.shape, x.dtype) for x in tensors)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= KEPT:  # of calls with ever other scales
+                self._plans.clear()
+            plan = Plan()
+            buffers = record(plan, *(x if x is None else plan.given(x) for x in tensors), **fixed)
+            places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
+            found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
+        plan, order = found
+        made = plan.run(self.comm, *(x for x in tensors if x is not None))
+        return [i if i is None else made[i] for i in order]
+
+    def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, ticket):
+        made = self._chunks(plan, k, u)
+        leaves = plan.empty(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(k, w, u, g, kept.transitions, leaves)
-        room = self._room(False)
-        through, prev = self._carry(kept.transitions, leaves, kept.enters, initial, kept.ticket, False, room)
-        return self._states(k, w, u, g, kept.enters, through, prev, final)
+            self._summaries(plan, k, w, u, g, transitions, leaves)
+        room = self._room(plan.empty, plan.empty, False)
+        self._carry(plan, transitions, leaves, enters, initial, ticket, False, room)
+        return self._states(plan, k, w, u, g, (enters, *room[1:3]), final, made)
 
-    def _summaries(self, k, w, u, g, transitions, leaves) -> None:
-        rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
-        grid, tensors = (rows * columns, self.layout.num_segments, self.H), (k, w, u, g, self.layout.segments)
-        self._launch("summary", summary_kernel, grid, *tensors, transitions, leaves, **self.chunked)
+    def _turn(self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, ticket, scale, from_scores):
+        made = self._chunks(plan, k, u)
+        enters, room = plan.output(*self.of_states), self._room(plan.empty, plan.output, True)
+        leaves = self._leaves(plan, q, k, w, g, do, given, dfinal, scale, from_scores)
+        with plan.beside(lambda comm: comm.streams.side()):
+            self._carry(plan, transitions, leaves, enters, dfinal, ticket, True, room)
+        self._states(plan, k, w, u, g, (entered, None, None), None, made)
+        plan.join()
+        return *made, enters, *room[1:3]
 
-    def _room(self, reverse):
-        """(what the rank leaves, by which matrix what enters the rank comes to each segment, by which it leaves the
-        rank, what enters the rank), uninitialised, of the current stream; None where there is no such thing."""
-        H, K = self.H, self.K
-        own = self.empty(self.num_states * H, K, self.V)
-        prev = None if self.alone else torch.empty_like(own)
+    def _backward(self, plan: Plan, q, k, w, g, do, dv, enters, through, prev, dinitial, scale):
+        dh, dv_new = made = self._chunks(plan, k, dv)
+        out, final = dh if dinitial is None else dinitial, dinitial is not None
+        entering = enters, through, prev
+        self._adjoint(plan, q, k, w, g, do, dv, scale, entering, made, out, EVERY_CHUNK=True, HAS_FINAL=final)
+        return made
+
+    def _gradients(self, plan: Plan, q, k, v_new, w, g, do, dv, h, dh, scale):
+        made = [plan.output_like(x) for x in (w, w, w, g)]
+        chunked = {name: value for name, value in self.chunked.items() if name != "SCALAR"}
+        self._launch(
+            plan, "gradients", scalar_gradient_kernel, (self.layout.num_chunks, self.H),
+            q, k, v_new, g, do, dv, h, dh, plan.table(self.layout.chunks), *made, scale=scale, **chunked,
+        )  # fmt: skip
+        return made
+
+    def _total(self, plan: Plan, k, w, u, g):
+        room = self._room(plan.output, plan.empty, False)
+        transitions, leaves, enters = (plan.empty(*x) for x in (self.of_transitions, self.of_states, self.of_states))
+        self._summaries(plan, k, w, u, g, transitions, leaves)
+        self._through(plan, transitions, leaves, enters, None, False, room)
+        return room[0], room[3]
+
+    def _total_back(self, plan: Plan, q, k, w, g, do, dv, scale):
+        room = self._room(plan.output, plan.empty, True)
+        transitions, states, enters = (plan.empty(*x) for x in (self.of_transitions, self.of_states, self.of_states))
+        self._summaries(plan, k, w, do, g, transitions, states)
+        leaves = self._leaves(plan, q, k, w, g, do, dv, None, scale, from_scores=False)
+        self._through(plan, transitions, leaves, enters, None, True, room)
+        return room[0], room[3]
+
+    def _chunks(self, plan: Plan, k, u):
+        """New (states of the chunks, like k; values like u)."""
+        return plan.output(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), plan.output_like(u)
+
+    def _room(self, rank, segments, reverse: bool):
+        """(what the rank leaves; by which matrix what enters the rank comes to each segment; what enters the rank; by
+        which matrix it leaves the rank); None where there is no such thing. ``rank``, ``segments``: what makes memory
+        for the first and last of them, and for the other two."""
+        states = self.num_states * self.H
+        own, prev = rank(states, self.K, self.V), None if self.alone else segments(states, self.K, self.V)
         if self.alone or not (self.layout.left if reverse else self.layout.entered):
-            return own, None, None, prev
-        return own, self.empty(self.layout.num_segments, H, K, K), self.empty(self.num_states * H, K, K), prev
+            return own, None, prev, None
+        return own, segments(*self.of_transitions), prev, rank(states, self.K, self.K)
 
-    def _through(self, transitions, leaves, enters, outside, reverse, room=None):
-        """Fill ``enters`` with what enters each segment from this rank's tokens, of what each leaves. Returns (by which
-        matrix what enters the rank comes to each segment, what the rank leaves, by which matrix what enters it leaves
-        it); the matrices are None where nothing enters."""
-        own, through, dense, _ = room or self._room(reverse)
-        layout, block = self.layout, self.blocks["carry"]["BC"]
+    def _summaries(self, plan: Plan, k, w, u, g, transitions, leaves) -> None:
+        rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
+        grid, tensors = (rows * columns, self.layout.num_segments, self.H), (k, w, u, g, self._segments(plan))
+        self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, leaves, **self.chunked)
+
+    def _through(self, plan: Plan, transitions, leaves, enters, outside, reverse, room) -> None:
+        """Fill ``enters`` with what enters each segment from this rank's tokens, of what each leaves; and of ``room``
+        all but what enters the rank."""
+        own, through, _, dense = room
+        block = self.blocks["carry"]["BC"]
         columns = cdiv(self.V, block) + (0 if through is None else cdiv(self.K, block))
         self._launch(
-            "carry", delta_carry_kernel, (columns, self.num_states * self.H),
-            transitions, leaves, layout.segments, layout.first_segments, leaves if outside is None else outside,
-            enters, enters if through is None else through, own, own if dense is None else dense,
-            HAS_OUTSIDE=outside is not None, REVERSE=reverse,
+            plan, "carry", delta_carry_kernel, (columns, self.num_states * self.H),
+            transitions, leaves, self._segments(plan), plan.table(self.layout.first_segments), outside or leaves,
+            enters, through or enters, own, dense or own, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
         )  # fmt: skip
-        return through, own, dense
 
-    def _carry(self, transitions, leaves, enters, outside, ticket, reverse, room):
-        """_through, and the scan. Returns (by which matrix what enters the rank comes to each segment, what enters the
-        rank), None where nothing does."""
-        prev = room[3]
-        through, own, dense = self._through(transitions, leaves, enters, outside, reverse, room)
+    def _carry(self, plan: Plan, transitions, leaves, enters, outside, ticket, reverse, room) -> None:
+        """_through, and the scan."""
+        self._through(plan, transitions, leaves, enters, outside, reverse, room)
+        own, _, prev, dense = room
         if prev is None:
-            return None, None
+            return
         scan = prepare(self.comm, (self.B * self.H, *own.shape[1:]))
         if self.zigzag:
-            self._there_and_back(scan, own, dense, prev, ticket, reverse)
-        else:
-            channel = scan.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket[:1]})
-            # where no sequence goes through the whole rank, nothing that enters it leaves it
-            passing = dict(transition=dense) if self.layout.passing else dict(decay=0)
-            scan.scan(own, **passing, reverse=reverse, channel=channel, out=prev)
-        return (None, None) if through is None else (through, prev)
+            plan.call(partial(self._there_and_back, scan, reverse), own, dense or own, prev, ticket)
+        else:  # where no sequence goes through the whole rank, nothing that enters it leaves it
+            passing = dense if self.layout.passing else None
+            scan.record(plan, own, prev, plan.part(ticket, 0, 1), reverse, transition=passing)
 
-    def _there_and_back(self, scan, own, dense, prev, ticket, reverse) -> None:
+    def _there_and_back(self, scan, reverse, _, own, dense, prev, ticket) -> None:
         """Fill ``prev`` in the zigzag layout. Backward, what goes from the first rank to the last are second halves."""
         order = (1, 0) if reverse else (0, 1)
 
@@ -176,103 +258,46 @@ class StatePass:
         for i, x in zip(order, found, strict=True):
             prev.unflatten(0, (self.B, 2, self.H))[:, i] = x.unflatten(0, (self.B, self.H))
 
-    def total(self, k, w, u, g) -> tuple[Tensor, Tensor]:
-        """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences
-        neither begin nor end here."""
-        transitions, states = self.empty(self.layout.num_segments, self.H, self.K, self.K), self.states()
-        self._summaries(k, w, u, g, transitions, states)
-        return self._through(transitions, states, self.states(), None, reverse=False)[1:]
-
-    def total_back(self, q, k, w, g, do, dv, scale) -> tuple[Tensor, Tensor]:
-        """The same of the gradient, from the end to the beginning."""
-        transitions, states = self.empty(self.layout.num_segments, self.H, self.K, self.K), self.states()
-        self._summaries(k, w, do, g, transitions, states)
-        leaves = self.leaves(q, k, w, g, do, None, None, scale, dv=dv)
-        return self._through(transitions, leaves, states, None, reverse=True)[1:]
-
-    def states(self) -> Tensor:
-        """Uninitialised, one for each segment."""
-        return self.empty(self.layout.num_segments, self.H, self.K, self.V)
-
-    def _entering(self, states, through, prev) -> tuple:
-        return (states, *(states if x is None else x for x in (through, prev)))
-
-    def _by_segments(self, name, kernel, *tensors, **fixed) -> None:
-        grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
-        self._launch(name, kernel, grid, *tensors, **self.chunked, **fixed)
-
-    def _launch(self, name, kernel, grid, *tensors, **fixed) -> None:
-        """With the block sizes of ``name``. ``fixed``: the other parameters."""
-        key = (name, grid, *fixed.values(), *(x.dtype for x in tensors))
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) >= KEPT:  # of calls with ever other scales
-                self._launches.clear()
-            launch = self._launches[key] = Launch(kernel, grid, **self.common, **self.blocks[name], **fixed)
-        launch(*tensors)
-
-    def _states(self, k, w, u, g, enters, through, prev, final):
-        h, v_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(u)
+    def _states(self, plan: Plan, k, w, u, g, entering, final, made):
+        h, v_new = made
         self._by_segments(
-            "states", delta_states_kernel, k, w, u, g, self.layout.segments, *self._entering(enters, through, prev),
-            h, v_new, h if final is None else final, HAS_PREV=prev is not None, HAS_FINAL=final is not None,
+            plan, "states", delta_states_kernel, k, w, u, g, self._segments(plan), *_entering(*entering), h, v_new,
+            final or h, HAS_PREV=entering[1] is not None, HAS_FINAL=final is not None,
         )  # fmt: skip
-        return h, v_new
+        return made
 
-    def again(self, k, w, u, g, kept: Kept):
-        """(h, v_new) of forward."""
-        return self._states(k, w, u, g, kept.enters, None, None, None)
-
-    def leaves(self, q, k, w, g, do, scores, dfinal, scale, *, dv: Tensor | None = None) -> Tensor:
+    def _leaves(self, plan: Plan, q, k, w, g, do, given, dfinal, scale, from_scores: bool):
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
-        from zero. ``dv``, or scores Aqk to make it of."""
-        leaves = self.states()
-        given = scores if dv is None else dv
-        nothing = leaves, leaves
-        self._adjoint(q, k, w, g, do, given, scale, leaves, None, None, nothing, leaves, dfinal, from_scores=dv is None)
-        return leaves
-
-    def carry_back(self, leaves, dfinal, kept: Kept):
-        """(what enters each segment from behind, for :meth:`backward`; join): the scan is launched beside the current
-        stream, which is to wait for it by ``join()``, in any case."""
-        room, enters = self._room(True), self.states()  # here, since memory belongs to the stream on which it is taken
-        with self.comm.streams.side() as join:
-            try:
-                through, next_ = self._carry(kept.transitions, leaves, enters, dfinal, kept.ticket, True, room)
-            except BaseException:
-                join()
-                raise
-
-        def join_and_free(_kept=(room, leaves)):  # until then another stream uses it
-            join()
-
-        return (enters, through, next_), join_and_free
-
-    def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
-        """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is
-        filled where a sequence begins here."""
-        dh, dv_new = self.empty(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), torch.empty_like(dv)
-        out = dh if dinitial is None else dinitial
-        enters, through, next_ = entering
-        written, final = (dh, dv_new), dinitial is not None
-        self._adjoint(q, k, w, g, do, dv, scale, enters, through, next_, written, out, every=True, final=final)
-        return dh, dv_new
-
-    def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale):
-        """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel."""
-        dq, dk, dw, dg = (torch.empty_like(x) for x in (w, w, w, g))
-        chunked = {name: value for name, value in self.chunked.items() if name != "SCALAR"}
-        self._launch(
-            "gradients", scalar_gradient_kernel, (self.layout.num_chunks, self.H),
-            q, k, v_new, g, do, dv, h, dh, self.layout.chunks, dq, dk, dw, dg, scale=scale, **chunked,
-        )  # fmt: skip
-        return dq, dk, dw, dg
-
-    def _adjoint(self, q, k, w, g, do, dv, scale, enters, through, prev, written, out, outside=None, *,
-                 every=False, final=False, from_scores=False) -> None:  # fmt: skip
-        self._by_segments(
-            "adjoint" if every else "leaves", adjoint_kernel, q, k, w, g, do, dv, self.layout.segments,
-            *self._entering(enters, through, prev), *written, out, out if outside is None else outside, scale=scale,
-            HAS_PREV=prev is not None, EVERY_CHUNK=every, HAS_OUTSIDE=outside is not None, HAS_FINAL=final,
+        from zero."""
+        leaves = plan.empty(*self.of_states)
+        self._adjoint(
+            plan, q, k, w, g, do, given, scale, (leaves, None, None), (leaves, leaves), leaves, dfinal,
             FROM_SCORES=from_scores,
         )  # fmt: skip
+        return leaves
+
+    def _adjoint(
+        self, plan: Plan, q, k, w, g, do, given, scale, entering, written, out, outside=None, *, EVERY_CHUNK=False,
+        HAS_FINAL=False, FROM_SCORES=False,
+    ) -> None:  # fmt: skip
+        self._by_segments(
+            plan, "adjoint" if EVERY_CHUNK else "leaves", adjoint_kernel, q, k, w, g, do, given, self._segments(plan),
+            *_entering(*entering), *written, out, outside or out, scale=scale, HAS_PREV=entering[1] is not None,
+            EVERY_CHUNK=EVERY_CHUNK, HAS_OUTSIDE=outside is not None, HAS_FINAL=HAS_FINAL, FROM_SCORES=FROM_SCORES,
+        )  # fmt: skip
+
+    def _segments(self, plan: Plan):
+        return plan.table(self.layout.segments)
+
+    def _by_segments(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
+        grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
+        self._launch(plan, name, kernel, grid, *buffers, **self.chunked, **fixed)
+
+    def _launch(self, plan: Plan, name, kernel, grid, *buffers, **fixed) -> None:
+        """With the block sizes of ``name``. ``fixed``: the other parameters."""
+        plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
+
+
+def _entering(states, through, prev) -> tuple:
+    """What kernels take: pointers that are not used where there is no such thing."""
+    return states, through or states, prev or states

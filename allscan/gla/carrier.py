@@ -76,7 +76,7 @@ class AllScanCarrier:
         elif self.comm.size == 1:
             plan.call(lambda _, x: x.zero_(), out, only_launches=True)
         else:
-            self._scan(state.shape).record(plan, state, decay, out, ticket, reverse)
+            self._scan(state.shape).record(plan, state, out, ticket, reverse, decay=decay)
 
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))

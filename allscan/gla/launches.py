@@ -242,7 +242,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
     q, k, v, g, initial, final, kept, ticket = given
     states, gates, prev = plan.kept_parts(kept)
-    o = plan.output(v)
+    o = plan.output_like(v)
     k_out, gate, strong = plan.keys(k, g)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
@@ -258,7 +258,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
     q, k, v, g, do, dfinal, dinitial, kept, ticket = given
     entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept)))
-    dv = plan.output(v)
+    dv = plan.output_like(v)
     k_out, gate, strong = plan.keys(k, g)
     q_in, a = plan.queries(q, k, g, gate, strong)
     sums = plan.segment_states(q_in, do, gate, dstates)
@@ -270,5 +270,5 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     chunks = states, chunk_dstates, through
     plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
     plan.free_short()  # k_out, q_in, a
-    plan.gradients(q, k, v, g, do, gate, strong, of_scores, chunks, [plan.output(x) for x in (q, k, g)])
+    plan.gradients(q, k, v, g, do, gate, strong, of_scores, chunks, [plan.output_like(x) for x in (q, k, g)])
     return plan

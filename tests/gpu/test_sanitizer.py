@@ -30,6 +30,7 @@ from allscan.packing import Layout, Piece  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.shmem_kernels.links import SIGNAL  # noqa: E402
 from allscan.streams import Streams  # noqa: E402
+from support.delta import kept_for  # noqa: E402
 from support.gla import BF16, F32, NAMES, Whole  # noqa: E402
 from support.values import relative_all  # noqa: E402
 from support.virtual import VirtualScan  # noqa: E402
@@ -78,11 +79,8 @@ def delta_kernels() -> None:
     """Those between the chunks of delta rules, as on a rank in the middle, whose neighbours send 0."""
 
     class Nobody:
-        def channel(self, *_, **__):
-            return None
-
-        def scan(self, state, *, out, **_):
-            return out.zero_()
+        def record(self, plan, state, out, *_, **__):
+            plan.call(lambda _, x: x.zero_(), out)
 
     device = torch.device("cuda", torch.cuda.current_device())
     middle = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
@@ -101,12 +99,11 @@ def delta_kernels() -> None:
         q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
         u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))
         sums = -torch.rand((1, T, H) if scalar else (1, T, H, K), device="cuda")
-        kept = passes.Kept(states.empty(3, H, K, K), states.states(), states.empty(1, dtype=torch.int64))
+        kept = kept_for(states)
         h, v_new = states.forward(k, w, u, sums, None, None, kept)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
-        leaves = states.leaves(q, k, w, sums, do, scores, None, 0.1, dv=dv if scalar else None)
-        entering, join = states.carry_back(leaves, None, kept)
-        join()
+        given = dv if scalar else None
+        *_, entering = states.turn(q, k, w, u, sums, do, scores, None, 0.1, kept, dv=given)
         dh, dv = states.backward(q, k, w, sums, do, dv, 0.1, entering, None)
         if scalar:
             assert all(x.isfinite().all() for x in states.gradients(q, k, v_new, w, sums, do, dv, h, dh, 0.1))

@@ -168,6 +168,12 @@ class Parts:
         return q, k, w, u, self.joined("sums", F32), do, dv
 
 
+def kept_for(passes):
+    """Room for what backward takes from forward."""
+    shapes = (passes.of_transitions, torch.float32), (passes.of_states, torch.float32), ((2,), torch.int64)
+    return Kept(*(torch.empty(shape, dtype=dtype, device=passes.comm.device) for shape, dtype in shapes))
+
+
 def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=None):
     """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in ``dtype``."""
     with allscan.Communicator(group) as comm:
@@ -185,20 +191,15 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
         passes = _state_pass(rule, layout, whole.q, whole.v, comm)
         prepare(comm, (HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
-        kept = Kept(
-            passes.empty(layout.num_segments, HV, K, K), passes.empty(layout.num_segments, HV, K, V),
-            passes.empty(1, dtype=torch.int64),
-        )  # fmt: skip
+        kept = kept_for(passes)
         h, v_new = passes.forward(k, w, u, sums, whole.initial, found_final, kept)
-        again = passes.again(k, w, u, sums, kept)
-        assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
-        scale = K**-0.5
-        leaves = [passes.leaves(q, k, w, sums, do, scores, whole.dfinal, scale, dv=x) for x in (None, dv)]
-        begun = layout.segments[:, 5].cpu() % 2 == 0  # what nothing precedes leaves nothing
-        if begun.any() and dtype == F32:
-            assert relative(leaves[0][begun], leaves[1][begun].double()) < 1e-5
-        entering, join = passes.carry_back(leaves[0], whole.dfinal, kept)
-        join()
+        scale, turned = K**-0.5, []
+        for x in (dv, None):
+            *again, entering = passes.turn(q, k, w, u, sums, do, scores, whole.dfinal, scale, kept, dv=x)
+            assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
+            turned.append(entering[0])
+        if dtype == F32:
+            assert relative(turned[0], turned[1].double()) < 1e-5
         dh, dv_new = passes.backward(q, k, w, sums, do, dv, scale, entering, found_dinitial)
         comm.barrier()
         first, last = owners(tokens, lengths, 1)
