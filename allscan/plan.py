@@ -65,11 +65,12 @@ class Plan:
         self._given += 1
         return self._buffer(self._given, 0, tuple(like.shape), like.dtype)
 
-    def part(self, whole: Buffer, offset: int, *shape: int) -> Buffer:
-        """Of a given tensor or an empty one, from element ``offset`` on. Two parts have the same elements or none in
-        common: where buffers are tensors of their own, so are parts of an empty one."""
+    def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
+        """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
+        parts have the same elements or none in common: where buffers are tensors of their own, so are parts of an empty
+        one."""
         self.divided.add(whole.number)
-        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, whole.dtype)
+        return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
         """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""

@@ -133,9 +133,9 @@ class Baseline:
         return []
 
 
-def gla(q, k, v, g, *, carrier: Baseline):
+def gla(q, k, v, g, *, carrier: Baseline, recompute: bool = True):
     """zeco_gla with another communication."""
-    return zeco_gla_by(carrier, q, k, v, g)[0]
+    return zeco_gla_by(carrier, q, k, v, g, recompute=recompute)[0]
 
 
 class _Turn(torch.autograd.Function):

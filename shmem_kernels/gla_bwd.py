@@ -1,10 +1,11 @@
 """Gated linear attention, backward. With S[n] entering chunk n and D[n] = dL/d(state leaving chunk n):
 
-    keys_kernel, queries_kernel    k_out, q_in and A as in forward
+    queries_kernel    q_in and A as in forward, unless they were kept
     state_kernel      REVERSE: the gradient of the state over each segment alone
     carry_kernel      REVERSE: over this rank's segments and, by the reverse All-Scan, over the ranks
-    state_kernel      EVERY_CHUNK: S[n]; needs no remote gradient and runs while the tiles travel
+    keys_kernel       k_out as in forward, unless it was kept; needs no remote gradient and runs while the tiles travel
     da_kernel         dA = scale * do v^T; likewise
+    state_kernel      EVERY_CHUNK: S[n]; likewise
     output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below)
     grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
                       dk = exp(gates after) * (v D^T) + what dA gives

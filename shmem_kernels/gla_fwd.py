@@ -36,7 +36,7 @@ Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H,
 as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, "tf32x3" for others (float16 could not hold
 the small end of a decay). q_in, k_out, what enters a chunk and, for o, A are stored as bfloat16 or else float32; for dv
-A is float32.
+A is float32 where backward makes it again.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 

@@ -166,10 +166,12 @@ def compiled_launches(most_spilled=None):
 
 
 @pytest.mark.parametrize(
-    "K, V, dtype", [(64, 64, torch.float32), (128, 128, torch.bfloat16), (256, 256, torch.bfloat16),
-                    (64, 128, torch.float16), (32, 32, torch.bfloat16), (512, 16, torch.float32)],
+    "K, V, dtype, keeps",
+    [(64, 64, torch.float32, False), (128, 128, torch.bfloat16, False), (128, 128, torch.bfloat16, True),
+     (256, 256, torch.bfloat16, False), (256, 256, torch.bfloat16, True), (64, 128, torch.float16, False),
+     (32, 32, torch.bfloat16, False), (32, 32, torch.bfloat16, True), (512, 16, torch.float32, False)],
 )  # fmt: skip
-def test_gla_kernels(K, V, dtype, monkeypatch):
+def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
     for name, kernel in list(vars(launches).items()):
         if name.endswith("_kernel"):
@@ -186,8 +188,9 @@ def test_gla_kernels(K, V, dtype, monkeypatch):
     monkeypatch.setattr(operator, "find_layout", lambda *_: layout)
     initial = torch.zeros(1, H, K, V)
     with torch.no_grad():
-        _, final, *kept = operator._forward(q, k, v, g, initial, None, 0.1, True, 0)
-        operator._backward(do, final, q, k, v, g, None, *kept, 0.1, True, 0)
+        how = 0.1, True, 0, None, False, keeps
+        _, final, *kept = operator._forward(q, k, v, g, initial, None, *how)
+        operator._backward(do, final, q, k, v, g, None, *kept, *how)
     seen = set()
     for kernel, compiled in compiled_launches():
         seen.add(kernel)

@@ -12,6 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 import allscan
 from allscan import rendezvous
+from allscan.gla import operator
+from allscan.launching import Launch
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
 from support.values import place, raised, relative
 
@@ -58,6 +60,64 @@ def test_packed(run, size, name):
     tokens, lengths = PACKED[name]
     for kind in ("mild", "weak"):
         check(run(size, gla_case, tokens, 1, 2, 16, 16, kind, F32, F32, lengths))
+
+
+@pytest.mark.parametrize("kind", ["weak", "mixed"])
+@pytest.mark.parametrize(
+    "size, lengths, zigzag, dtype",
+    [(1, None, False, BF16), (3, None, False, F32), (2, [0, 25, 25, 55, 110], False, F32), (2, None, True, F16),
+     (2, [0, 25, 55, 110], True, F32)],
+)  # fmt: skip
+def test_operands_that_are_kept(run, size, kind, lengths, zigzag, dtype):
+    tokens, B = [70, 40, 129][:size], 1 if lengths else 2
+    check(run(size, gla_case, tokens, B, 2, 24, 16, kind, dtype, F32, lengths, 0, zigzag, False), dtype)
+
+
+def kept_case(group):
+    """Of calls that keep operands for backward, make them again, and have no backward: the kernels of each pass, words
+    between the passes, and results."""
+    launched, made, answers = [], [], []
+    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        call_launch, make = Launch.__call__, operator._made
+        patch.setattr(Launch, "__call__", lambda self, *x: (launched.append(self.kernel), call_launch(self, *x))[1])
+        patch.setattr(operator, "_made", lambda *x: (made.append(make(*x)), made[-1])[1])
+        whole = Whole(0, 70, 2, 2, 16, 24, "mixed", F32, F32, comm.device)
+
+        def names():
+            found = [getattr(kernel, "fn", kernel).__name__ for kernel in launched]
+            launched.clear()
+            return found
+
+        def pass_of(call):
+            answer = call()
+            return names(), made[-1][1].numel(), answer
+
+        mine = place(comm, [40, 30][: comm.size])
+        for recompute in (True, False):
+            call = functools.partial(allscan.zeco_gla, recompute=recompute)
+            *forward, backward = pass_of(functools.partial(whole.forward, comm, mine, call))
+            answers.append([forward, pass_of(lambda backward=backward: [x.detach() for x in backward()])])
+        x = whole.q[:, mine].requires_grad_()
+        with torch.no_grad():
+            answers.append(pass_of(lambda: allscan.zeco_gla(x, x, x, -x.abs(), comm=comm, recompute=False))[:2])
+        x = x.detach()
+        answers.append(pass_of(lambda: allscan.zeco_gla(x, x, x, -x.abs(), comm=comm, recompute=False))[:2])
+    return answers
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_kept(run, size):
+    for rank, answers in enumerate(run(size, kept_case)):
+        (again, of_again), (kept, of_kept), *without_gradients = answers
+        operands = {"keys_kernel", "queries_kernel", "strong_decay_kernel"}
+        assert operands <= set(again[0]) and again[0] == kept[0]
+        assert operands <= set(of_again[0]) and of_again[0].index("carry_kernel") < of_again[0].index("keys_kernel")
+        assert of_kept[0][0] == "state_kernel" and of_kept[0] == [x for x in of_again[0] if x not in operands]
+        tokens = 2 * [40, 30][rank] if size == 2 else 2 * 40
+        assert 0 <= kept[1] - again[1] - tokens * 2 * (16 + 16 + 64) < 3 * 64
+        assert all(torch.equal(a, b) for a, b in zip(of_again[2], of_kept[2], strict=True))  # of float32 inputs
+        for names, words in without_gradients:
+            assert words < again[1] and not {"da_kernel", "grad_kernel"} & set(names)
 
 
 def first_token_case(group, debug):
@@ -112,14 +172,15 @@ def test_split_against_unsplit(run, size):
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, comm, H, D):
+    def __init__(self, comm, H, D, recompute):
         super().__init__()
         torch.manual_seed(0)
-        self.comm, self.H, self.qkvg = comm, H, torch.nn.Linear(H * D, 4 * H * D)
+        self.H, self.qkvg = H, torch.nn.Linear(H * D, 4 * H * D)
+        self.options = dict(comm=comm, recompute=recompute)
 
     def forward(self, x, cu_seqlens=None):
         q, k, v, g = (t.unflatten(-1, (self.H, -1)) for t in self.qkvg(x).chunk(4, -1))
-        o, _ = allscan.zeco_gla(q, k, v, F.logsigmoid(g), comm=self.comm, cu_seqlens=cu_seqlens)
+        o, _ = allscan.zeco_gla(q, k, v, F.logsigmoid(g), cu_seqlens=cu_seqlens, **self.options)
         return x + o.flatten(-2)
 
 
@@ -143,12 +204,12 @@ def test_interleaved_micro_batches(run, size=2):
         check(answers)
 
 
-def compiled_case(group, packed):
+def compiled_case(group, packed, recompute):
     """Gradients of a layer taken as it is, compiled as one graph, and under activation checkpointing."""
     from torch.utils.checkpoint import checkpoint
 
     with allscan.Communicator(group) as comm:
-        layer = Layer(comm, 2, 16).to(comm.device)
+        layer = Layer(comm, 2, 16, recompute).to(comm.device)
         T = 40
         lengths = torch.tensor([0, 30, 40 * comm.size - 7, 40 * comm.size], device=comm.device) if packed else None
         torch._dynamo.reset()
@@ -174,9 +235,9 @@ def compiled_case(group, packed):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiled_and_checkpointed(run, size, packed):
-    for errors in run(size, compiled_case, packed):
+@pytest.mark.parametrize("packed, recompute", [(False, True), (True, True), (True, False)])
+def test_compiled_and_checkpointed(run, size, packed, recompute):
+    for errors in run(size, compiled_case, packed, recompute):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -187,8 +248,8 @@ def operator_case(group):
         packed = torch.tensor([0, 30, 100])
         leaves = [x.requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g, whole.initial)]
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        for final, cu_seqlens, initial in ((True, packed, leaves[4]), (False, None, None)):
-            arguments = (*leaves[:4], initial, cu_seqlens, 0.25, final, comm.handle)
+        for final, cu_seqlens, initial, keeps in ((True, packed, leaves[4], True), (False, None, None, False)):
+            arguments = (*leaves[:4], initial, cu_seqlens, 0.25, final, comm.handle, None, False, keeps)
             torch.library.opcheck(torch.ops.allscan.zeco_gla, arguments, test_utils=checks)
     return True
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import torch
 
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
-from ..plan import Buffer, Plan
+from ..plan import WORD, Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
 from ..shmem_kernels.gla_fwd import (
     carry_kernel,
@@ -33,6 +35,11 @@ CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
+# What operands are stored as. A that backward makes again is float32; A that forward keeps is KEPT_A
+OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
+KEPT_A = OPERANDS
+
+Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what is stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +56,7 @@ class Shape:
     gate_dtype: torch.dtype
     device: str
     zigzag: bool
+    keeps: bool  # forward keeps k_out, q_in and A for backward, which makes them again otherwise
 
     @functools.cached_property
     def segment(self) -> int:
@@ -60,15 +68,31 @@ class Shape:
         """How many travel."""
         return 2 * self.B if self.zigzag else self.B
 
+    def entering(self, segments: int) -> list[Stored]:
+        """What enters each segment from this rank's tokens; its gates; what enters this rank."""
+        state = self.H, self.K, self.V
+        shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
+        return [(shape, torch.float32) for shape in shapes]
+
+    def operands(self, of_a: torch.dtype) -> list[Stored]:
+        """k_out, q_in, A."""
+        tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
+        return [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
+
+    def all_kept(self, segments: int, chunks: int) -> list[Stored]:
+        """What backward takes from forward: what enters, the gates of the chunks, which of them are strong, and the
+        operands or nothing."""
+        of_chunks = [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32)]
+        return self.entering(segments) + of_chunks + (self.operands(KEPT_A[self.dtype]) if self.keeps else [])
+
     @functools.cached_property
-    def kept(self) -> tuple[int, int, int]:
-        """Words of what backward takes from forward: of the states that enter each segment, with as many segments as
-        there may be; their gates; the state that enters this rank."""
-        segments = most_segments(self.B, self.T, self.sequences, self.segment, self.zigzag)
-        rows = self.H * self.K
-        words = segments * rows * self.V, segments * rows, self.states * rows * self.V
-        states, gates, prev = (n + -n % 64 for n in words)  # at multiples of 256 bytes
-        return states, gates, prev
+    def kept(self) -> list[int]:
+        """Words of each of these, with as many segments and chunks as there may be, at multiples of 256 bytes."""
+        most = (
+            most_segments(self.B, self.T, self.sequences, tokens, self.zigzag)
+            for tokens in (self.segment, CHUNK_TOKENS)
+        )
+        return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_kept(*most)]
 
 
 shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that it is quick to look up
@@ -94,7 +118,7 @@ class GLAPlan(Plan):
         self.columns = min(64, self.widest)  # of V, where there is no state
         self.num_stages = 3 if narrow else 1
         self.state_stages = max(1, min(self.num_stages, 512 // self.BK))  # of loops over all rows of a state
-        self.dtype = shape.dtype if narrow else torch.float32  # of operands that are stored
+        self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
         self.num_chunks = layout.num_chunks
         self.by_chunks = layout.num_chunks, self.H
         self.precision = dict(PRECISION=PRECISION[shape.dtype])
@@ -107,21 +131,16 @@ class GLAPlan(Plan):
     def per_token(self, width: int, **options) -> Buffer:
         return self.empty(self.shape.B, self.shape.T, self.H, width, **options)
 
-    def keys(self, k: Buffer, g: Buffer):
-        """(k_out, the sums of gates and the strong ones of the chunks): see keys_kernel."""
-        k_out = self.per_token(self.K, dtype=self.dtype, short=self.reverse)
-        gate, strong = self.empty(*self.by_chunks, self.K), self.empty(*self.by_chunks, dtype=torch.int32)
+    def keys(self, k: Buffer, g: Buffer, k_out: Buffer, gate: Buffer, strong: Buffer) -> None:
+        """k_out, the sums of gates and the strong ones of the chunks: see keys_kernel."""
         self.launch(
             keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
             **self.widths, BR=STEP[self.shape.device], BK=self.BK, num_warps=max(1, self.BK // 128),
             RANGE=23.0 if self.shape.dtype == torch.float32 else 115.0,
         )  # fmt: skip
-        return k_out, gate, strong
 
-    def queries(self, q: Buffer, k: Buffer, g: Buffer, gate: Buffer, strong: Buffer):
-        """(q_in, A): see queries_kernel."""
-        q_in = self.per_token(self.K, dtype=self.dtype, short=self.reverse)
-        a = self.per_token(self.BT, dtype=torch.float32 if self.reverse else self.dtype, short=self.reverse)
+    def queries(self, q: Buffer, k: Buffer, g: Buffer, gate: Buffer, strong: Buffer, q_in: Buffer, a: Buffer) -> None:
+        """q_in and A: see queries_kernel."""
         common = dict(scale=self.scale, **self.widths, **self.precision)
         self.launch(
             queries_kernel, self.by_chunks, q, k, g, self.chunks, self.weights, gate, strong, q_in, a,
@@ -130,7 +149,6 @@ class GLAPlan(Plan):
         self.launch(
             strong_decay_kernel, self.by_chunks, q, k, g, self.chunks, strong, q_in, a, **common, **self.sub_blocks
         )
-        return q_in, a
 
     def _with_state(self, kernel, BV: int, *args: Buffer, **options) -> None:
         """A kernel whose programs have a state [BK, BV] in registers."""
@@ -226,14 +244,17 @@ class GLAPlan(Plan):
             *of_scores, *of_states, *grads, **common, **self.sub_blocks,
         )  # fmt: skip
 
-    def kept_parts(self, kept: Buffer) -> tuple[Buffer, Buffer, Buffer]:
-        """(states, gates, prev) of what backward takes from forward: see Shape.kept."""
-        segments, (states, gates, _) = self.layout.num_segments, self.shape.kept
-        return (
-            self.part(kept, 0, segments, self.H, self.K, self.V),
-            self.part(kept, states, segments, self.H, self.K),
-            self.part(kept, states + gates, self.shape.states, self.H, self.K, self.V),
-        )
+    def kept_parts(self, kept: Buffer):
+        """((states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. Operands that are not kept have
+        memory of the run."""
+        stored = self.shape.all_kept(self.layout.num_segments, self.layout.num_chunks)
+        places = itertools.accumulate(self.shape.kept, initial=0)
+        parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
+        operands = parts[5:] or [
+            self.empty(*shape, dtype=dtype, short=self.reverse)
+            for shape, dtype in self.shape.operands(torch.float32 if self.reverse else self.dtype)
+        ]
+        return parts[:3], *parts[3:5], operands
 
 
 def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept, ticket) -> GLAPlan:
@@ -241,34 +262,41 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None, carrier.comm.size == 1)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
     q, k, v, g, initial, final, kept, ticket = given
-    states, gates, prev = plan.kept_parts(kept)
+    (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
-    k_out, gate, strong = plan.keys(k, g)
+    plan.keys(k, g, k_out, gate, strong)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
-    q_in, a = plan.queries(q, k, g, gate, strong)
+    plan.queries(q, k, g, gate, strong, q_in, a)
     plan.join_carry()
     plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o))
     return plan
 
 
 def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept, ticket) -> GLAPlan:
-    """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg."""
+    """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg.
+
+    Beside the carry: all that needs nothing remote and is not needed by the state pass. Those with short programs come
+    first, since a scan can begin only where programs of others have ended.
+    """
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
     q, k, v, g, do, dfinal, dinitial, kept, ticket = given
-    entering, (dstates, dgates, dprev) = plan.kept_parts(kept), plan.kept_parts(plan.empty(sum(shape.kept)))
+    entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
+    dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
     dv = plan.output_like(v)
-    k_out, gate, strong = plan.keys(k, g)
-    q_in, a = plan.queries(q, k, g, gate, strong)
+    if not shape.keeps:
+        plan.queries(q, k, g, gate, strong, q_in, a)
     sums = plan.segment_states(q_in, do, gate, dstates)
     plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
-    states, chunk_dstates = plan.chunk_states(k_out, v, gate, entering)
+    if not shape.keeps:  # k_out; the sums of gates are as they were
+        plan.keys(k, g, k_out, plan.empty(*plan.by_chunks, plan.K), plan.empty(*plan.by_chunks, dtype=torch.int32))
     of_scores = plan.score_gradients(v, do)
+    states, chunk_dstates = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()
     through = plan.empty(*plan.by_chunks, plan.NT, plan.K)
     chunks = states, chunk_dstates, through
     plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
-    plan.free_short()  # k_out, q_in, a
+    plan.free_short()  # k_out, q_in, a, unless they were kept
     plan.gradients(q, k, v, g, do, gate, strong, of_scores, chunks, [plan.output_like(x) for x in (q, k, g)])
     return plan

@@ -11,7 +11,7 @@ from ..checks import boundaries, check_for_an_operator, check_halves, check_tens
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import check_once, find_layout
-from ..operators import Operator, refuse_second_derivative
+from ..operators import Operator, refuse_second_derivative, wants_gradient
 from ..order import TICKETS, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS
 from ..tiling import cdiv
@@ -23,6 +23,7 @@ def zeco_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, comm: Communicator, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -49,6 +50,10 @@ def zeco_gla(
         chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even. Two states
         travel instead of one: that of the first halves over the ranks, then that of the second halves back.
         first_token is that of the first half; final_state is rank 0's.
+    recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False: they
+        are kept from forward, which takes B * T * H * (2 * K + 64) elements until backward, of 2 bytes for bfloat16
+        inputs and 4 for others, and spares backward two kernels. Without gradients nothing is kept either way. Each
+        rank may choose for itself.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
     the sequence's last token and zeros on the others, or None.
@@ -66,24 +71,30 @@ def zeco_gla(
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
     return zeco_gla_by(
-        AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
-    )
+        AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout,
+        recompute,
+    )  # fmt: skip
 
 
 def zeco_gla_by(
     carrier: StateCarrier, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
-    arguments = carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
+    arguments = (
+        carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout, recompute,
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         return _zeco_gla(*arguments)
     with carrier.comm.call():
         return _zeco_gla(*arguments)
 
 
-def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout):
+def _zeco_gla(
+    carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout, recompute
+):
     problem = None
     try:
         zigzag = is_zigzag(layout)
@@ -98,8 +109,9 @@ def _zeco_gla(carrier, q, k, v, g, scale, initial_state, output_final_state, cu_
     q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
     if initial_state is not None:
         initial_state = initial_state.contiguous()
+    keeps = not recompute and wants_gradient((q, k, v, g, initial_state))
     o, final_state, *_ = _operator(
-        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag
+        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps
     )
     return o, final_state if output_final_state else None
 
@@ -159,20 +171,20 @@ def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag
     check_once(comm, signature, shape, agree, check, g, carrier.prepare)
 
 
-def _shape(q, v, g, cu_seqlens, zigzag, made=shape_of) -> Shape:
+def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, q.device.type, zigzag)
+    return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, q.device.type, zigzag, keeps)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
+    scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or nothing, and what backward takes: Shape.kept, the numbers of the call's scans)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
         _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
-        shape = _shape(q, v, g, cu_seqlens, zigzag)
+        shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
         final_state, *kept = made = _made(q, v, cu_seqlens, final, shape)
         tensors = q, k, v, g, initial_state, final_state if final else None, *kept
@@ -192,20 +204,20 @@ def _zeros(q, v, cu_seqlens, wanted):
     return q.new_zeros(_state_shape(q, v, cu_seqlens), dtype=torch.float32)
 
 
-def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False):
-    return torch.empty_like(v), *_made(q, v, cu_seqlens, final, _shape(q, v, g, cu_seqlens, zigzag, Shape))
+def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False, keeps=False):
+    return torch.empty_like(v), *_made(q, v, cu_seqlens, final, _shape(q, v, g, cu_seqlens, zigzag, keeps, Shape))
 
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
     kept: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
-    zigzag: bool = False,
+    zigzag: bool = False, keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dv, dq, dk, dg, dinitial_state or nothing)."""
     carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
         refuse_second_derivative("zeco_gla")
-        shape = _shape(q, v, g, cu_seqlens, zigzag)
+        shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
         dinitial = _zeros(q, v, cu_seqlens, initial)
         tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept, ticket
@@ -221,7 +233,7 @@ def _run(make, carrier, shape: Shape, scale, layout, *tensors) -> list[Tensor]:
 
 
 def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ticket, scale, initial, handle, first_token=None,
-                   zigzag=False):  # fmt: skip
+                   zigzag=False, keeps=False):  # fmt: skip
     return *(torch.empty_like(x) for x in (v, q, k, g)), _zeros(q, v, cu_seqlens, initial)
 
 
@@ -232,7 +244,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
-    handle, _, zigzag = ctx.where
+    handle, _, zigzag, _ = ctx.where
     ctx.pending = [] if no_node else carrier_of(handle).pending(_carried_shape(q, v), zigzag)
 
 
@@ -243,7 +255,7 @@ def _gradient(backward, ctx, do, dfinal, *_):
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
-    return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None
+    return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None, None
 
 
 _operator = Operator("allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save, _gradient)

@@ -262,7 +262,7 @@ def test_1000_graph_replays_of_halo(run, size):
     assert max(run(size, halo_graph_case, 1000)) == 0
 
 
-def gla_graph_case(group, packed, mixed, layout):
+def gla_graph_case(group, packed, mixed, layout, recompute):
     """zeco_gla forward and backward in one CUDA graph, replayed on fresh inputs, and twice on the same.
 
     packed: sequences over ranks; mixed: one link of the chain is NVSHMEM's.
@@ -279,7 +279,7 @@ def gla_graph_case(group, packed, mixed, layout):
         def step():
             for leaf in leaves:
                 leaf.grad = None
-            o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths, layout=layout)
+            o, _ = allscan.zeco_gla(*leaves, comm=comm, cu_seqlens=lengths, layout=layout, recompute=recompute)
             (o * weights).sum().backward()
             return o
 
@@ -319,13 +319,14 @@ def gla_graph_case(group, packed, mixed, layout):
 
 
 @pytest.mark.parametrize(
-    "size, packed, mixed, layout",
-    [(2, False, False, "contiguous"), (4, False, False, "contiguous"), (4, True, False, "contiguous"),
-     (4, False, True, "contiguous"), (2, False, False, "zigzag"), (2, True, False, "zigzag"),
-     (4, True, False, "zigzag")],
+    "size, packed, mixed, layout, recompute",
+    [(2, False, False, "contiguous", True), (2, True, False, "contiguous", False),
+     (4, False, False, "contiguous", True), (4, True, False, "contiguous", True),
+     (4, False, True, "contiguous", True), (2, False, False, "zigzag", True), (2, True, False, "zigzag", True),
+     (4, True, False, "zigzag", False)],
 )  # fmt: skip
-def test_zeco_gla_in_a_graph(run, size, packed, mixed, layout):
-    for worst, same in run(size, gla_graph_case, packed, mixed, layout):
+def test_zeco_gla_in_a_graph(run, size, packed, mixed, layout, recompute):
+    for worst, same in run(size, gla_graph_case, packed, mixed, layout, recompute):
         assert worst < 1e-5 and same
 
 

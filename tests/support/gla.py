@@ -89,13 +89,13 @@ def owners(tokens, lengths, sequences, zigzag=False):
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
-def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0, zigzag=False):
+def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0, zigzag=False, recompute=True):
     """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
     with allscan.Communicator(group) as comm:
         whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
         expected = whole.reference()
         mine = place(comm, tokens, zigzag)
-        call = functools.partial(allscan.zeco_gla, layout="zigzag") if zigzag else allscan.zeco_gla
+        call = functools.partial(allscan.zeco_gla, recompute=recompute, layout="zigzag" if zigzag else "contiguous")
         actual = whole.ours(comm, mine, call)
         assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
         first, last = owners(tokens, lengths, B, zigzag)

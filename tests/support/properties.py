@@ -396,8 +396,10 @@ class GlaCall:
         if self.initial is None:
             self.wanted.discard("initial")
         self.strided, self.form = draw.happens(0.3), draw.choice(["list", "int32", "int64"])
+        self.recompute = draw.happens(0.5)
         self.text = (
-            f"tokens {self.tokens}, zigzag={self.zigzag}, B={B}, H={H}, K={K}, V={V}, {dtype}, "
+            f"tokens {self.tokens}, zigzag={self.zigzag}, recompute={self.recompute}, "
+            f"B={B}, H={H}, K={K}, V={V}, {dtype}, "
             f"gates {self.kind} {self.gate_dtype}, cu_seqlens {self.lengths} as {self.form}, "
             f"initial={self.initial is not None}, final={self.final}, "
             f"scale={self.scale}, loss of {self.loss}, gradients of {sorted(self.wanted)}, strided={self.strided}"
@@ -442,7 +444,7 @@ class GlaCall:
         given = [strided(x) if self.strided else x for x in leaves[:4]]
         o, final = allscan.zeco_gla(
             *given, comm=comm, scale=self.scale, initial_state=leaves[4], output_final_state=self.final,
-            cu_seqlens=packed, layout="zigzag" if self.zigzag else "contiguous",
+            cu_seqlens=packed, layout="zigzag" if self.zigzag else "contiguous", recompute=self.recompute,
         )  # fmt: skip
         assert o.dtype == self.dtype and (final is not None) == self.final
 
