@@ -1,9 +1,12 @@
 """Chunks of strong decay: what queries_kernel (gla_fwd.py) and grad_kernel (gla_bwd.py) leave, for any gates.
 
 There a decay is a quotient of two exponentials, which is harmless as long as a chunk's gates are mild. keys_kernel
-decides that chunk by chunk (``p_strong`` [NC, H]); programs of mild chunks return at once. Here a chunk is taken by
-sub-blocks of BC tokens. Within a sub-block each pair of tokens has its decay by itself; between two sub-blocks it is
-the product of three exponentials of sums of gates, none above 1.
+decides that chunk by chunk (``p_strong`` [NC, H]). Here a chunk is taken by sub-blocks of BC tokens. Within a sub-block
+each pair of tokens has its decay by itself; between two sub-blocks it is the product of three exponentials of sums of
+gates, none above 1.
+
+Mostly no chunk is strong, so that these kernels only look: a few programs, which look at LOOK flags at a time and take
+the strong chunks in turn.
 """
 
 from __future__ import annotations
@@ -29,17 +32,43 @@ from .gla_blocks import (
 
 
 @triton.jit
+def _flags(p_strong, first, N, LOOK: tl.constexpr):
+    """Flags first .. first + LOOK of N, 1 where a chunk is strong."""
+    i = first + tl.arange(0, LOOK)
+    return (tl.load(p_strong + i, mask=i < N, other=0) != 0).to(tl.int32)
+
+
+@triton.jit
+def _strong_chunk(b_strong, number, LOOK: tl.constexpr):
+    """Where in these flags strong chunk ``number`` is, counted from 0."""
+    mine = (b_strong != 0) & (tl.cumsum(b_strong, 0) == number + 1)
+    return tl.sum(tl.where(mine, tl.arange(0, LOOK), 0), 0)
+
+
+@triton.jit(do_not_specialize=["N"])
 def strong_decay_kernel(
-    p_q, p_k, p_g, p_chunks, p_strong, p_q_in, p_a, scale,
+    p_q, p_k, p_g, p_chunks, p_strong, p_q_in, p_a, scale, N,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LOOK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in and A of a strong-decay chunk, by sub-blocks of BC tokens."""
-    n, h = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_strong + n * H + h) != 0:
-        start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-        for i in range(BT // BC):
-            _rows(p_q, p_k, p_g, p_q_in, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
+    """q_in and A of the strong-decay chunks, by sub-blocks of BC tokens. Program p takes strong chunks p, p + programs,
+    ..., counted in the order of their flags, of which there are N."""
+    number = tl.program_id(0)  # of the next strong chunk that is this program's
+    first = number * 0  # of the flags that it looks at, before which there are ``before`` strong chunks
+    before = first
+    while first < N:
+        b_strong = _flags(p_strong, first, N, LOOK)
+        behind = before + tl.sum(b_strong, 0)
+        if number < behind:
+            chunk = first + _strong_chunk(b_strong, number - before, LOOK)
+            n, h = chunk // H, chunk % H
+            start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+            for i in range(BT // BC):
+                _rows(p_q, p_k, p_g, p_q_in, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
+            number += tl.num_programs(0)
+        else:
+            first += LOOK
+            before = behind
 
 
 @triton.jit
@@ -89,38 +118,61 @@ def _rows(
         i += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def strong_decay_grad_kernel(
     p_q, p_k, p_v, p_g, p_do, p_chunks, p_strong, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
-    scale,
+    scale, N,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
-    NT: tl.constexpr, PRECISION: tl.constexpr,
+    LOOK: tl.constexpr, NT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg of a strong-decay chunk, by sub-blocks of BC tokens, BS columns."""
-    n, h = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_strong + n * H + h) != 0:
-        start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
-        for i_s in range(BK // BS):
-            # From the last sub-block: the sums of what later tokens give to dg
-            b_later = load_decay_gradient(p_through, n, h, i_s * BS + tl.arange(0, BS), H, K, NT)
-            for i in range(BT // BC):
-                b_later = _grad_rows(
-                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
-                    n, h, start, end, BT // BC - 1 - i, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION,
+    """dq, dk, dg of the strong-decay chunks, by sub-blocks of BC tokens. Programs as in strong_decay_kernel."""
+    number = tl.program_id(0)
+    first = number * 0
+    before = first
+    while first < N:
+        b_strong = _flags(p_strong, first, N, LOOK)
+        behind = before + tl.sum(b_strong, 0)
+        if number < behind:
+            chunk = first + _strong_chunk(b_strong, number - before, LOOK)
+            n, h = chunk // H, chunk % H
+            start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+            for i_s in range(BK // BS):
+                _grad_columns(
+                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
+                    n, h, start, end, i_s, scale, H, K, V, BT, BC, BV, BS, NT, PRECISION,
                 )  # fmt: skip
-            # From the first: of what earlier ones give by way of the state
-            b_earlier = tl.zeros([BS], tl.float32)
-            for i in range(BT // BC):
-                own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
-                b_k = load(p_k, own, inside).to(tl.float32)
-                b_dk = _grad_from_state(
-                    p_v, p_g, p_dstates, n, h, start, end, i, i_s, H, K, V, BT, BC, BV, BS, PRECISION
-                )
-                b_dg = load(p_dg, own, inside).to(tl.float32) + b_earlier[None, :]
-                b_dg += sums_of(lower(BC, 1), b_k * b_dk, PRECISION)
-                tl.store(p_dg + own, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
-                b_earlier += tl.sum(b_k * b_dk, 0)
+            number += tl.num_programs(0)
+        else:
+            first += LOOK
+            before = behind
+
+
+@triton.jit
+def _grad_columns(
+    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
+    n, h, start, end, i_s, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    BS: tl.constexpr, NT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg of one chunk, BS columns."""
+    # From the last sub-block: the sums of what later tokens give to dg
+    b_later = load_decay_gradient(p_through, n, h, i_s * BS + tl.arange(0, BS), H, K, NT)
+    for i in range(BT // BC):
+        b_later = _grad_rows(
+            p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
+            n, h, start, end, BT // BC - 1 - i, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION,
+        )  # fmt: skip
+    # From the first: of what earlier ones give by way of the state
+    b_earlier = tl.zeros([BS], tl.float32)
+    for i in range(BT // BC):
+        own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
+        b_k = load(p_k, own, inside).to(tl.float32)
+        b_dk = _grad_from_state(p_v, p_g, p_dstates, n, h, start, end, i, i_s, H, K, V, BT, BC, BV, BS, PRECISION)
+        b_dg = load(p_dg, own, inside).to(tl.float32) + b_earlier[None, :]
+        b_dg += sums_of(lower(BC, 1), b_k * b_dk, PRECISION)
+        tl.store(p_dg + own, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
+        b_earlier += tl.sum(b_k * b_dk, 0)
 
 
 @triton.jit

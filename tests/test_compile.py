@@ -153,7 +153,7 @@ def compiled_launches(most_spilled=None):
     for kernel, values, options in Launches.made:
         names = kernel.arg_names[: len(values)]
         arguments = {n: kinds[x.dtype] for n, x in zip(names, values)}
-        arguments |= {n: "fp32" for n in ("scale",) if options.pop(n, None) is not None}
+        arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
         launch = {n: options.pop(n) for n in ("num_warps", "num_stages") if n in options}
         if (kernel, arguments, options) in seen:
             continue
@@ -176,7 +176,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     for name, kernel in list(vars(launches).items()):
         if name.endswith("_kernel"):
             monkeypatch.setattr(launches, name, Launches(kernel))
-    for sizes in ("SUB_BLOCK", "STEP", "CARRY_WORDS"):
+    for sizes in ("SUB_BLOCK", "STEP", "LOOKERS", "LOOK", "CARRY_WORDS"):
         monkeypatch.setattr(launches, sizes, {"cpu": getattr(launches, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130

@@ -25,7 +25,7 @@ def test_gradients_and_values(run, size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed"])
+@pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed", "spots"])
 def test_every_gate_is_exact(run, size, kind):
     check(run(size, gla_case, [66, 270][:size], 2, 1, 32, 16, kind, F32, F32))
 

@@ -31,6 +31,10 @@ from .carrier import StateCarrier
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
+# Programs that look for chunks of strong decay, as many as there is room for at once, and how many they look at
+LOOKERS = {"cuda": 264, "cpu": 2}
+LOOK = {"cuda": 4096, "cpu": 8}
+
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
@@ -123,7 +127,10 @@ class GLAPlan(Plan):
         self.by_chunks = layout.num_chunks, self.H
         self.precision = dict(PRECISION=PRECISION[shape.dtype])
         self.widths = dict(H=self.H, K=self.K, BT=self.BT)
-        self.sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
+        flags = layout.num_chunks * self.H
+        self.lookers = (min(flags, LOOKERS[shape.device]),)
+        sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
+        self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
         self.chunks, self.segments, self.first_segments, self.weights = (
             self.table(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
         )
@@ -147,7 +154,7 @@ class GLAPlan(Plan):
             **common, BK=min(32, self.BK), num_warps=2 if self.narrow else 4, num_stages=3,
         )  # fmt: skip
         self.launch(
-            strong_decay_kernel, self.by_chunks, q, k, g, self.chunks, strong, q_in, a, **common, **self.sub_blocks
+            strong_decay_kernel, self.lookers, q, k, g, self.chunks, strong, q_in, a, **common, **self.of_strong
         )
 
     def _with_state(self, kernel, BV: int, *args: Buffer, **options) -> None:
@@ -240,8 +247,8 @@ class GLAPlan(Plan):
             *of_scores, *of_states, *grads, **common, BK=BK, num_warps=4, num_stages=self.num_stages,
         )  # fmt: skip
         self.launch(
-            strong_decay_grad_kernel, self.by_chunks, q, k, v, g, do, self.chunks, strong,
-            *of_scores, *of_states, *grads, **common, **self.sub_blocks,
+            strong_decay_grad_kernel, self.lookers, q, k, v, g, do, self.chunks, strong,
+            *of_scores, *of_states, *grads, **common, **self.of_strong,
         )  # fmt: skip
 
     def kept_parts(self, kept: Buffer):

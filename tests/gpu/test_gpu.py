@@ -341,6 +341,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (2, 1024, 4, 60, "mild", F16),
         (2, 1024, 8, 128, "mild", BF16),
         (2, 1024, 8, 128, "strong", BF16),
+        (8, 2048, 68, 32, "spots", BF16),  # more chunks than are looked at at once
         (1, 1024, 2, 128, "mixed", F32),
         (4, 2048, 8, 64, "mild", BF16),
         (1, 512, 4, 256, "mild", BF16),

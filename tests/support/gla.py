@@ -17,12 +17,15 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def gates(kind, shape, generator):
-    """Natural-log decays: mild ones as models have, near 1, strong, exactly 1, closed, and all of these mixed."""
+    """Natural-log decays: mild ones as models have, near 1, strong, exactly 1, closed, and all of these mixed; "spots":
+    near 1 but for a token here and there, so that about half of the chunks are strong."""
     g = F.logsigmoid(torch.randn(shape, generator=generator))
     if kind == "weak":
         return g / 64
     if kind == "strong":
         return -20 - 60 * torch.rand(shape, generator=generator)
+    if kind == "spots":
+        return torch.where(torch.rand((*shape[:-1], 1), generator=generator) < 0.01, -200.0, g / 64)
     if kind == "zero":
         return torch.zeros(shape)
     if kind == "mixed":
