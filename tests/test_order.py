@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import uuid
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan import runtime
+from allscan.launching import Launch
 from support.fla import import_fla
 from support.values import raised
 
@@ -42,6 +44,9 @@ def value(comm, how, i, bad):
         if how == "zeco_gla":  # no tokens
             x = torch.ones(1, 0 if bad else 3, 1, 2, device=comm.device)
             return allscan.zeco_gla(0 * x + 1, x, 10.0 * i * x, 0 * x, comm=comm, scale=1.0)[0][0, 0, 0, 0].item()
+        if "halfway" in how:
+            with failing_launch(how.split()[-1] if bad else None):
+                return value(comm, how.split()[0], i, False)
         if how == "delta":  # no tokens
             return delta(comm, torch.full((1, 0 if bad else 3, 1, 8), 10.0 * i, device=comm.device))[0, 0, 0, 0].item()
         if bad and "skipped" in how:
@@ -55,7 +60,25 @@ def value(comm, how, i, bad):
         return type(problem).__name__
 
 
+@contextlib.contextmanager
+def failing_launch(name):
+    """Inside, the launch of the kernel ``name`` runs out of memory."""
+    whole = Launch.__call__
+
+    def launch(self, *tensors):
+        if self.kernel.fn.__name__ == name:
+            raise torch.OutOfMemoryError(name)
+        return whole(self, *tensors)
+
+    Launch.__call__ = launch
+    try:
+        yield
+    finally:
+        Launch.__call__ = whole
+
+
 def expected(how, comm, i):
+    how = how.split(" halfway")[0]
     if how in ("halo", "delta"):
         return 10.0 * i if comm.rank else 0.0
     if how == "zeco_gla":  # 3 tokens a rank before this one's first, and that one; K = 2
@@ -98,6 +121,21 @@ def test_a_call_that_one_rank_refuses(run, size, how):
     assert "has refused its call 4" in refusing[2][1]
     said = [end[1] for _, _, end, _ in answers[:-1]]
     assert any(f"Rank {size - 1} has refused its call 4" in text for text in said), said
+
+
+@pytest.mark.cpu  # on GPUs a plan's launches may be one graph
+@pytest.mark.parametrize("kernel", ["state_kernel", "scan_kernel", "output_kernel"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_that_ends_between_two_launches(run, size, kernel):
+    """Before the rank's scan, and behind it: as a call that it refuses."""
+    answers = run(size, shifted_case, f"zeco_gla halfway {kernel}", False)
+    for rank, (found, right, end, again) in enumerate(answers):
+        for got, wanted in zip(found, right):
+            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+    found, right, end, _ = answers[-1]
+    assert found[:4] == [*right[:3], "OutOfMemoryError"] and set(found[4:]) == {"AllScanOutOfStep"}, found
+    assert "has refused its call 4" in end[1]
 
 
 @pytest.mark.parametrize("how, size", [("skipped", 2), ("skipped", 3), ("zigzag skipped", 3)])
