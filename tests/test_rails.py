@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from test_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
 from test_scan import gradient_case
 
 import allscan
+from allscan.algorithms import choose, runs
+from allscan.rails import distances
 from allscan.reference import allscan_reference
-from support.values import error, inputs, late
+from support.values import error, inputs, late, raised
 
 pytestmark = pytest.mark.cpu
 
@@ -110,3 +115,154 @@ def test_backwards_in_another_order(run):
 @pytest.mark.parametrize("algorithm", ["rails", "doubling"])
 def test_resync_after_time_outs(run, algorithm):
     assert all(run(4, resync_case, options(algorithm, (2, 2))))
+
+
+def absent_case(group, nodes, absent, algorithm):
+    """What the ranks raise where one of them never calls, and that all come back."""
+    comm = allscan.Communicator(group, timeout=1.0, nodes=nodes, algorithm=algorithm)
+    scan = allscan.AllScan(comm, (4, 4, 8), tile=(4, 8))
+    state, out = torch.ones(scan.shape), torch.zeros(scan.shape)
+    start, found, prev = time.monotonic(), None, None
+    if comm.rank != absent:
+        try:
+            for _ in range(10):  # beyond the depth of two nodes
+                scan.scan(state, out=out)
+        except allscan.AllScanTimeout as timeout:
+            found, prev = (timeout.rank, timeout.neighbour, str(timeout)), out.isnan().any().item()
+    seconds = time.monotonic() - start
+    dist.barrier(group)
+    comm.resync()
+    again = (scan.scan(state) == comm.rank).all().item()
+    comm.close()
+    return found, prev, seconds, again
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("absent", [1, 2, 5])
+def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
+    answers = run(6, absent_case, (2, 2, 2), absent, algorithm)
+    named = [found[1] for found, _, _, _ in answers if found is not None]
+    assert absent in named
+    for rank, (found, spoiled, seconds, again) in enumerate(answers):
+        assert again
+        if rank != absent:
+            assert found and found[0] == rank and f"rank {rank} waited 1 s for rank {found[1]}" in found[2], answers
+            assert spoiled and seconds < 10
+
+
+def strided_case(group):
+    """Communicators over the even and over the odd ranks, at work at once, each in nodes of its own."""
+    groups = [dist.new_group(list(range(first, dist.get_world_size(), 2))) for first in (0, 1)]
+    worst = 0.0
+    with allscan.Communicator(groups[dist.get_rank() % 2], nodes=(2, 2), algorithm="rails") as comm:
+        for epoch in range(6):
+            states, decays = inputs(comm, (2, 4, 8), (2, 4), epoch + 10 * (dist.get_rank() % 2))
+            late(epoch, dist.get_rank(), 5)
+            prev = allscan.allscan(states[comm.rank], decays[comm.rank], comm=comm, reverse=bool(epoch % 2))
+            worst = max(worst, error(prev, allscan_reference(states, decays, None, bool(epoch % 2))[comm.rank]))
+        assert [scan.algorithm for scan in comm.collectives] == ["rails"]
+    return worst
+
+
+def test_strided_sub_groups_at_work_at_once(run):
+    assert max(run(8, strided_case)) < 1e-6
+
+
+def arguments_case(group):
+    """A wrong argument on one rank is an error on all; ranks may differ in decays."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    answers = []
+    for here, there in (
+        (dict(nodes=(2, 2)), dict(nodes=(1, 3))),
+        (dict(nodes=(2, 2)), dict(nodes=(2, 3))),
+        (dict(algorithm="rails"), dict(algorithm="doubling")),
+        (dict(algorithm="rails"), dict(algorithm="rings")),
+    ):
+        answers.append(raised(allscan.Communicator, group, **(there if last else here)))
+    with allscan.Communicator(group, nodes=(2, 2), algorithm="rails") as comm:
+        answers.append(raised(allscan.AllScan, comm, (2, 4), algorithm="rails" if last else "chain"))
+        answers.append(raised(allscan.AllScan, comm, (2, 4), algorithm="rings" if last else "rails"))
+        scan = allscan.AllScan(comm, (2, 4), max_ctas=1 + comm.rank)  # a launch has as many programs as fit on all
+        answers.append(raised(scan.channel))
+        answers.append(raised(scan.launch, None, (1,)))
+        answers.append(raised(scan.scan, torch.ones(2, 4), transition=torch.ones(2, 2)))
+        answers.append(raised(scan.scan, torch.ones(2, 4).double()))  # which all refuse
+        decay = (None, 0.5, torch.tensor([1.0, 0.0]), 0)[comm.rank]
+        given = [torch.ones(2), torch.full((2,), 0.5), torch.tensor([1.0, 0.0]), torch.zeros(2)]
+        for reverse in (False, True):
+            expected = allscan_reference([torch.ones(2, 4)] * 4, given, None, reverse)[comm.rank]
+            assert error(scan.scan(torch.ones(2, 4), decay, reverse=reverse), expected) == 0
+        before, _ = allscan.halo((torch.ones(1, 3, 4), torch.ones(1, 3, 4)), 2, comm=comm)
+        assert before.mean() == min(comm.rank, 1)
+        prev = allscan.allscan(torch.ones(1, 2, 2), comm=comm, transition=torch.eye(2)[None])
+        assert (prev == comm.rank).all()
+        pair = allscan.allscan((torch.ones(2, 4), torch.ones(2, 4)), comm=comm, layout="zigzag")
+        assert [x.mean().item() for x in pair] == [comm.rank, 7 - comm.rank]
+        kinds = sorted(scan.algorithm for scan in comm.collectives)
+        free = comm.heap.arena.free_bytes
+        hint = allscan.AllScan.size_hint(comm, (6, 8, 16))
+        scan = allscan.AllScan(comm, (6, 8, 16))
+        assert comm.heap.arena.free_bytes == free - hint == free - scan.workspace_bytes
+        scan.close()
+        assert comm.heap.arena.free_bytes == free
+    return answers, kinds
+
+
+def test_arguments_of_ranks(run):
+    wanted = ["ValueError"] * 9 + ["TypeError"]
+    for answers, kinds in run(4, arguments_case):
+        assert [answer and answer[0] for answer in answers] == wanted, answers
+        assert "ranks differ in (nodes, algorithm)" in answers[0][1] and "together, got (2, 3)" in answers[1][1]
+        assert "rank 3" in answers[3][1] and "ranks differ in (shape" in answers[4][1]
+        assert kinds == ["chain", "chain", "rails", "rails"]
+
+
+def test_the_choice():
+    assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
+    assert {choose(nodes, 1 << 21) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
+    assert [distances(n) for n in (1, 2, 3, 4, 5, 7, 8, 32)] == [
+        [], [1], [1, 2], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3, 6], [1, 2, 3, 6, 12, 24]
+    ]  # fmt: skip
+
+
+def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
+    """All ranks but one make their scans at once."""
+    with allscan.Communicator(group, timeout=5, nodes=nodes) as comm:
+        shape, count, worst = (3, 4, 8), 8, 0.0
+        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(4, 8))
+        for reverse in (False, True):
+            comm.barrier()
+            if comm.rank == sleeper:
+                time.sleep(0.15)
+            for epoch in range(count):
+                states, decays = inputs(comm, shape, shape[:-1], epoch)
+                out = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
+                worst = max(worst, error(out, allscan_reference(states, decays, None, reverse)[comm.rank]))
+    return worst
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("nodes, sleeper", [((2, 2, 2), 0), ((2, 2, 2), 3), ((1, 3), 1), ((1, 3), 3), ((1, 1, 1), 2)])
+def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
+    """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
+    none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""
+    for protocol, depth in (("sentinel", 1), ("put", 2)):
+        assert max(run(sum(nodes), ahead_case, nodes, algorithm, protocol, depth, sleeper)) < 1e-6
+
+
+def underflow_case(group, algorithm):
+    """A product of decays that float32 takes for 0 is none: Inf and NaN pass."""
+    with allscan.Communicator(group, nodes=(2, 2, 2), algorithm=algorithm) as comm:
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(2, 4, 8, generator=generator) for _ in range(comm.size)]
+        decays = [torch.full((2, 4), 1e-30) for _ in range(comm.size)]
+        states[0][0, 0, 0], states[0][1, 2, 3], states[0][1, 1, 1] = float("nan"), float("inf"), 1e30
+        decays[1][1, 3] = 0.0
+        states[0][1, 3] = float("-inf")
+        prev = allscan.allscan(states[comm.rank], decays[comm.rank], comm=comm)
+        return error(prev, allscan_reference(states, decays)[comm.rank])
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+def test_decays_that_underflow(run, algorithm):
+    assert max(run(6, underflow_case, algorithm)) < 1e-6
