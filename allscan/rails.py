@@ -290,8 +290,9 @@ class RailsLaunch:
     def __init__(self, launch: Launch, further: tuple) -> None:
         self.kernel, self._launch, self._further = launch.kernel, launch, further
 
-    def __call__(self, *args: Any) -> Any:
-        return self._launch(*args, *self._further)
+    def __call__(self, *args: Any, behind: tuple = ()) -> Any:
+        """``behind``: arguments of a kernel that has more."""
+        return self._launch(*args, *self._further, *behind)
 
 
 def _constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict:

@@ -34,7 +34,7 @@ ssd
 device reference zigzag
 __init__
 integrations integrations.softmax integrations.fla integrations.fla_cp integrations.transformers
-tools tools.provenance tools.timing tools.ranks tools.doctor __main__
+tools tools.provenance tools.timing tools.ranks tools.virtual tools.doctor __main__
 """.split()
 
 

@@ -14,6 +14,7 @@ import allscan
 from allscan.algorithms import choose, runs
 from allscan.rails import distances
 from allscan.reference import allscan_reference
+from allscan.tools.virtual import VirtualRanks
 from support.values import error, inputs, late, raised
 
 pytestmark = pytest.mark.cpu
@@ -266,3 +267,27 @@ def underflow_case(group, algorithm):
 @pytest.mark.parametrize("algorithm", ["rails", "doubling"])
 def test_decays_that_underflow(run, algorithm):
     assert max(run(6, underflow_case, algorithm)) < 1e-6
+
+
+def virtual_case(group):
+    """Virtual ranks without a GPU: what can run one launch after another. A rank that is left out is named."""
+    worst = 0.0
+    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("doubling", (1, 1, 1, 1))):
+        ranks = VirtualRanks(4, (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
+        for epoch in range(4):
+            states, decays = (torch.stack(x) for x in inputs(ranks, (2, 5, 7), (2, 5), epoch))
+            initial = states[0] * 2 if epoch % 2 else None
+            for reverse in (False, True):
+                found = ranks.scan(states, decays, reverse=reverse, initial=initial)
+                expected = allscan_reference(list(states), list(decays), initial, reverse)
+                worst = max(worst, *(error(x, y) for x, y in zip(found, expected, strict=True)))
+        ranks.check()
+        ranks.scan(states, decays, ranks=[0, 2])
+        assert ranks.faults()[2][1:3] == (2, 1)
+        with pytest.raises(allscan.AllScanTimeout, match="rank 2 waited 0.3 s for rank 1"):
+            ranks.check()
+    return worst
+
+
+def test_virtual_ranks(run):
+    assert max(run(1, virtual_case)) < 1e-6
