@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 ALGORITHMS = ("chain", "rails", "doubling")
 
+ANY_SIZE = 1 << 62
+
 # (nodes at least, bytes of the state at most, algorithm), the first that fits; else the chain. What `python -m
 # bench.scaling` finds fastest, from measurements on one host and an assumed network: see there. All of it is
 # extrapolated. tests/test_bench.py compares the two.
-TABLE: tuple[tuple[int, int, str], ...] = ()
+TABLE: tuple[tuple[int, int, str], ...] = (
+    (64, 16 << 20, "doubling"),
+    (32, 8 << 20, "doubling"),
+    (12, 4 << 20, "doubling"),
+    (4, 1 << 20, "doubling"),
+    (2, ANY_SIZE, "rails"),
+)
 
 
 def check_algorithm(algorithm: object) -> str:
@@ -27,7 +35,8 @@ def runs(hosts: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def choose(nodes: Sequence[int] | None, nbytes: int) -> str:
-    """The algorithm for a state of ``nbytes``: the same on every rank and at every call."""
+    """The algorithm for a state of ``nbytes``: the same on every rank and at every call. With one node, or a node of
+    one rank, a chain."""
     if nodes is None or len(nodes) == 1 or min(nodes) == 1:
         return "chain"
     fitting = (algorithm for least, most, algorithm in TABLE if len(nodes) >= least and nbytes <= most)

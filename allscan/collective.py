@@ -59,7 +59,8 @@ class AllScan:
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
 
     reverse=True numbers the ranks from the last. Where a decay is 0 nothing passes, not even Inf or NaN; -0.0 may
-    arrive as +0.0. Each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004, section 3).
+    arrive as +0.0. In a chain each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004,
+    section 3); with rails about two over NVLink, and a part of one over the network.
 
     comm: Communicator.
     shape: [..., K, V] of the float32 state, the same on every rank.

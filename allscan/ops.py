@@ -49,7 +49,7 @@ def allscan(
 
     state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
     decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
-        number 0 this rank sends all tiles before it waits for any, so that the next rank waits for this one only.
+        number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this one only.
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
         transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
@@ -63,8 +63,8 @@ def allscan(
         For torch tensors in the contiguous layout.
     Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
-    Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
-    :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile
+    In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` decides how they travel
+    (docs/rails.md). The first call for a shape is collective on the host (it makes an :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile
     takes it as one operator, also with fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
 
     Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport, a first
