@@ -287,7 +287,7 @@ def test_backwards_in_another_order(run):
 def resync_case(group, options=None):
     """After a time-out, with the same objects and no memory lost, again and again."""
 
-    comm = allscan.Communicator(group, timeout=0.5, **options or {})
+    comm = allscan.Communicator(group, **dict(timeout=0.5) | (options or {}))
     scan = allscan.AllScan(comm, (2, 4, 8))
     free = runtime.symmetric_heap().arena.free_bytes
     state = torch.ones(2, 4, 8, device=comm.device)

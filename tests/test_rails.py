@@ -76,7 +76,7 @@ def options(algorithm, nodes):
 
 
 @pytest.mark.parametrize("algorithm", ["rails", "doubling"])
-@pytest.mark.parametrize("decay_shape", [(2, 5), (2,), ()])
+@pytest.mark.parametrize("decay_shape", [(2, 5), ()])
 def test_gradients(run, decay_shape, algorithm):
     for reverse in (False, True):
         for errors in run(5, gradient_case, (2, 5, 6), decay_shape, reverse, options(algorithm, (2, 3))):
@@ -115,7 +115,7 @@ def test_backwards_in_another_order(run):
 
 @pytest.mark.parametrize("algorithm", ["rails", "doubling"])
 def test_resync_after_time_outs(run, algorithm):
-    assert all(run(4, resync_case, options(algorithm, (2, 2))))
+    assert all(run(4, resync_case, options(algorithm, (2, 2)) | dict(timeout=1.5)))
 
 
 def absent_case(group, nodes, absent, algorithm):
@@ -138,8 +138,7 @@ def absent_case(group, nodes, absent, algorithm):
     return found, prev, seconds, again
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
-@pytest.mark.parametrize("absent", [1, 2, 5])
+@pytest.mark.parametrize("algorithm, absent", [("rails", 1), ("rails", 2), ("rails", 5), ("doubling", 2)])
 def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
     answers = run(6, absent_case, (2, 2, 2), absent, algorithm)
     named = [found[1] for found, _, _, _ in answers if found is not None]
@@ -245,8 +244,11 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
     return worst
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
-@pytest.mark.parametrize("nodes, sleeper", [((2, 2, 2), 0), ((2, 2, 2), 3), ((1, 3), 1), ((1, 3), 3), ((1, 1, 1), 2)])
+@pytest.mark.parametrize(
+    "algorithm, nodes, sleeper",
+    [("rails", (1, 3), 1), ("rails", (1, 3), 3), ("rails", (1, 1, 1), 2), ("doubling", (1, 1, 1), 2),
+     ("doubling", (2, 2, 2), 3)],
+)  # fmt: skip
 def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
     """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
     none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""
