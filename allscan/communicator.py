@@ -62,9 +62,9 @@ class Communicator:
         long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run beside it.
     nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a node
         must reach each other by loads and stores. The same on every rank.
-    algorithm: how allscan() and ``AllScan.scan`` go over several nodes: "chain", "rails", "doubling" (docs/rails.md),
-        or "auto": by the number of nodes and the size of the state, from a table that a model has made. The same on
-        every rank.
+    algorithm: how allscan(), zeco_gla() and ``AllScan`` go over several nodes: "chain", "rails", "doubling"
+        (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a table that a model has
+        made. The same on every rank.
 
     Attributes: rank, size, group, device, transport, max_ctas, algorithm; nodes (None where the ranks of a node do not
     follow one another); mapped (whether all neighbours reach each other by loads and stores); broken (whether a kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -65,16 +66,20 @@ class AllScanCarrier:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
         # A program keeps large ones of other kernels off its multiprocessor, so here half of those that may wait do.
         ctas = max(1, self.comm.max_ctas // 2)
-        return get_or_create_scan(self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas)
+        algorithm = "chain" if shape is None else self.comm.algorithm_for(4 * math.prod(shape))
+        return get_or_create_scan(
+            self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas, algorithm=algorithm
+        )
 
     def stream(self):
         return self.comm.streams.side()
 
     def record(self, plan, state, decay, out, ticket, reverse, zigzag):
-        if zigzag or self.comm.size == 1:
+        scan = None if zigzag or self.comm.size == 1 else self._scan(state.shape)
+        if scan is None or scan.algorithm != "chain":
             record_call(plan, state, decay, out, ticket, reverse, zigzag)
         else:
-            self._scan(state.shape).record(plan, state, decay, out, ticket, reverse)
+            scan.record(plan, state, decay, out, ticket, reverse)
 
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
@@ -87,8 +92,12 @@ class AllScanCarrier:
             found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
             for i, x in zip(order, found, strict=True):
                 out[:, i] = x.unflatten(0, (out.shape[0], -1))
+        elif self.comm.size == 1:
+            out.zero_()
         else:
-            out.zero_()  # on one rank
+            given = dict(adjoint_of=ticket) if reverse else dict(ticket=ticket)
+            channel, parts = scan.channel_of_scan(reverse, **given), (x.flatten(0, 2) for x in (state, decay))
+            scan.scan(*parts, reverse=reverse, out=out.view(scan.shape), channel=channel)
 
     def pending(self, shape, zigzag):
         return pending_backwards(self.prepare(shape), zigzag)

@@ -183,9 +183,11 @@ class VirtualRanks:
     def scan(
         self, states: torch.Tensor, decays: torch.Tensor, *, reverse: bool = False, initial: torch.Tensor | None = None,
         delays_ns: torch.Tensor | None = None, ranks: Sequence[int] | None = None, gate: torch.Tensor | None = None,
+        join: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        """One call of all ranks: [P, ...], what each gets. Does not wait for it; the current stream does, but behind a
-        gate.
+        """One call of all ranks: [P, ...], what each gets. Does not wait for it. The current stream does, but behind a
+        gate and without ``join``: then ranks run ahead of each other, and :meth:`join` comes later. Until then nothing
+        that is given may be written or dropped.
 
         states: float32 [P, ..., K, V]. decays: float32 [P, ..., K]. initial: of the first rank, [..., K, V].
         delays_ns: int64 [P], how long each rank's programs wait before they begin.
@@ -210,10 +212,15 @@ class VirtualRanks:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 self._launch(rank, states, decays, outs, reverse, initial, delays_ns, gate)
-        for stream in (self.ranks[rank].stream for rank in order if gate is None):
-            if current is not None and stream is not None:
-                current.wait_stream(stream)
+        if join and gate is None:
+            self.join()
         return outs
+
+    def join(self) -> None:
+        """The current stream waits for all ranks."""
+        for rank in self.ranks:
+            if rank.stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(rank.stream)
 
     def _launch(self, rank, states, decays, outs, reverse, initial, delays_ns, gate) -> None:
         delay = self._no_delay if delays_ns is None else delays_ns[rank : rank + 1]

@@ -73,10 +73,14 @@ def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, late_us
         late = [16 * chance.randrange(1 + int(late_us * 62.5)) * (chance.random() < 0.3) for _ in range(size)]
         delays = torch.tensor(late, device="cuda")
         reverse = bool(epoch % 2)
-        found = ranks.scan(states, decays, reverse=reverse, initial=initial, delays_ns=delays)
-        calls.append((found, states, decays, initial, reverse, delays))
-        if len(calls) == 50 or epoch == epochs - 1:
-            for found, states, decays, initial, reverse, _ in calls:
+        calls.append((states, decays, initial, reverse, delays))
+        if len(calls) == 50 or epoch == epochs - 1:  # launched in one go, so that ranks run ahead of each other
+            outs = [
+                ranks.scan(states, decays, reverse=reverse, initial=initial, delays_ns=delays, join=False)
+                for states, decays, initial, reverse, delays in calls
+            ]
+            ranks.join()
+            for found, (states, decays, initial, reverse, _) in zip(outs, calls, strict=True):
                 worst = torch.maximum(worst, wrong_by(found, states, decays, initial, reverse))
             calls.clear()
     ranks.check()
