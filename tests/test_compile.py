@@ -138,7 +138,8 @@ def test_rails(tile, adjoint, gated):
     """What it takes of a multiprocessor, of which virtual ranks need many; and no word is polled by weak loads."""
     for rail, rounds in ((SENTINEL, 0), (NONE, 0), (NONE, 3)):
         compiled = compile_rails(rail, rounds, tile=tile, adjoint=adjoint, gated=gated)
-        assert compiled.spilled_bytes <= 8 and compiled.registers <= 255
+        # with one warp, of 80 registers, ptxas keeps up to two addresses outside
+        assert compiled.spilled_bytes <= (16 if tile[0] == 1 else 0), (compiled.registers, compiled.spilled_bytes)
         # of a member, its decays, an owner, and of the chain or of each round
         takes = 3 + (rail != NONE) + 2 * rounds
         assert compiled.count(r"ld\.volatile\.global\.v4\.b32") >= takes

@@ -98,6 +98,7 @@ def test_a_rank_that_ignores_what_it_gets(run, algorithm):
     for found, right, later in answers:
         assert isinstance(found[-1], str) and len(found) <= 3, found
         assert right == [float(later * i) for i in range(1, 4)]
+    assert answers[0][0] == [0.0, "RuntimeError"]  # before its next launch, since others have run that backward
 
 
 @pytest.mark.parametrize("nodes", [(2, 2), (1, 3), (1, 1, 1)])
@@ -190,6 +191,8 @@ def arguments_case(group):
         for reverse in (False, True):
             expected = allscan_reference([torch.ones(2, 4)] * 4, given, None, reverse)[comm.rank]
             assert error(scan.scan(torch.ones(2, 4), decay, reverse=reverse), expected) == 0
+            state = torch.ones(2, 4)
+            assert error(scan.scan(state, decay, reverse=reverse, out=state), expected) == 0
         before, _ = allscan.halo((torch.ones(1, 3, 4), torch.ones(1, 3, 4)), 2, comm=comm)
         assert before.mean() == min(comm.rank, 1)
         prev = allscan.allscan(torch.ones(1, 2, 2), comm=comm, transition=torch.eye(2)[None])
