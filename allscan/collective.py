@@ -18,8 +18,10 @@ from .communicator import Communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, bits_of, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan, Run
+from .rails import Rails
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
+from .shmem_kernels.rails import rails_kernel
 from .shmem_kernels.scan import scan_kernel
 from .shmem_kernels.transition import transition_kernel
 from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
@@ -29,7 +31,7 @@ _numbers = itertools.count(1)
 _TICKET = Channel._fields.index("ticket")
 
 
-def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas) -> Spec:
+def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
     """Raises TypeError or ValueError for wrong arguments."""
     depth, max_ctas = integer("depth", depth), integer("max_ctas", max_ctas)
     shape = tuple(integer("a size of shape", n) for n in shape)
@@ -43,7 +45,12 @@ def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas) -> Spec:
     tile = tuple(integer("a size of tile", n) for n in tile)
     if len(tile) != 2 or any(n != next_power_of_2(n) for n in tile):
         raise ValueError(f"tile must be two powers of two, got {tile}")
-    return Spec(shape, tile, depth, protocol)
+    algorithm = comm.algorithm_for(math.prod(shape) * 4, algorithm)
+    return Spec(shape, tile, depth, protocol, algorithm)
+
+
+def _rails(comm: Communicator, spec: Spec) -> Rails | None:
+    return None if spec.algorithm == "chain" else Rails(comm, spec)
 
 
 class AllScan:
@@ -52,7 +59,8 @@ class AllScan:
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
 
     reverse=True numbers the ranks from the last. Where a decay is 0 nothing passes, not even Inf or NaN; -0.0 may
-    arrive as +0.0. Each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004, section 3).
+    arrive as +0.0. In a chain each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004,
+    section 3); with rails about two over NVLink, and a part of one over the network.
 
     comm: Communicator.
     shape: [..., K, V] of the float32 state, the same on every rank.
@@ -62,6 +70,9 @@ class AllScan:
     tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
         programs. Kernels that need whole rows or columns at a time choose themselves.
     max_ctas: most programs of a launch; default ``comm.max_ctas``.
+    algorithm: "chain", "rails" or "doubling" (docs/rails.md), for several nodes, or "auto", by the number of nodes and
+        the size of the state; default ``comm.algorithm``. Kernels of one's own (:meth:`channel`, :meth:`launch`) and
+        transitions need a chain.
 
     Collective over the group: all ranks construct it alike, at the same place in their order of calls, and close it
     alike: :meth:`close`, or ``with``.
@@ -74,27 +85,29 @@ class AllScan:
 
     def __init__(
         self, comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
-        tile: tuple[int, int] | None = None, max_ctas: int | None = None,
+        tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,
     ) -> None:  # fmt: skip
         comm.check()
         self.comm = comm
         self.max_ctas = comm.max_ctas if max_ctas is None else max_ctas
         spec: Spec | Problem
+        self._rails = None
         try:
-            spec = _spec(comm, shape, depth, protocol, tile, self.max_ctas)
-        except (TypeError, ValueError) as error:
+            spec = _spec(comm, shape, depth, protocol, tile, self.max_ctas, algorithm)
+            self._rails = _rails(comm, spec)
+        except (TypeError, ValueError, RuntimeError) as error:
             spec = Problem(error)  # which the other ranks are to hear of
-        self._workspace = make_workspace(comm, spec)
+        self._workspace = make_workspace(comm, spec, self._rails, self.max_ctas)
         assert isinstance(spec, Spec)
         self.spec: Spec = spec
-        self.shape, self.tile, self.depth, self.protocol = spec
+        self.shape, self.tile, self.depth, self.protocol, self.algorithm = spec
         self.K, self.V = self.shape[-2:]
         self.num_tiles = spec.num_tiles
         self._channels = self._workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
         # of both channels, by their ``info`` and ADJOINT: the addresses before and behind that of the ticket
         self._addresses: dict[tuple[int, bool], tuple[tuple, tuple]] = {}
-        for channel in (*self._channels, *self._adjoint_channels):
+        for channel in (*self._channels, *self._adjoint_channels) if self._rails is None else ():
             addresses, _ = channel_addresses(channel)
             key = id(channel.info), channel.ADJOINT.value
             self._addresses[key] = addresses[:_TICKET], addresses[_TICKET + 1 :]
@@ -109,17 +122,19 @@ class AllScan:
     @staticmethod
     def size_hint(
         comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
-        tile: tuple[int, int] | None = None, max_ctas: int | None = None,
+        tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,
     ) -> int:  # fmt: skip
         """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
-        the state, with put links twice that; nothing on one rank. Takes nothing, and asks no other rank."""
+        the state, with put links twice that; with rails more than twice that; nothing on one rank. Takes nothing, and
+        asks no other rank."""
         ctas = comm.max_ctas if max_ctas is None else max_ctas
-        return workspace_bytes(comm, _spec(comm, shape, depth, protocol, tile, ctas))
+        spec = _spec(comm, shape, depth, protocol, tile, ctas, algorithm)
+        return workspace_bytes(comm, spec, _rails(comm, spec))
 
     @property
     def workspace_bytes(self) -> int:
         """Symmetric memory of both directions on this rank, in bytes: see :meth:`size_hint`."""
-        return workspace_bytes(self.comm, self.spec)
+        return workspace_bytes(self.comm, self.spec, self._rails)
 
     @property
     def closed(self) -> bool:
@@ -141,7 +156,9 @@ class AllScan:
             comm.exchange("close", f"AllScan.close, of shape {self.shape}")
             for offset in self._workspace.offsets:
                 comm.free(offset)
-            for channel in self._channels:
+            if self._rails is not None:
+                self._rails.release()
+            for channel in self._channels if self._rails is None else ():
                 comm.release(channel.info)
             comm.collectives.discard(self)
         self._closed = True
@@ -168,7 +185,16 @@ class AllScan:
         For a kernel that has a backward pass of its own: ``ticket``, int64 [1] on the device, takes the number of this
         launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
+        Raises ValueError where the algorithm is not a chain.
         """
+        if self._rails is not None:
+            raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
+        return self.channel_of_scan(reverse, ticket, adjoint_of)
+
+    def channel_of_scan(
+        self, reverse: bool, ticket: torch.Tensor | None = None, adjoint_of: torch.Tensor | None = None
+    ) -> Channel:
+        """:meth:`channel`, for :meth:`scan` only, whatever the algorithm."""
         if ticket is not None:
             return _with_ticket(self._channels[reverse], ticket)
         if adjoint_of is not None:
@@ -181,7 +207,9 @@ class AllScan:
 
     def reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""
-        if self.comm.size > 1:
+        if self._rails is not None:
+            self._rails.reset()
+        elif self.comm.size > 1:
             for channel in self._channels:
                 reset(channel)
         self.backwards, self.dropped = 0, [False, False]
@@ -195,6 +223,8 @@ class AllScan:
         num_warps is by default what the tile fills with 16 bytes a thread, at most 4. A kernel that waits should have
         at most ``comm.max_ctas`` programs: see ``allscan.device``.
         """
+        if self._rails is not None:
+            raise ValueError(f'kernels of your own need algorithm="chain", this AllScan has "{self.algorithm}"')
         directions = [x.info is self._channels[1].info for x in args if isinstance(x, Channel)]
         reverse = self.comm.size > 1 and bool(directions) and all(directions)
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
@@ -204,8 +234,8 @@ class AllScan:
 
     def _linked(self, kernel: Any) -> Any:
         """``kernel``, with NVSHMEM if a link needs it."""
-        put = self.comm.device.type == "cuda" and any(PUT in (c.SEND, c.RECV) for c in self._channels)
-        return with_nvshmem(kernel) if put else kernel
+        puts = any(PUT in (c.SEND, c.RECV) for c in self._channels) if self._rails is None else self._rails.puts
+        return with_nvshmem(kernel) if puts and self.comm.device.type == "cuda" else kernel
 
     def _launch(self, kernel: Any, reverse: bool, call: Callable[[], Any]) -> None:
         """``call()``, which launches ``kernel`` and returns it as it was compiled."""
@@ -227,7 +257,7 @@ class AllScan:
 
     def _description(self, kernel, reverse) -> str:
         name = getattr(kernel, "__name__", None) or kernel.fn.__name__
-        if name in ("scan_kernel", "transition_kernel"):
+        if name in ("scan_kernel", "transition_kernel", "rails_kernel"):
             name = "scan"  # ranks may mix them
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
@@ -239,18 +269,24 @@ class AllScan:
         """
         self.dropped[reverse] = False
         there, back = self._channels[reverse], self._channels[not reverse]
-        if back.RECV == NONE or self.comm.streams.capturing():
+        first = back.RECV == NONE if self._rails is None else self._rails.is_first(not reverse)
+        if first or self.comm.streams.capturing():
             return  # this rank's backward waits for nobody, so the others wait for it
         deadline = time.monotonic() + self.comm.timeout
         if self.comm.device.type == "cuda":
             torch.cuda.current_stream(self.comm.device).synchronize()
         launched, epoch = self.comm.streams.peek(there.epoch[:1])[0], self.comm.streams.peek(back.epoch[:1])[0]
         while time.monotonic() < deadline and launched >= 0 <= epoch:
-            begun = max(self.comm.streams.peek(there.freed[: self.depth])) >= launched
-            arrived = self.comm.streams.peek(back.arrived[:: self.num_tiles])
-            if any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived):
+            if self._rails is None:
+                begun = max(self.comm.streams.peek(there.freed[: self.depth])) >= launched
+                arrived = self.comm.streams.peek(back.arrived[:: self.num_tiles])
+                ran = any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived)
+            else:
+                begun = self._rails.others_are_behind(reverse, launched)
+                ran = self._rails.others_are_behind(not reverse, epoch)
+            if ran:
                 raise RuntimeError(
-                    "a call with gradients had no backward on this rank, but on the next one: this rank has not used "
+                    "a call with gradients had no backward on this rank, but on another one: this rank has not used "
                     "what the call returned, and its gradients since then lack what it gave to the others. Use the "
                     f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
                 )
@@ -308,6 +344,8 @@ class AllScan:
             check_tensor("initial_state", initial_state, self.shape, self.comm.device)
         if transition is not None:
             check_transition(transition, decay, self.shape, self.comm.device)
+            if self._rails is not None:
+                raise ValueError(f'transitions need algorithm="chain", this AllScan has "{self.algorithm}"')
             if self.tile[0] < self.K or min(self.tile) < 16:
                 wanted = transition_tile(self.K)
                 raise ValueError(f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.tile}")
@@ -319,7 +357,7 @@ class AllScan:
         """:meth:`scan` of arguments that were checked."""
         one_hop, strides = False, (self.K, 1)
         if not (isinstance(decay, torch.Tensor) and decay.shape == self.shape[:-1] and decay.is_contiguous()):
-            one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0
+            one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0 and self._rails is None
             decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
         state = state.contiguous()
         given = state if initial_state is None else initial_state.contiguous()
@@ -333,14 +371,14 @@ class AllScan:
                        dict(inputs, state=state))  # fmt: skip
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # so that torch knows of the write
-        channel = self.channel(reverse) if channel is None else channel
+        channel = self.channel_of_scan(reverse) if channel is None else channel
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
         kind = transition is not None, decay is not None, strides, one_hop, initial_state is not None
         key = (*kind, reverse, channel.ADJOINT.value)
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._make_launch(*kind)
+            launch = self._launches[key] = self._make_launch(*kind, reverse)
         tensors = state, state if factor is None else factor, given, out
         if not async_op:
             self._launch(launch.kernel, reverse, lambda: self._at(launch, tensors, channel))
@@ -366,6 +404,8 @@ class AllScan:
         """Record the scan of ``state`` [..., K, V] by a decay [..., K] or a transition [..., K, K], by the decay 0 if
         there is neither, in a plan whose runs are in a call of the communicator. ``ticket``: as for :meth:`channel`,
         with ``reverse`` the adjoint's."""
+        if self._rails is not None:
+            raise ValueError("plans need a chain")
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         launch = self._make_launch(transition is not None, decay is not None, strides, factor is state, False)
@@ -385,10 +425,16 @@ class AllScan:
         plan.step(step, launch, lambda: self._before_launch(launch.kernel, reverse))
 
     def _make_launch(
-        self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool, has_initial: bool
-    ) -> Launch:
-        """Of a scan, ``dense`` with transitions. strides: of decays, or of rows and columns of transitions."""
+        self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool, has_initial: bool,
+        reverse: bool = False,
+    ) -> Any:  # fmt: skip
+        """A Launch of a scan, ``dense`` with transitions. strides: of decays, or of rows and columns of transitions."""
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
+        if self._rails is not None:
+            return self._rails.launch(
+                self._linked(rails_kernel), reverse, min(self.num_tiles, self._workspace.max_ctas),
+                stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=has_decay,
+            )  # fmt: skip
         if not dense:
             return Launch(
                 self._linked(scan_kernel), (min(self.num_tiles, self.max_ctas),),
@@ -417,7 +463,7 @@ class AllScan:
         rank's scan there waits for scans there only, and its scan back, launched behind it, for scans there and for
         those back of the ranks behind it.
         """
-        channels = channels or (self.channel(), self.channel(reverse=True))
+        channels = channels or (self.channel_of_scan(False), self.channel_of_scan(True))
         options = [
             dict(decay=d, transition=t, adjoint=adjoint, channel=c)
             for d, t, c in zip(decays, transitions, channels, strict=True)

@@ -7,13 +7,14 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from .algorithms import check_algorithm, choose, runs
 from .bindings.interpreter import remember_repeated_work
 from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
@@ -59,9 +60,15 @@ class Communicator:
     max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default: half
         the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all, however
         long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run beside it.
+    nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a node
+        must reach each other by loads and stores. The same on every rank.
+    algorithm: how allscan(), zeco_gla() and ``AllScan`` go over several nodes: "chain", "rails", "doubling"
+        (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a table that a model has
+        made. The same on every rank.
 
-    Attributes: rank, size, group, device, transport, max_ctas; mapped (whether all neighbours reach each other by loads
-    and stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed.
+    Attributes: rank, size, group, device, transport, max_ctas, algorithm; nodes (None where the ranks of a node do not
+    follow one another); mapped (whether all neighbours reach each other by loads and stores); broken (whether a kernel
+    has given up: a wait timed out, or the ranks were in different calls); closed.
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
@@ -76,7 +83,8 @@ class Communicator:
     called once an iteration; otherwise by the numbers of calls, in the next barrier, first call or close, and the
     results since then are those of other calls. :meth:`resync` brings all ranks back into step.
 
-    Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport).
+    Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport);
+    what is wrong with nodes or algorithm, on every rank.
 
         >>> with allscan.Communicator(mesh["sp"]) as comm:
         ...     prev = allscan.allscan(state, decay, comm=comm)
@@ -84,7 +92,7 @@ class Communicator:
 
     def __init__(
         self, group: Any = None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
-        max_ctas: int | None = None,
+        max_ctas: int | None = None, nodes: Sequence[int] | None = None, algorithm: str = "auto",
     ) -> None:  # fmt: skip
         self._closed = True  # until construction has succeeded
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
@@ -122,15 +130,35 @@ class Communicator:
             self.keep(buffer)
         _communicators[self.handle] = self
         self._ranks = rendezvous.ranks
-        neighbours = self.rank - 1, self.rank + 1
-        mapped = [0 <= rank < self.size and self.heap.is_mapped(self.pe(rank)) for rank in neighbours]
-        answers = rendezvous.exchange((self.transport, mapped), "Communicator")
-        transports, maps = zip(*answers, strict=True)
+        given, problem = None, ""
+        try:
+            self.algorithm = check_algorithm(algorithm)
+            given = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
+            if given is not None and sum(given) != self.size:
+                raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {given}")
+        except (TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        mine = self.transport, self._reach(), os.uname().nodename, (given, algorithm if not problem else ""), problem
+        transports, self.reaches, hosts, choices, problems = zip(
+            *rendezvous.exchange(mine, "Communicator"), strict=True
+        )
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
+        if any(problems):
+            raise ValueError(f"wrong arguments: {by_rank(text or 'ok' for text in problems)}")
+        if len(set(choices)) > 1:
+            raise ValueError(f"ranks differ in (nodes, algorithm): {by_rank(choices)}")
         # [p]: whether ranks p and p + 1 reach each other by loads and stores
-        self.mapped_links = [maps[p][1] and maps[p + 1][0] for p in range(self.size - 1)]
+        self.mapped_links = [self.maps(p, p + 1) for p in range(self.size - 1)]
         self.mapped = all(self.mapped_links)
+        self.nodes = runs(hosts) if given is None else given
+        if self.nodes is not None:
+            ends = list(itertools.accumulate(self.nodes))
+            if not all(self.maps(end - n, p) for n, end in zip(self.nodes, ends) for p in range(end - n, end)):
+                if given is not None:
+                    raise ValueError(f"the ranks of a node must map each other, in nodes of {given} not all do")
+                self.nodes = None
+        self.algorithm_for(0)
         self.order = Order(rendezvous.private() if self.size > 1 else rendezvous, self.timeout)
         self._closed = False
 
@@ -319,6 +347,34 @@ class Communicator:
     def pe(self, rank: int) -> int:
         """What the transport calls ``rank`` of this group."""
         return self.heap.pes[self._ranks[rank]]
+
+    def _reach(self) -> tuple[int, int]:
+        """The first and the last of the ranks around this one that it reaches by loads and stores, without a gap."""
+        first = last = self.rank
+        while first > 0 and self.heap.is_mapped(self.pe(first - 1)):
+            first -= 1
+        while last < self.size - 1 and self.heap.is_mapped(self.pe(last + 1)):
+            last += 1
+        return first, last
+
+    def maps(self, a: int, b: int) -> bool:
+        """Whether two ranks reach each other by loads and stores, as all between them do."""
+        (first_a, last_a), (first_b, last_b) = self.reaches[a], self.reaches[b]
+        return first_a <= b <= last_a and first_b <= a <= last_b
+
+    def algorithm_for(self, nbytes: int, algorithm: str | None = None) -> str:
+        """Of a scan of ``nbytes``, ``algorithm`` or this communicator's with "auto" decided. Raises ValueError if it
+        cannot be."""
+        algorithm = self.algorithm if algorithm is None else check_algorithm(algorithm)
+        if self.size == 1:
+            return "chain"
+        if algorithm == "auto":
+            return choose(self.nodes, nbytes)
+        if algorithm != "chain" and self.nodes is None:
+            raise ValueError(
+                f'algorithm="{algorithm}" needs nodes whose ranks follow one another in the group and map each other'
+            )
+        return algorithm
 
     def before_launch(self, describe: Callable[[], str]) -> None:
         """Raise if broken or closed; in debug mode compare what is launched; order it behind what was launched on

@@ -31,9 +31,9 @@ def remember_agreement(comm: Communicator, shape, agree) -> None:
 
 def get_or_create_scan(
     comm: Communicator, shape, agree=None, problem: Problem | None = None, tile: tuple[int, int] | None = None,
-    at_first: bool = False, max_ctas: int | None = None,
+    at_first: bool = False, max_ctas: int | None = None, algorithm: str = "chain",
 ) -> AllScan:  # fmt: skip
-    """The AllScan that ``comm`` keeps for a shape (tile, max_ctas), made at the first call, which is collective.
+    """The AllScan that ``comm`` keeps for a shape (tile, max_ctas, algorithm), made at the first call: collective.
 
     ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
@@ -45,6 +45,8 @@ def get_or_create_scan(
     scans = cached_on(comm, "scans")
     shape = None if shape is None else tuple(shape)
     key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
+    if algorithm != "chain":
+        key = (shape, tile, max_ctas, algorithm)
     if problem is not None and not at_first and (key in scans or (shape is None and scans)):
         raise problem.take()
     if key not in scans or (agree is not None and not agreed(comm, shape, agree)):
@@ -67,7 +69,7 @@ def get_or_create_scan(
     if problem is not None:
         raise problem.take()
     if key not in scans:
-        scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas)
+        scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
     remember_agreement(comm, shape, agree)
     return scans[key]
 

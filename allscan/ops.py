@@ -49,7 +49,7 @@ def allscan(
 
     state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
     decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
-        number 0 this rank sends all tiles before it waits for any, so that the next rank waits for this one only.
+        number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this one only.
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
         transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
     initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
@@ -63,9 +63,10 @@ def allscan(
         For torch tensors in the contiguous layout.
     Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
-    Each rank receives one state and sends one. The first call for a shape is collective on the host (it makes an
-    :class:`AllScan`, which ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile
-    takes it as one operator, also with fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
+    In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` decides how they travel
+    (docs/rails.md). The first call for a shape is collective on the host (it makes an :class:`AllScan`, which ``comm``
+    keeps); later ones only launch one kernel on the current stream. torch.compile takes it as one operator, also with
+    fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
 
     Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport, a first
     call in a CUDA graph's capture), MemoryError (arena full), AllScanTimeout (an earlier call has timed out),
@@ -94,27 +95,28 @@ def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, 
         return _allscan(state, decay, comm, transition, initial_state, reverse, out, async_op)
 
 
-def _allscan(state, decay, comm, transition, initial_state, reverse, out, async_op=False):
-    scan, wanted = _checked(state, decay, comm, transition, initial_state, out)
+def _allscan(state, decay, comm, transition, initial_state, reverse, out, async_op=False, hop=False):
+    scan, wanted = _checked(state, decay, comm, transition, initial_state, out, hop)
     if wanted:
         prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
         return prev if work is None else work.of(prev)
     return scan._scan(state, decay, transition, False, initial_state, reverse, out, None, async_op)
 
 
-def _checked(state, decay, comm, transition, initial_state, out=None):
-    """(the AllScan, whether a gradient is wanted). Raises for wrong arguments, at a first call on every rank."""
+def _checked(state, decay, comm, transition, initial_state, out=None, hop=False):
+    """(the AllScan, whether a gradient is wanted). Raises for wrong arguments, at a first call on every rank. hop: of
+    halo(), for which a chain is one hop."""
     inputs = state, decay, transition, initial_state, out
     wanted = wants_gradient(inputs)
     bad_out = out is not None and (wanted or not (isinstance(out, Tensor) and out.is_contiguous()))
-    known, signature = cached_on(comm, "signatures of allscan"), signature_of(*inputs)
+    known, signature = cached_on(comm, "signatures of hops" if hop else "signatures of allscan"), signature_of(*inputs)
     scan = None if bad_out else known.get(signature)
     if scan is None:
-        scan = known[signature] = _scan_for(comm, *inputs, bad_out)
+        scan = known[signature] = _scan_for(comm, *inputs, bad_out, hop)
     return scan, wanted
 
 
-def _scan_for(comm, state, decay, transition, initial_state, out, bad_out):
+def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, hop):
     """The AllScan, after the checks of what a signature tells."""
     problem = tile = None
     try:
@@ -132,10 +134,16 @@ def _scan_for(comm, state, decay, transition, initial_state, out, bad_out):
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    return get_or_create_scan(comm, getattr(state, "shape", None), problem=problem, tile=tile)
+    shape = getattr(state, "shape", None)
+    algorithm = "chain" if hop else _algorithm(comm, shape, transition)
+    return get_or_create_scan(comm, shape, problem=problem, tile=tile, algorithm=algorithm)
 
 
-def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
+def _algorithm(comm, shape, transition) -> str:
+    return "chain" if transition is not None or shape is None else comm.algorithm_for(4 * math.prod(shape))
+
+
+def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op, hop=False):
     problem = None
     try:
         is_zigzag(layout)
@@ -157,23 +165,25 @@ def _zigzag(state, decay, comm, transition, initial_state, reverse, out, layout,
     if problem is not None:
         get_or_create_scan(comm, None, problem=problem)
     tile = None if transitions[0] is None else transition_tile(there.shape[-2])
-    get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile)  # no rank does without the way back
+    algorithm = "chain" if hop else _algorithm(comm, there.shape, transitions[0])
+    # no rank does without the way back
+    get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile, algorithm=algorithm)
     inputs = there, back, *decays, *transitions, initial_state
     if wants_gradient(inputs):
         # both scans have a backward then, on every rank
         there, back = (x if x.requires_grad else x.detach().requires_grad_() for x in (there, back))
-    prev = _allscan(there, decays[0], comm, transitions[0], initial_state, False, None)
+    prev = _allscan(there, decays[0], comm, transitions[0], initial_state, False, None, hop=hop)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
         handed = leaves(there, decays[0], transitions[0], prev)
-    return prev, _allscan(back, decays[1], comm, transitions[1], handed, True, None)
+    return prev, _allscan(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
 
 
 class _AllScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
         ctx.ticket, work = scan.ticket(), None
-        channel = scan.channel(reverse, ticket=ctx.ticket)
+        channel = scan.channel_of_scan(reverse, ctx.ticket)
         prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, channel, async_op)
         if async_op:
             work, prev = prev, prev.result
@@ -206,7 +216,7 @@ def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
 def _float32_gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     dstate = scan.scan(
         dprev, decay, transition=transition, adjoint=True, reverse=not reverse,
-        channel=scan.channel(not reverse, adjoint_of=ticket),
+        channel=scan.channel_of_scan(not reverse, adjoint_of=ticket),
     )  # fmt: skip
     ddecay = dtransition = dinitial = None
     if wanted[0]:
@@ -235,7 +245,7 @@ def _scan(
         scan, _ = _checked(state, given, comm, transition, initial_state)
         ticket = scan.ticket()
         options = dict(transition=transition, initial_state=initial_state, reverse=reverse)
-        return scan.scan(state, given, **options, channel=scan.channel(reverse, ticket=ticket)), ticket
+        return scan.scan(state, given, **options, channel=scan.channel_of_scan(reverse, ticket)), ticket
 
 
 @_scan.register_fake
@@ -252,7 +262,9 @@ def _scan_backward(
     comm = communicator_of(handle)
     with comm.call(not reverse):
         tile = None if transition is None else transition_tile(dprev.shape[-2])
-        scan, given = get_or_create_scan(comm, dprev.shape, tile=tile), number if decay is None else decay
+        algorithm = _algorithm(comm, dprev.shape, transition)
+        scan = get_or_create_scan(comm, dprev.shape, tile=tile, algorithm=algorithm)
+        given = number if decay is None else decay
         wanted = of_decay, of_transition, of_initial
         grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
         refuse_second_derivative("allscan()")
@@ -382,10 +394,10 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
     # decay 0: nothing comes from beyond the neighbour
     if not zigzag:
-        found = _allscan(edges[0], 0.0, comm, None, None, reverse, None)
+        found = _allscan(edges[0], 0.0, comm, None, None, reverse, None, hop=True)
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
         there, back = edges[::-1] if reverse else edges
-        pair = allscan((there, back), (0.0, 0.0), comm=comm, layout="zigzag")
+        pair = _zigzag((there, back), (0.0, 0.0), comm, None, None, False, None, "zigzag", False, hop=True)
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)

@@ -251,6 +251,7 @@ def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
 
 def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:
     """For AllScan.there_and_back of both halves; ``ticket``: int64 [TICKETS], with room for one of each."""
+    make = scan.channel_of_scan
     if adjoint:  # of the halves in the other order
-        return scan.channel(adjoint_of=ticket[2:]), scan.channel(reverse=True, adjoint_of=ticket[:2])
-    return scan.channel(ticket=ticket[:2]), scan.channel(reverse=True, ticket=ticket[2:])
+        return make(False, adjoint_of=ticket[2:]), make(True, adjoint_of=ticket[:2])
+    return make(False, ticket=ticket[:2]), make(True, ticket=ticket[2:])

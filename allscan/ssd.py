@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -198,7 +199,8 @@ def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, firs
             raise ValueError(f"A must be at most 0, got {given['A'].max().item():g}")
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    get_or_create_scan(comm, shape, agree, problem, at_first=positive)
+    algorithm = "chain" if shape is None else comm.algorithm_for(4 * math.prod(shape))
+    get_or_create_scan(comm, shape, agree, problem, at_first=positive, algorithm=algorithm)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 
 

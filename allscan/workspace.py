@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton.language as tl
@@ -25,6 +26,7 @@ class Spec(NamedTuple):
     tile: tuple[int, int]
     depth: int
     protocol: str
+    algorithm: str = "chain"
 
     @property
     def num_tiles(self) -> int:
@@ -40,26 +42,48 @@ class Workspace(NamedTuple):
 
     channels: tuple[Channel, Channel]  # forward, reverse
     offsets: tuple[int, ...]  # of the blocks in the arena that they take
+    max_ctas: int = 1  # the least of all ranks
 
 
-def workspace_layout(spec: Spec, put: bool) -> tuple[dict, int]:
-    """(name -> (offset in bytes, elements, dtype), bytes in all) of one channel's workspace."""
-    depth, num_tiles = spec.depth, spec.num_tiles
-    slots = depth * num_tiles * spec.tile[0] * spec.tile[1]
+Parts = dict[str, tuple[int, int, torch.dtype]]  # name -> (offset in bytes, elements, dtype)
+
+
+class Layout(Protocol):
+    """A workspace of another kind than two channels between neighbours."""
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory of one direction on this rank."""
+
+    def make(self, offsets: Sequence) -> tuple[Channel, Channel]:
+        """The channels, of [rank][direction]: where the memory lies in each rank's arena."""
+
+
+def lay_out(sizes: Iterable[tuple[str, int, torch.dtype]]) -> tuple[Parts, int]:
+    """(The parts, bytes in all), one behind the other."""
     parts, offset = {}, 0
-    for name, numel, dtype in (
-        ("inbox", slots, torch.float32),
-        ("outbox", slots if put else 0, torch.float32),
-        ("arrived", depth * num_tiles, torch.int64),
-        ("epoch", num_tiles, torch.int64),
-        ("clock", num_tiles, torch.int64),
-        ("backwards", num_tiles, torch.int64),
-        ("freed", depth + 1, torch.int64),
-        ("ticket", 1, torch.int64),
-    ):
+    for name, numel, dtype in sizes:
         parts[name] = (offset, numel, dtype)
         offset += -(-numel * dtype.itemsize // 128) * 128
     return parts, offset
+
+
+def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
+    """(The parts, bytes in all) of one channel's workspace."""
+    depth, num_tiles = spec.depth, spec.num_tiles
+    slots = depth * num_tiles * spec.tile[0] * spec.tile[1]
+    return lay_out(
+        (
+            ("inbox", slots, torch.float32),
+            ("outbox", slots if put else 0, torch.float32),
+            ("arrived", depth * num_tiles, torch.int64),
+            ("epoch", num_tiles, torch.int64),
+            ("clock", num_tiles, torch.int64),
+            ("backwards", num_tiles, torch.int64),
+            ("freed", depth + 1, torch.int64),
+            ("ticket", 1, torch.int64),
+        )
+    )
 
 
 def _links(comm: Communicator, protocol: str) -> list[int]:
@@ -73,23 +97,32 @@ def _puts(links: list[int], rank: int) -> bool:
     return PUT.value in links[max(0, rank - 1) : rank + 1]
 
 
-def workspace_bytes(comm: Communicator, spec: Spec) -> int:
+def workspace_bytes(comm: Communicator, spec: Spec, layout: Layout | None = None) -> int:
     """Symmetric memory that both directions take on this rank, in bytes."""
     if comm.size == 1:
         return 0
-    nbytes = workspace_layout(spec, _puts(_links(comm, spec.protocol), comm.rank))[1]
+    nbytes = _nbytes(comm, spec, layout)
     return 2 * -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def make_workspace(comm: Communicator, spec: Spec | Problem) -> Workspace:
+def _nbytes(comm: Communicator, spec: Spec, layout: Layout | None) -> int:
+    if layout is not None:
+        return layout.nbytes
+    return workspace_layout(spec, _puts(_links(comm, spec.protocol), comm.rank))[1]
+
+
+def make_workspace(
+    comm: Communicator, spec: Spec | Problem, layout: Layout | None = None, max_ctas: int = 1
+) -> Workspace:
     """Collective over the group; ``spec`` must be equal on all ranks, or a Problem: this rank's arguments are wrong.
+    layout: of another kind of workspace, where the spec's algorithm has one.
 
     Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full),
     RuntimeError (protocol).
     """
     if isinstance(spec, Problem):
         try:
-            comm.exchange((None, [], spec.text), "making a workspace")
+            comm.exchange((None, [], spec.text, 1), "making a workspace")
         except RuntimeError as nobody_came:
             raise spec.take() from nobody_came
         raise comm.order.raised_everywhere(spec.take())
@@ -105,10 +138,11 @@ def make_workspace(comm: Communicator, spec: Spec | Problem) -> Workspace:
     full = None
     try:
         for _ in range(2):
-            offsets.append(comm.alloc(workspace_layout(spec, _puts(links, comm.rank))[1]))
+            offsets.append(comm.alloc(_nbytes(comm, spec, layout)))
     except MemoryError as error:
         full = str(error)
-    specs, all_offsets, errors = zip(*comm.exchange((tuple(spec), offsets, full), "making a workspace"), strict=True)
+    answers = comm.exchange((tuple(spec), offsets, full, max_ctas), "making a workspace")
+    specs, all_offsets, errors, ctas = zip(*answers, strict=True)
     try:
         _check_alike(comm, specs, errors)
     except (ValueError, MemoryError, RuntimeError) as error:
@@ -117,16 +151,22 @@ def make_workspace(comm: Communicator, spec: Spec | Problem) -> Workspace:
         comm.order.raised_everywhere(error)
         raise
 
+    channels = make_channels(comm, all_offsets, spec, links) if layout is None else layout.make(all_offsets)
+    comm.streams.synchronize()
+    comm.exchange("workspace filled", "making a workspace")  # nobody sends before every inbox is filled
+    return Workspace(channels, tuple(offsets), min(ctas))
+
+
+def make_channels(comm: Any, offsets: Any, spec: Spec, links: list[int]) -> tuple[Channel, Channel]:
+    """Between neighbours, forward and reverse. offsets: [rank][direction] in its arena."""
     channels = []
     for direction, step in enumerate((1, -1)):
-        parts = [(all_offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(comm.size)]
+        parts = [(offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(comm.size)]
         channels.append(make_channel(comm, parts, spec, links, step))
     channels[1] = channels[1]._replace(backwards=channels[0].backwards)
     for channel in channels:
         reset(channel)
-    comm.streams.synchronize()
-    comm.exchange("workspace filled", "making a workspace")  # nobody sends before every inbox is filled
-    return Workspace((channels[0], channels[1]), tuple(offsets))
+    return channels[0], channels[1]
 
 
 def _check_alike(comm: Communicator, specs, errors) -> None:
@@ -134,10 +174,10 @@ def _check_alike(comm: Communicator, specs, errors) -> None:
     if None in specs:
         raise ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
     if len(set(specs)) > 1:
-        raise ValueError("ranks differ in (shape, tile, depth, protocol): " + by_rank(specs))
+        raise ValueError("ranks differ in (shape, tile, depth, protocol, algorithm): " + by_rank(specs))
     if any(errors):
         raise MemoryError(by_rank(error or "ok" for error in errors))
-    protocol = specs[0][-1]
+    protocol = specs[0][3]
     if protocol in ("sentinel", "signal") and not comm.mapped:
         p = comm.mapped_links.index(False)
         raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")

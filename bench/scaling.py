@@ -9,12 +9,20 @@ Each method is a sum of latencies and bytes over bandwidth, with P ranks and a s
                                                         receives and sends, is slower than the first and the last
     all-gather  t + (P - 1) (a + m / B)                 every rank receives all states, then folds
     ring        (P - 1) (t + m / B)                     send/receive one after another: LASP-1
-    two-level   a chain inside each node, a chain over the nodes' totals, and the carry back into the node
-    doubling    log2(P) rounds of whole states: Hillis and Steele
+    rails       t + give + (N - 1) n + m / L W + take   N nodes of L GPUs (docs/rails.md), one launch: a slice goes
+                                                        to its owner, over the nodes by a chain, and back
+    doubling    t + give + q (n + 17/16 m / L W) + take the same, over the nodes in q rounds with their decays
 
-t, a, B and c of the first three are fitted to our measurements (2 and 4 H200s, NVLink) by least squares of the relative
-error. Links between nodes are not ours to measure: 50 GB/s a GPU is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and
-5 us for a put with its signal is an assumption; the table also says who wins at 2 and at 10 us.
+    give = a + (L - 1) / L m (1 / B + c) + 2 (L - 1) l          take = a + (L - 1) / L m (1 / B + c) + (L - 1) l
+
+t, a, B and c of the first three are fitted to our measurements (2 and 4 H200s, NVLink, each a launch in a CUDA graph,
+so t has the launch boundary) by least squares of the relative error. Links between nodes are not ours to measure: W, 50
+GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an assumption;
+the table also says who wins at 2 and at 10 us. 7 us and 47 GB/s is what others have measured of NVSHMEM's IBGDA. l, the
+time of a look at a part of a slice that has come, is assumed too; virtual ranks (allscan.tools.virtual) can measure it.
+
+"by proxy": NVSHMEM 3.4.5, whose bitcode has no IBGDA: a thread of the host makes each put. Its latency, and its time
+for a put with its signal, of which a tile of 32 KiB is one, are assumptions.
 """
 
 from __future__ import annotations
@@ -26,11 +34,16 @@ import sys
 
 import numpy as np
 
+from allscan.algorithms import ANY_SIZE
+from allscan.rails import distances
 from bench.harness import results
 
 MIB = 1 << 20
 CHAINS = ("sentinel", "signal", "put")
 GATHER = "all_gather (fused fold)"
+LOOK_US = 0.4  # l, assumed
+PROXY_US, PROXY_PUT_US, PROXY_BYTES = 12.0, 1.0, 32 << 10  # assumed
+SCANS = ("chain", "rails", "doubling")  # that are built
 # ZeCO, arXiv 2507.01004, table 2, in us: H100s, H=32, K=V=128, so 2 MiB
 PUBLISHED_RANKS = (8, 16, 32, 64, 128, 256)
 PUBLISHED = {
@@ -78,13 +91,46 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
     gather_t, gather_a, gather_inverse, _ = fits[GATHER]
     ring_t, _, ring_inverse, _ = fits["ring"]
     slow = nodes - 1  # hops between nodes in a chain
+    others = (inside - 1) / inside * m * (fits["sentinel"][2] + middle)
+    give = a + others + 2 * (inside - 1) * LOOK_US
+    take = a + others + (inside - 1) * LOOK_US
+    if nodes == 1:  # nothing to choose
+        give = take = math.inf
+    rounds = len(distances(nodes))
+
+    def over_nodes(us, part):
+        """(By a chain, in rounds), us for a slice."""
+        return slow * us + part, rounds * (us + part * 17 / 16)
+
+    rails, doubling = over_nodes(net_us, net / inside)
+    proxy = max(net, PROXY_PUT_US * m / PROXY_BYTES) if slow else 0.0
+    by_proxy = over_nodes(PROXY_US, proxy / inside)
     return {
         "chain": t + (P - 1 - slow) * a + slow * net_us + wire,
+        "rails": t + give + rails + take,
+        "doubling": t + give + doubling + take,
+        "chain by proxy": t + (P - 1 - slow) * a + slow * PROXY_US + max(wire, proxy),
+        "rails by proxy": t + give + min(by_proxy) + take,
         "all-gather": gather_t + (P - 1) * (max(gather_a, net_us * (slow > 0)) + max(m * gather_inverse, net)),
         "ring": (P - 1 - slow) * (ring_t + m * ring_inverse) + slow * (ring_t + net_us + net),
-        "two-level": t + (inside - 1) * a + wire + (slow > 0) * ((inside - 1) * a + m * inverse) + slow * net_us,
-        "doubling": t + math.ceil(math.log2(inside)) * (a + m * inverse) + math.ceil(math.log2(nodes)) * (net_us + net),
     }
+
+
+def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
+    """allscan.algorithms.TABLE: the most bytes, a power of two, for which doubling is the fastest of SCANS with so many
+    nodes, and then rails."""
+    sizes = [1 << i for i in range(14, 31)]
+    found = {}
+    for nodes in (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2):
+        times = [beyond(fits, nodes * node, m, node, net_us, net_gbps) for m in sizes]
+        for method in ("doubling", "rails"):
+            won = [m for m, us in zip(sizes, times) if min(SCANS, key=us.get) == method]
+            if won:
+                found[method, nodes] = max(won) if max(won) < sizes[-1] else ANY_SIZE
+    table = [(nodes, most, method) for (method, nodes), most in found.items()]
+    table.sort(key=lambda row: (row[2] == "rails", -row[0]))
+    # what a row for fewer nodes says, too, is left out
+    return tuple(a for a, b in zip(table, [*table[1:], None]) if b is None or a[1:] != b[1:])
 
 
 def draw(path, points, lines):
@@ -145,25 +191,37 @@ def main(arguments=None) -> int:
         f"EXTRAPOLATED: nodes of {options.node}, {options.net_us:g} us and {options.net_gbps:g} GB/s between them; us"
     )
     lines = {}
+
+    def fastest(P, m, net_us):
+        us = beyond(fits, P, m, options.node, net_us, options.net_gbps)
+        return min((method for method in us if "proxy" not in method), key=us.get)
+
     for mib in (0.25, 2, 32):
         print(
             f"  {mib:g} MiB"
-            + "".join(f"{name:>12}" for name in beyond(fits, 2, 1, 8, 5, 50))
+            + "".join(f"{name:>16}" for name in beyond(fits, 2, 1, 8, 5, 50))
             + "   fastest at 2/5/10 us"
         )
         for P in (8, 16, 32, 64, 128, 256, 512, 1024):
             times = beyond(fits, P, mib * MIB, options.node, options.net_us, options.net_gbps)
-            winners = []
-            for net_us in (2.0, 5.0, 10.0):
-                others = beyond(fits, P, mib * MIB, options.node, net_us, options.net_gbps)
-                winners.append(min(others, key=others.get))
-            print(f"  {P:5d}  " + "".join(f"{us:12.0f}" for us in times.values()) + "   " + ", ".join(winners))
+            winners = [fastest(P, mib * MIB, net_us) for net_us in (2.0, 5.0, 10.0)]
+            shown = "".join(f"{us:16.0f}" if us < math.inf else " " * 15 + "-" for us in times.values())
+            print(f"  {P:5d}  " + shown + "   " + ", ".join(winners))
             for method, us in times.items():
+                if us == math.inf:
+                    continue
                 keep("extrapolated", method, P, mib * MIB, None, us)
                 if mib == 2:
                     lines.setdefault(method, ([], []))
                     lines[method][0].append(P)
                     lines[method][1].append(us)
+    print("EXTRAPOLATED: allscan.algorithms.TABLE (nodes at least, bytes at most):")
+    for least, most, method in choices(fits, options.node, options.net_us, options.net_gbps):
+        print(f"  {least:4d}  {'any size' if most == ANY_SIZE else f'{most / MIB:g} MiB':>9}  {method}")
+    print("EXTRAPOLATED: doubling, 2 MiB, us, with 5 us and 50 GB/s / 7 us and 47 GB/s; wanted at most 120 and 150:")
+    for P in (256, 1024):
+        both = [beyond(fits, P, 2 * MIB, options.node, *net)["doubling"] for net in ((5.0, 50.0), (7.0, 47.0))]
+        print(f"  {P:5d} ranks  {both[0]:.0f} / {both[1]:.0f}")
     with open(options.out + ".csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("kind", "method", "ranks", "bytes", "us", "model_us"))

@@ -32,6 +32,7 @@ QUICK = (
     "test_ssd.py::test_values_and_gradients[2-asked-contiguous]",
     "test_order.py::test_a_call_that_one_rank_never_enters",
     "test_order.py::test_a_call_that_all_ranks_refuse", "all_ranks_hear[allscan-sparse]", "all_ranks_hear[halo-n]",
+    "test_rails.py::test_values[nodes0-rails]", "test_rails.py::test_the_choice",
     "test_compile.py::test_copy", "test_compile.py::test_scan_tiles",
 )  # fmt: skip
 

@@ -14,13 +14,16 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.packing import Layout, Piece
+from allscan.rails import warps_of
 from allscan.shmem_kernels import delta, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from allscan.shmem_kernels.rails import RAILS, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.streams import Streams
 from allscan.tiling import transition_blocks, transition_tile
 from allscan.tools.timing import copy_kernel
+from allscan.tools.virtual import gated_rails_kernel
 from support.delta import kept_for
 from support.sm90 import Compiled, channel_type
 
@@ -109,6 +112,48 @@ def test_scan_over_nvshmem_links_the_device_library():
     assert compiled.spilled_bytes == 0
     assert "nvshmemi_device_state_d" in compiled.ptx
     assert compiled.count(r"acquire") >= 4  # credit and arrival, first look and loop
+
+
+def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 128), adjoint=False, gated=False):
+    """An owner in the middle, ``rail`` to both sides."""
+    node, constants = channel_type(RAILS.value, RAILS.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
+    rails, of_rails = channel_type(rail.value, rail.value, num_tiles=8, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
+    arguments = pointers("p_state p_decay p_initial p_out p_given p_decays", "*fp32")
+    arguments |= pointers("p_table p_given_arrived p_decays_arrived p_gate p_delay p_end", "*i64")
+    arguments |= pointers("stride_g stride_k", "i32") | {"node": node, "rail": rails}
+    warps = warps_of(tile)
+    values = dict(
+        node=constants, rail=of_rails, K=128, V=128, HAS_DECAY=True, HAS_INITIAL=True, SLICE=8,
+        BD=max(1, 32 * warps // tile[0]), LINK=link.value, ROUNDS=rounds, ROUND_LINK=round_link.value,
+    )  # fmt: skip
+    libraries = nvshmem.extern_libs() if PUT.value in (rail.value, round_link.value) else None
+    kernel = gated_rails_kernel if gated else rails_kernel
+    arguments = {name: kind for name, kind in arguments.items() if name in kernel.arg_names}
+    return Compiled(kernel, arguments, values, num_warps=warps, extern_libs=libraries)
+
+
+@pytest.mark.parametrize(
+    "tile, adjoint, gated", [((1, 128), False, True), ((16, 128), True, False), ((32, 128), False, False)]
+)
+def test_rails(tile, adjoint, gated):
+    """What it takes of a multiprocessor, of which virtual ranks need many; and no word is polled by weak loads."""
+    for rail, rounds in ((SENTINEL, 0), (NONE, 0), (NONE, 3)):
+        compiled = compile_rails(rail, rounds, tile=tile, adjoint=adjoint, gated=gated)
+        # with one warp, of 80 registers, ptxas keeps up to two addresses outside
+        assert compiled.spilled_bytes <= (16 if tile[0] == 1 else 0), (compiled.registers, compiled.spilled_bytes)
+        # of a member, its decays, an owner, and of the chain or of each round
+        takes = 3 + (rail != NONE) + 2 * rounds
+        assert compiled.count(r"ld\.volatile\.global\.v4\.b32") >= takes
+        # none behind the stores of a tile: they speak for themselves; only faults release
+        faults = 1 + takes * 2 + (rail != NONE) + rounds * 2
+        assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == faults
+
+
+def test_rails_over_nvshmem():
+    for rail, rounds in ((PUT, 0), (NONE, 2)):
+        compiled = compile_rails(rail, rounds, round_link=PUT)
+        assert compiled.spilled_bytes == 0 and "nvshmemi_device_state_d" in compiled.ptx
+    assert compile_rails(SIGNAL, link=SIGNAL).count(r"atom.*\.release|\.release\.sys") > 4
 
 
 def test_copy():

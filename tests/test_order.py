@@ -88,8 +88,8 @@ def expected(how, comm, i):
     return 10.0 * i * comm.rank
 
 
-def shifted_case(group, how, step):
-    comm = allscan.Communicator(group, timeout=TIMEOUT)
+def shifted_case(group, how, step, options=None):
+    comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
     last, found, right = comm.size - 1, [], []
     for i in range(1, 10):
         if step and not comm.broken:
@@ -223,9 +223,9 @@ def training(comm, i, ignores, validate=False, how="allscan"):
     return state.grad.item()
 
 
-def ignoring_case(group, how):
+def ignoring_case(group, how, options=None):
     """The first rank does not use what it gets."""
-    comm = allscan.Communicator(group, timeout=TIMEOUT)
+    comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
     found = []
     for i in range(1, 8):
         try:
@@ -256,9 +256,9 @@ def test_a_rank_that_ignores_what_it_gets(run, how, size):
     assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
 
 
-def validation_case(group):
+def validation_case(group, options=None):
     """Calls with gradients and without backward, on all ranks: between training steps, and many of them."""
-    with allscan.Communicator(group, timeout=20) as comm:
+    with allscan.Communicator(group, timeout=20, **options or {}) as comm:
         found = []
         for i in range(1, 5):
             for _ in range(3):
@@ -295,9 +295,9 @@ def test_a_call_that_is_recomputed(run):
     assert max(run(2, checkpoint_case)) < 1e-5
 
 
-def other_backward_case(group):
+def other_backward_case(group, options=None):
     """Rank 0 runs the backward of its second call first, the others that of the first."""
-    comm = allscan.Communicator(group, timeout=TIMEOUT)
+    comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
     states = [torch.full((1, 1), float(i), device=comm.device, requires_grad=True) for i in (1, 2)]
     prevs = [allscan.allscan(state, comm=comm) for state in states]
     try:
@@ -322,10 +322,10 @@ def test_backwards_in_another_order(run):
         assert "before Communicator.resync()" in old[1]
 
 
-def resync_case(group):
+def resync_case(group, options=None):
     """After a time-out, with the same objects and no memory lost, again and again."""
 
-    comm = allscan.Communicator(group, timeout=0.5)
+    comm = allscan.Communicator(group, **dict(timeout=0.5) | (options or {}))
     scan = allscan.AllScan(comm, (2, 4, 8))
     free = runtime.symmetric_heap().arena.free_bytes
     state = torch.ones(2, 4, 8, device=comm.device)

@@ -23,18 +23,18 @@ LAYERS = """
 bindings.cuda_driver bindings.arena bindings.transport bindings.interpreter_operations bindings.interpreter
 bindings.nvshmem_host bindings.nvshmem_module bindings.nvshmem_device bindings.shared_memory bindings
 shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
-shmem_kernels.scan shmem_kernels.transition
+shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd
 shmem_kernels.delta shmem_kernels
-errors checks rendezvous runtime streams order communicator
-tiling launching graphs plan operators workspace collective packing first_call ops
+errors checks algorithms rendezvous runtime streams order communicator
+tiling launching graphs plan operators workspace rails collective packing first_call ops
 gla.carrier gla.launches gla.operator gla
 delta.passes delta.chunks delta.operator delta
 ssd
 device reference zigzag
 __init__
 integrations integrations.softmax integrations.fla integrations.fla_cp integrations.transformers integrations.megatron
-tools tools.provenance tools.timing tools.ranks tools.doctor __main__
+tools tools.provenance tools.timing tools.ranks tools.virtual tools.doctor __main__
 """.split()
 
 

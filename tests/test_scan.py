@@ -54,8 +54,8 @@ def test_many_epochs_with_late_ranks(run, pool):
     assert max(run(size, scan_case, (1, 4, 8), (1, 4), False, 2, "auto", False, 60, False, 4)) < 1e-6
 
 
-def gradient_case(group, shape, decay_shape, reverse):
-    with allscan.Communicator(group) as comm:
+def gradient_case(group, shape, decay_shape, reverse, options=None):
+    with allscan.Communicator(group, **options or {}) as comm:
         states, decays = inputs(comm, shape, decay_shape, 7)
         generator = torch.Generator().manual_seed(1)
         initial = torch.randn(shape, generator=generator)

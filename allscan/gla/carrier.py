@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -65,30 +66,38 @@ class AllScanCarrier:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
         # A program keeps large ones of other kernels off its multiprocessor, so here half of those that may wait do.
         ctas = max(1, self.comm.max_ctas // 2)
-        return get_or_create_scan(self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas)
+        algorithm = "chain" if shape is None else self.comm.algorithm_for(4 * math.prod(shape))
+        return get_or_create_scan(
+            self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas, algorithm=algorithm
+        )
 
     def stream(self):
         return self.comm.streams.side()
 
     def record(self, plan, state, decay, out, ticket, reverse, zigzag):
-        if zigzag:
-            record_call(plan, state, decay, out, ticket, reverse, zigzag)
-        elif self.comm.size == 1:
+        scan = self._scan(state.shape)
+        if self.comm.size == 1 and not zigzag:
             plan.call(lambda _, x: x.zero_(), out, only_launches=True)
+        elif scan.algorithm == "chain" and not zigzag:
+            scan.record(plan, state, out, ticket, reverse, decay=decay)
         else:
-            self._scan(state.shape).record(plan, state, out, ticket, reverse, decay=decay)
+            record_call(plan, state, decay, out, ticket, reverse, zigzag)
 
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
 
     def carry(self, state, decay, out, *, ticket, reverse, zigzag):
-        assert zigzag  # else record() has something quicker
-        scan, order = self._scan(state.shape), (1, 0) if reverse else (0, 1)
-        # backward, second halves go from the first rank to the last
-        states, decays = (tuple(x[:, i].flatten(0, 1) for i in order) for x in (state, decay))
-        found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
-        for i, x in zip(order, found, strict=True):
-            out[:, i] = x.unflatten(0, (out.shape[0], -1))
+        scan = self._scan(state.shape)
+        if zigzag:
+            order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
+            states, decays = (tuple(x[:, i].flatten(0, 1) for i in order) for x in (state, decay))
+            found = scan.there_and_back(*states, decays=decays, channels=zigzag_channels(scan, ticket, reverse))
+            for i, x in zip(order, found, strict=True):
+                out[:, i] = x.unflatten(0, (out.shape[0], -1))
+        else:
+            given = dict(adjoint_of=ticket) if reverse else dict(ticket=ticket)
+            channel, parts = scan.channel_of_scan(reverse, **given), (x.flatten(0, 2) for x in (state, decay))
+            scan.scan(*parts, reverse=reverse, out=out.view(scan.shape), channel=channel)
 
     def pending(self, shape, zigzag):
         return pending_backwards(self.prepare(shape), zigzag)

@@ -54,6 +54,7 @@ def report() -> bool:
         if gpus > 1 and not (binding and nvshmem_version()):
             needs.append(f"pip install 'allscan[cuda{cuda}]'      # NVSHMEM, for more than one GPU")
     print("transport   " + _transport(gpus))
+    print("network     " + _network())
     try:
         heap = f"{arena_bytes(None):,} bytes a rank (ALLSCAN_HEAP, or allscan.init(heap_bytes=...))"
     except ValueError as error:
@@ -75,6 +76,15 @@ def _transport(gpus: int) -> str:
             "nvshmem: torch finds CUDA; neighbours that are mapped use sentinel stores, others NVSHMEM put with signal"
         )
     return "shm: no CUDA device; ranks are processes on this host in Triton's interpreter (TRITON_INTERPRET=1)"
+
+
+def _network() -> str:
+    """Of this node: what NVSHMEM would find, and what it was told."""
+    folder = "/sys/class/infiniband"
+    devices = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    found = "InfiniBand devices " + ", ".join(devices) if devices else "no InfiniBand devices"
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NVSHMEM_")]
+    return "; ".join([found, *told])
 
 
 def _bitcode() -> str:

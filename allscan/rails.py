@@ -1,0 +1,302 @@
+"""The memory and the links of rails, and the launch of their kernel: see docs/rails.md and shmem_kernels/rails.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .launching import Launch
+from .shmem_kernels import rails as kernels
+from .shmem_kernels import wait
+from .shmem_kernels.channel import Channel
+from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from .workspace import PROTOCOLS, Parts, Spec, lay_out, make_channel, reset, workspace_layout
+
+
+def distances(nodes: int) -> list[int]:
+    """How far the rounds of doubling send: 1, 2, 3, 6, 12 ..., until the nodes before the last are all covered."""
+    found: list[int] = []
+    covered = 0
+    while covered < nodes - 1:
+        found.append(1 if not found else 2 if covered == 1 else covered)
+        covered += found[-1]
+    return found
+
+
+def warps_of(tile: tuple[int, int]) -> int:
+    """Of a program that scans tiles of this size."""
+    return max(1, min(8, math.prod(tile) // 512))
+
+
+class _Line:
+    """What make_channel asks of a Communicator, of the owners of one slice, in the order of nodes."""
+
+    def __init__(self, comm: Any, ranks: list[int], rank: int) -> None:
+        self._comm, self._ranks = comm, ranks
+        self.rank, self.size = rank, len(ranks)
+        self.heap, self.timeout, self.device, self.keep = comm.heap, comm.timeout, comm.device, comm.keep
+        self.fault, self.record, self.step_word = comm.fault, comm.record, comm.step_word
+
+    def pe(self, node: int) -> int:
+        return self._comm.pe(self._ranks[node])
+
+
+class Rails:
+    """Of one AllScan on this rank. ``comm``: a Communicator, of which ``nodes`` are the sizes of its nodes.
+
+    Raises RuntimeError, alike on all ranks, if the protocol needs peers to be mapped that are not.
+    """
+
+    def __init__(self, comm: Any, spec: Spec) -> None:
+        self.comm, self.spec = comm, spec
+        self.nodes, self.owners = comm.nodes, min(comm.nodes)
+        self.begins = [sum(self.nodes[:n]) for n in range(len(self.nodes))]  # first rank of each node
+        self.node, self.position = self._place(comm.rank)
+        self.slice = -(-spec.num_tiles // self.owners)  # tiles
+        self.warps = warps_of(spec.tile)
+        self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
+        self.distances = distances(len(self.nodes)) if spec.algorithm == "doubling" else []
+        self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
+        # [n]: the kind of the rail between this rank's owners on nodes n and n + 1; in rounds one kind for all
+        pairs = list(zip(self._line(), self._line()[1:]))
+        if self.distances:
+            pairs = [(a, b) for a in self._line() for b in self._line() if a < b]
+        mapped = [comm.maps(a, b) for a, b in pairs]
+        if spec.protocol in ("sentinel", "signal") and not all(comm.maps(0, p) for p in range(comm.size)):
+            raise RuntimeError(f"protocol {spec.protocol!r} needs mapped peers, and not all ranks map each other")
+        if spec.protocol != "auto":
+            self.kinds = [PROTOCOLS[spec.protocol]] * max(1, len(pairs))
+        elif self.distances:
+            self.kinds = [(SENTINEL if all(mapped) else PUT).value]
+        else:
+            self.kinds = [(SENTINEL if yes else PUT).value for yes in mapped]
+        self.further: list[tuple] = []  # arguments of the kernel beside the channel of the node, forward and reverse
+        self._nodes: list[Channel] = []  # forward and reverse
+        self._channels: list[list[Channel]] = [[], []]  # of the rails
+        self._filled: list[tuple[torch.Tensor, float]] = []
+        self._kept: list[torch.Tensor] = []
+
+    @property
+    def puts(self) -> bool:
+        """Whether this rank's kernels call NVSHMEM."""
+        return PUT.value in self.kinds and self.position < self.owners and len(self.nodes) > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory of one direction on this rank."""
+        return self._layout(self.comm.rank)[1]
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """(node, position in it) of a rank."""
+        node = max(n for n, begin in enumerate(self.begins) if begin <= rank)
+        return node, rank - self.begins[node]
+
+    def _line(self) -> list[int]:
+        """The owners of this rank's slice, in the order of nodes; of a rank that owns nothing those of the first."""
+        return [begin + self.position % self.owners for begin in self.begins]
+
+    def _layout(self, rank: int) -> tuple[Parts, int]:
+        """Of one direction: the words of the whole scan, what members give, and one part for each link of the rails,
+        named "rail 0", "rail 1" ..."""
+        spec, (node, position) = self.spec, self._place(rank)
+        depth, tiles, members = spec.depth, spec.num_tiles, self.nodes[node]
+        given = depth * self.slice * members if position < self.owners else 0
+        rows, words = spec.tile[0], math.prod(spec.tile)
+        sizes: list[tuple[str, int, torch.dtype]] = [
+            ("inbox", depth * tiles * words, torch.float32),
+            ("arrived", depth * tiles, torch.int64),
+            ("begun", members, torch.int64),
+            ("epoch", tiles, torch.int64),
+            ("clock", tiles, torch.int64),
+            ("backwards", tiles, torch.int64),
+            ("ticket", 1, torch.int64),
+            ("given", given * words, torch.float32),
+            ("given arrived", given, torch.int64),
+            ("decays", given * rows * self.decay_columns, torch.float32),
+            ("decays arrived", given, torch.int64),
+        ]
+        if position < self.owners and len(self.nodes) > 1:
+            for i, message in enumerate(self._messages()):
+                nbytes = workspace_layout(message, PUT.value in self.kinds)[1]
+                sizes.append((f"rail {i}", nbytes // 4, torch.float32))
+        return lay_out(sizes)
+
+    def _messages(self) -> list[Spec]:
+        """What crosses each link of a rail, as the spec of a channel: of a chain states; of each round states and
+        decays."""
+        rows, columns = self.spec.tile
+        widths = [columns, self.decay_columns] * len(self.distances) or [columns]
+        return [Spec((self.slice, rows, width), (rows, width), self.spec.depth, "auto") for width in widths]
+
+    def make(self, offsets: Sequence) -> tuple[Channel, Channel]:
+        """The channels of the node, forward and reverse. offsets: [rank][direction] in its arena."""
+        made = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]
+        made[1] = made[1]._replace(backwards=made[0].backwards)
+        self.reset()
+        return made[0], made[1]
+
+    def _make(self, direction: int, offsets: list[int]) -> Channel:
+        comm, spec, me = self.comm, self.spec, self.comm.rank
+        members = [self.begins[self.node] + i for i in range(self.nodes[self.node])]
+        layouts = {rank: self._layout(rank)[0] for rank in {me, *members, *self._line()}}
+
+        def mine(name):
+            offset, numel, dtype = layouts[me][name]
+            return comm.heap.local(comm.pe(me), offsets[me] + offset, max(1, numel), dtype)
+
+        def theirs(rank, name, start):
+            """The address of element ``start`` of a part on a member."""
+            offset, numel, dtype = layouts[rank][name]
+            if not numel:
+                return 0
+            return comm.heap.view(comm.pe(rank), offsets[rank] + offset + start * dtype.itemsize, 1, dtype).data_ptr()
+
+        slots, words = spec.depth * self.slice, math.prod(spec.tile)
+        last = len(self.nodes) - 1
+        in_last_node = self.node == (0 if direction else last)
+        table = [
+            len(members), self.position, len(members) - 1 if direction else 0, -1 if direction else 1,
+            len(members) - in_last_node, self.node == (last if direction else 0),
+            kernels.TABLE_WORDS.value + len(members) * kernels.MEMBER_WORDS.value, 0,
+        ]  # fmt: skip
+        for rank in members:
+            here = self.position * slots
+            table += [
+                theirs(rank, "given", here * words), theirs(rank, "given arrived", here),
+                theirs(rank, "decays", here * spec.tile[0] * self.decay_columns), theirs(rank, "decays arrived", here),
+                theirs(rank, "inbox", 0), theirs(rank, "arrived", 0), theirs(rank, "begun", self.position), 0,
+            ]  # fmt: skip
+        infos = [self._info(me, me), *(self._info(me, rank) for rank in members)]
+        rail, rounds = self._rail(direction, offsets, layouts, len(infos))
+        for words_of_round, info in rounds:
+            table += words_of_round
+            infos.append(info)
+        p_table = self._keep(torch.tensor(table, dtype=torch.int64).to(comm.device))
+        info = self._keep(torch.stack(infos).flatten().to(comm.device))
+        node = Channel(
+            inbox=mine("inbox"), next_inbox=mine("inbox"), outbox=mine("inbox"), arrived=mine("arrived"),
+            next_arrived=mine("arrived"), freed=mine("begun"), prev_freed=mine("begun"), epoch=mine("epoch"),
+            clock=mine("clock"), backwards=mine("backwards"), step=comm.step_word, ticket=mine("ticket"), info=info,
+            **_constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
+        )  # fmt: skip
+        if rail is None:
+            rail = node._replace(**_constants(spec, self.slice, NONE.value, NONE.value))
+        given = [mine(name) for name in ("given", "given arrived", "decays", "decays arrived")]
+        self.further.append((rail, p_table, *given))
+        self._nodes.append(node)
+        empty = -0.0 if self.link == SENTINEL.value else 0.0
+        self._filled += [(node.inbox, empty), (given[0], empty), (given[2], empty)]
+        words_of_node = (node.arrived, node.epoch, node.backwards, node.freed, node.ticket, given[1], given[3])
+        self._filled += [(x, 0) for x in words_of_node]
+        return node
+
+    def _info(self, rank: int, other: int, following: int | None = None) -> torch.Tensor:
+        """Of a link: who sends to ``rank`` by it, and to whom that sends."""
+        comm, info = self.comm, torch.zeros(wait.INFO_WORDS, dtype=torch.int64)
+        following = other if following is None else following
+        info[wait.INFO_RANK.value] = rank
+        info[wait.INFO_PREV.value], info[wait.INFO_NEXT.value] = other, following
+        info[wait.INFO_PREV_PE.value] = comm.pe(other) if other >= 0 else -1
+        info[wait.INFO_NEXT_PE.value] = comm.pe(following) if following >= 0 else -1
+        info[wait.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
+        info[wait.INFO_FAULT.value] = comm.fault.data_ptr()
+        info[wait.INFO_RECORD.value] = comm.record.data_ptr()
+        return info
+
+    def _rail(self, direction: int, offsets, layouts, infos: int) -> tuple[Channel | None, list]:
+        """(The channel of a chain over the nodes, of rounds [(words of the table, info)] for states and decays)."""
+        if self.position >= self.owners or len(self.nodes) == 1:
+            return None, []
+        line, step = self._line(), -1 if direction else 1
+        owners, rounds = _Line(self.comm, line, self.node), list[tuple[list, torch.Tensor]]()
+        for i, message in enumerate(self._messages()):
+            layout = workspace_layout(message, PUT.value in self.kinds)[0]
+            spaces = [(offsets[rank] + layouts[rank][f"rail {i}"][0], layout) for rank in line]
+            distance = self.distances[i // 2] if self.distances else 1
+            kinds = self.kinds * len(line) if self.distances else self.kinds
+            channel = make_channel(owners, spaces, message, kinds, step * distance)
+            there = self.node - step * distance, self.node + step * distance
+            prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
+            channel.info.copy_(self._info(self.comm.rank, prev, following))
+            self._channels[direction].append(channel)
+            self._kept.append(channel.info)
+            if not self.distances:
+                return channel, []
+            # a node that has nothing before it sends its total only, in the first two rounds
+            first = len(line) - 1 if direction else 0
+            prev_sends = prev >= 0 and (i // 2 < 2 or there[0] != first)
+            sends = following >= 0 and (i // 2 < 2 or self.node != first)
+            fields = (
+                channel.inbox, channel.next_inbox, channel.outbox, channel.arrived, channel.next_arrived, channel.freed,
+                channel.prev_freed,
+            )  # fmt: skip
+            words = [*(x.data_ptr() for x in fields), 0, prev_sends, sends]
+            words += [(infos + len(rounds)) * wait.INFO_WORDS]
+            words += [0] * (kernels.ROUND_WORDS.value - len(words))
+            rounds.append((words, self._info(self.comm.rank, prev, following)))
+        return None, rounds
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor)
+        return self.comm.keep(tensor)
+
+    def reset(self) -> None:
+        """As if nothing had passed yet. While no kernel of any rank uses it."""
+        for tensor, value in self._filled:
+            tensor.fill_(value)
+        for channel in self._channels[0] + self._channels[1]:
+            reset(channel)
+
+    def is_first(self, direction: int) -> bool:
+        """Whether this rank is the first of all in a direction."""
+        return self.comm.rank == (self.comm.size - 1 if direction else 0)
+
+    def others_are_behind(self, direction: int, epoch: int) -> bool:
+        """Whether another rank is seen to have begun a launch behind ``epoch`` in this direction."""
+        peek = self.comm.streams.peek
+        if max(peek(self._nodes[direction].freed)) > epoch:
+            return True
+        for channel in self._channels[direction]:
+            if channel.SEND != NONE and max(peek(channel.freed[: self.spec.depth])) >= epoch > 0:
+                return True  # its credit is for the launch before
+            arrived = peek(channel.arrived[:: self.slice]) if channel.RECV != NONE else []
+            if any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived):
+                return True
+        return False
+
+    def release(self) -> None:
+        """No kernel uses them any more."""
+        for tensor in self._kept:
+            self.comm.release(tensor)
+
+    def launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
+        """``kernel``: rails_kernel, linked with NVSHMEM if :attr:`puts`."""
+        owner = self.position < self.owners
+        launch = Launch(
+            kernel, (programs,), **fixed, SLICE=self.slice, BD=self.decay_columns, LINK=self.link,
+            ROUNDS=len(self.distances) if owner else 0, ROUND_LINK=self.kinds[0] if self.kinds else NONE.value,
+            num_warps=self.warps,
+        )  # fmt: skip
+        return RailsLaunch(launch, self.further[direction])
+
+
+class RailsLaunch:
+    """A Launch of the arguments of a scan, and the further ones of rails."""
+
+    def __init__(self, launch: Launch, further: tuple) -> None:
+        self.kernel, self._launch, self._further = launch.kernel, launch, further
+
+    def __call__(self, *args: Any, behind: tuple = ()) -> Any:
+        """``behind``: arguments of a kernel that has more."""
+        return self._launch(*args, *self._further, *behind)
+
+
+def _constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict:
+    values = dict(
+        num_tiles=num_tiles, BK=spec.tile[0], BV=spec.tile[1], DEPTH=spec.depth, RECV=recv, SEND=send, ADJOINT=False,
+    )  # fmt: skip
+    return {name: tl.constexpr(value) for name, value in values.items()}

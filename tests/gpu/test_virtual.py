@@ -1,0 +1,310 @@
+"""Many ranks on one GPU: chain, rails and doubling with 16 to 64 virtual ranks, and rails on two GPUs as two nodes.
+
+The hardware queues are set before CUDA starts, so virtual ranks run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+import torch
+
+import allscan
+from allscan.reference import allscan_reference
+from allscan.tools.ranks import Ranks
+from allscan.tools.virtual import VirtualRanks
+
+pytestmark = pytest.mark.gpu
+FOUR = (8, 8, 8, 8)
+KINDS = [("chain", (32,)), ("rails", FOUR), ("doubling", FOUR), ("rails", (3, 5)), ("doubling", (2,) * 7)]
+DECAYS = ["random", "0", "1", "mixed"]
+
+
+@pytest.fixture(scope="module")
+def one():
+    """A process that has one rank, 32 hardware queues and all its modules loaded at once."""
+    before = dict(os.environ)
+    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="32", CUDA_MODULE_LOADING="EAGER")
+    try:
+        with Ranks(1, "cuda", backend="gloo") as ranks:
+            yield ranks
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def draw(generator, size, shape, kind):
+    """(states, decays) of all ranks."""
+    device = generator.device
+    states = torch.randn(size, *shape, generator=generator, device=device)
+    decays = torch.rand(size, *shape[:-1], generator=generator, device=device)
+    if kind in ("0", "1"):
+        decays.fill_(float(kind))
+    elif kind == "mixed":  # whole ranks, tiles and single rows
+        pick = torch.rand(decays.shape, generator=generator, device=device)
+        decays[pick < 0.3], decays[pick > 0.7] = 0.0, 1.0
+        whole = torch.rand(size, generator=generator, device=device)
+        decays[whole < 0.2], decays[whole > 0.6] = 0.0, 1.0
+    return states, decays
+
+
+def wrong_by(found, states, decays, initial=None, reverse=False):
+    """The largest difference, a tensor on the GPU; 1e30 for NaN."""
+    expected = torch.stack(allscan_reference(list(states), list(decays), initial, reverse))
+    return (found - expected).abs().max().nan_to_num(nan=1e30)
+
+
+def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, late_us, initials, programs=4):
+    """Fresh data every epoch, programs late by up to ``late_us``; every 50 epochs all are compared."""
+    size = sum(nodes)
+    ranks = VirtualRanks(
+        size, shape, nodes=nodes, algorithm=algorithm, depth=depth, protocol=protocol, tile=tile, programs=programs
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+    chance = random.Random(0)
+    worst = torch.zeros((), device="cuda", dtype=torch.float64)
+    calls = []
+    for epoch in range(epochs):
+        states, decays = draw(generator, size, shape, kind)
+        initial = states[0] / 2 if initials and epoch % 3 == 0 else None
+        late = [16 * chance.randrange(1 + int(late_us * 62.5)) * (chance.random() < 0.3) for _ in range(size)]
+        delays = torch.tensor(late, device="cuda")
+        reverse = bool(epoch % 2)
+        calls.append((states, decays, initial, reverse, delays))
+        if len(calls) == 50 or epoch == epochs - 1:  # launched in one go, so that ranks run ahead of each other
+            outs = [
+                ranks.scan(states, decays, reverse=reverse, initial=initial, delays_ns=delays, join=False)
+                for states, decays, initial, reverse, delays in calls
+            ]
+            ranks.join()
+            for found, (states, decays, initial, reverse, _) in zip(outs, calls, strict=True):
+                worst = torch.maximum(worst, wrong_by(found, states, decays, initial, reverse))
+            calls.clear()
+    ranks.check()
+    return worst.item()
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+@pytest.mark.parametrize("algorithm, nodes", KINDS)
+def test_values(one, algorithm, nodes, kind):
+    for protocol, depth in (("sentinel", 3), ("sentinel", 1), ("signal", 2))[: 3 if kind == "mixed" else 1]:
+        arguments = 40, (3, 16, 33), (4, 64), depth, protocol, 20, depth == 3
+        [worst] = one.run(values, algorithm, nodes, kind, *arguments, timeout=600)
+        assert worst < 1e-4, (protocol, depth, worst)  # sums of 32 states of size 1
+
+
+@pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
+def test_2000_epochs_with_random_delays(one, algorithm, nodes):
+    arguments = 2_000, (4, 16, 32), (4, 32), 3, "sentinel", 50, False
+    [worst] = one.run(values, algorithm, nodes, "mixed", *arguments, timeout=600)
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("algorithm, nodes", [("chain", (64,)), ("rails", (8,) * 8), ("doubling", (8,) * 8)])
+def test_64_ranks(one, algorithm, nodes):
+    [worst] = one.run(values, algorithm, nodes, "mixed", 100, (4, 16, 32), (4, 32), 3, "sentinel", 20, False, 2)
+    assert worst < 1e-4
+
+
+def absent(algorithm, nodes, rank):
+    """Who is named, by whom, and after how long the GPU is free."""
+    size, shape = sum(nodes), (2, 16, 32)
+    ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=(4, 32), timeout=1.0)
+    states, decays = draw(torch.Generator("cuda").manual_seed(0), size, shape, "1")
+    worst = wrong_by(ranks.scan(states, decays), states, decays).item()
+    start = time.monotonic()
+    for _ in range(3):  # in the last of them the slots of a rank that only receives are full
+        ranks.scan(states, decays, ranks=[p for p in range(size) if p != rank])
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    named = {found[2] for found in ranks.faults().values()}
+    try:
+        ranks.check()
+    except allscan.AllScanTimeout:
+        return worst, named, seconds
+    return worst, named, None
+
+
+@pytest.mark.parametrize("rank", [0, 9, 31])
+@pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
+def test_a_rank_that_never_comes_is_named(one, algorithm, nodes, rank):
+    [(worst, named, seconds)] = one.run(absent, algorithm, nodes, rank)
+    assert worst < 1e-4 and rank in named and seconds is not None and seconds < 20, (named, seconds)
+
+
+def timed(algorithm, nodes, kind, shape, tile, programs):
+    """Median over 15 of the time from the opening of the gate to the last end, in us, and the largest error."""
+    size = sum(nodes)
+    ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=tile, programs=programs)
+    generator = torch.Generator("cuda").manual_seed(0)
+    times, worst = [], 0.0
+    for _ in range(15):
+        states, decays = draw(generator, size, shape, kind)
+        us, found = ranks.timed(states, decays)
+        times.append(us)
+        worst = max(worst, wrong_by(found, states, decays).item())
+    ranks.check()
+    return sorted(times)[7], worst
+
+
+def test_where_nothing_passes_a_chain_takes_one_hop(one):
+    """64 ranks; a program has one tile."""
+    arguments = (4, 16, 128), (16, 128), 4
+    (slow, error_of_slow), (fast, error_of_fast) = (
+        one.run(timed, "chain", (64,), kind, *arguments)[0] for kind in ("1", "0")
+    )
+    print(f"chain of 64 ranks, gate to last end: decays 1 {slow:.1f} us, decays 0 {fast:.1f} us")
+    assert max(error_of_slow, error_of_fast) < 1e-4
+    assert slow >= 8 * fast, (slow, fast)
+
+
+@pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
+def test_times(one, algorithm, nodes):
+    """Printed, for the model (bench.scaling): one GPU's memory in place of links."""
+    for kind in ("1", "0"):
+        [(us, worst)] = one.run(timed, algorithm, nodes, kind, (4, 16, 128), (4, 128), 8)
+        print(f"{algorithm}, 32 ranks, decays {kind}: {us:.1f} us")
+        assert worst < 1e-4
+
+
+def two_nodes(group, algorithm, protocol, epochs):
+    """GPUs that are a node each: fresh data every epoch, compared every epoch; one rank is late now and then."""
+    nodes = (1,) * torch.distributed.get_world_size(group)
+    with allscan.Communicator(group, nodes=nodes) as comm:
+        shape = (4, 16, 32)
+        scan = allscan.AllScan(comm, shape, protocol=protocol, algorithm=algorithm)
+        generator = torch.Generator(comm.device).manual_seed(0)
+        chance = random.Random(comm.rank)
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        for epoch in range(epochs):
+            states, decays = draw(generator, comm.size, shape, "mixed")
+            if comm.rank == comm.size - 1 and chance.random() < 0.02:
+                torch.cuda.synchronize()
+                time.sleep(chance.uniform(0, 4e-3))
+            reverse = bool(epoch % 2)
+            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
+            expected = allscan_reference(list(states), list(decays), None, reverse)[comm.rank]
+            worst = torch.maximum(worst, (found - expected).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("protocol, epochs", [("put", 10_000), ("sentinel", 2_000), ("signal", 500)])
+def test_gpus_as_nodes(run, size, algorithm, protocol, epochs):
+    assert max(run(size, two_nodes, algorithm, protocol, epochs, timeout=600)) < 1e-5
+
+
+def members(group, algorithm, protocol, nodes, epochs):
+    """The GPUs of one host as members of nodes: links between members over NVLink."""
+    with allscan.Communicator(group, nodes=nodes, algorithm=algorithm) as comm:
+        shape = (8, 64, 64)
+        scan = allscan.AllScan(comm, shape, protocol=protocol)
+        generator = torch.Generator(comm.device).manual_seed(0)
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        for epoch in range(epochs):
+            states, decays = draw(generator, comm.size, shape, "mixed")
+            reverse = bool(epoch % 2)
+            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
+            expected = allscan_reference(list(states), list(decays), None, reverse)[comm.rank]
+            worst = torch.maximum(worst, (found - expected).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize(
+    "size, nodes, algorithm", [(2, (2,), "rails"), (4, (2, 2), "rails"), (4, (2, 2), "doubling"), (4, (1, 3), "rails")]
+)
+def test_members_of_nodes(run, size, nodes, algorithm):
+    for protocol in ("sentinel", "put", "signal"):
+        assert max(run(size, members, algorithm, protocol, nodes, 1_000)) < 1e-4
+
+
+def graph(group, algorithm, protocol, replays):
+    """Both directions and a gradient in a CUDA graph, replayed on fresh data."""
+    nodes = (1,) * torch.distributed.get_world_size(group)
+    with allscan.Communicator(group, nodes=nodes, algorithm=algorithm) as comm:
+        shape = (4, 16, 32)
+        scan = allscan.AllScan(comm, shape, protocol=protocol)
+        generator = torch.Generator(comm.device).manual_seed(0)
+        state, decay = torch.zeros(shape, device=comm.device), torch.zeros(shape[:-1], device=comm.device)
+        forward, backward = torch.empty_like(state), torch.empty_like(state)
+        leaf = torch.zeros(shape, device=comm.device, requires_grad=True)
+
+        def both():
+            scan.scan(state, decay, out=forward)
+            scan.scan(forward, decay, reverse=True, out=backward)
+            prev = allscan.allscan(leaf, decay, comm=comm)
+            return prev.detach(), torch.autograd.grad(prev.sum(), leaf)[0]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            both()
+        torch.cuda.current_stream().wait_stream(side)
+        comm.barrier()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            prev, gradient = both()
+        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
+        for _ in range(replays):
+            states, decays = draw(generator, comm.size, shape, "mixed")
+            state.copy_(states[comm.rank])
+            decay.copy_(decays[comm.rank])
+            with torch.no_grad():
+                leaf.copy_(states[comm.rank])
+            captured.replay()
+            given = list(decays)
+            prevs = allscan_reference(list(states), given)
+            ones = [torch.ones_like(x) for x in states]
+            expected = (
+                (forward, prevs), (prev, prevs), (backward, allscan_reference(prevs, given, None, True)),
+                (gradient, allscan_reference(ones, given, None, True)),
+            )  # fmt: skip
+            for found, wanted in expected:
+                worst = torch.maximum(worst, (found - wanted[comm.rank]).abs().max().nan_to_num(nan=1e30))
+        comm.barrier()
+        return worst.item()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("protocol", ["put", "sentinel"])
+def test_graph_replays(run, size, algorithm, protocol):
+    assert max(run(size, graph, algorithm, protocol, 500)) < 1e-4
+
+
+def stopped(group, algorithm):
+    """Rank 1 makes no call; the others hear of it, and all come back."""
+    nodes = (1,) * torch.distributed.get_world_size(group)
+    comm = allscan.Communicator(group, timeout=1.0, nodes=nodes, algorithm=algorithm)
+    scan = allscan.AllScan(comm, (2, 16, 32))
+    state = torch.ones(2, 16, 32, device=comm.device)
+    named = None
+    scan.scan(state)
+    comm.barrier()
+    if comm.rank != 1:
+        try:
+            for _ in range(8):
+                scan.scan(state)
+            torch.cuda.synchronize()
+            comm.check()
+        except allscan.AllScanTimeout as timeout:
+            named = timeout.neighbour
+            torch.cuda.synchronize()
+    torch.distributed.barrier(group)
+    comm.resync()
+    right = bool((scan.scan(state) == comm.rank).all())
+    comm.close()
+    return named, right
+
+
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+def test_a_gpu_that_never_comes(run, size, algorithm):
+    answers = run(size, stopped, algorithm)
+    assert answers == [(1, True), (None, True)]

@@ -1,0 +1,322 @@
+"""Rails: scans over the nodes of a communicator, against float64; what happens where a rank leaves the order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
+from test_scan import gradient_case
+
+import allscan
+from allscan.algorithms import choose, runs
+from allscan.rails import distances
+from allscan.reference import allscan_reference
+from allscan.tools.virtual import VirtualRanks
+from support.values import error, inputs, late, raised
+
+pytestmark = pytest.mark.cpu
+
+
+def values_case(group, nodes, algorithm, protocol, depth, shape, decay_shape, epochs, most_ms, special=False):
+    """The largest error of both directions, with an initial state in every other epoch."""
+    with allscan.Communicator(group, nodes=nodes) as comm:
+        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(2, 8))
+        worst = 0.0
+        for epoch in range(epochs):
+            states, decays = inputs(comm, shape, decay_shape, epoch, special)
+            initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if epoch % 2 else None
+            for reverse in (False, True):
+                expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
+                out = torch.full(shape, float("nan"))
+                late(2 * epoch + reverse, comm.rank, most_ms)
+                decay = None if decays is None else decays[comm.rank]
+                scan.scan(states[comm.rank], decay, initial_state=initial, reverse=reverse, out=out)
+                worst = max(worst, error(out, expected))
+        assert scan.epochs == (epochs, epochs)
+        comm.check()
+    return worst
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("nodes", [(2, 2), (4,), (1, 1, 1), (3, 1), (2, 3)])
+def test_values(run, nodes, algorithm):
+    shape = (3, 5, 7)
+    assert max(run(sum(nodes), values_case, nodes, algorithm, "auto", 3, shape, shape[:-1], 4, 2)) < 1e-6
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
+def test_values_of_16_ranks_and_of_uneven_nodes(fresh, nodes, algorithm):
+    """Over the network that delays puts and delivers them in any order."""
+    arguments = nodes, algorithm, "put", 2, (2, 5, 7), (2, 5), 3, 3
+    assert max(fresh(sum(nodes)).run(values_case, None, *arguments)) < 1e-6
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
+def test_protocols_and_depths(run, algorithm, protocol, depth):
+    """Many calls, with late ranks, in which the others run ahead; decays of several shapes."""
+    assert max(run(5, values_case, (2, 1, 2), algorithm, protocol, depth, (2, 3, 10), (2, 3), 8, 4)) < 1e-6
+    for decay_shape in ((), (2,), None):
+        assert max(run(4, values_case, (2, 2), algorithm, protocol, depth, (2, 3, 9), decay_shape, 1, 0)) < 1e-6
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+def test_special_values(run, algorithm):
+    """A decay of 0 blocks Inf and NaN, and no other decay does; -0.0 is no sentinel."""
+    arguments = algorithm, "put", 3, (2, 8, 20), (2, 8), 2, 0, True
+    assert max(run(6, values_case, (2, 2, 2), *arguments)) < 1e-6
+
+
+def options(algorithm, nodes):
+    return dict(nodes=nodes, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("decay_shape", [(2, 5), ()])
+def test_gradients(run, decay_shape, algorithm):
+    for reverse in (False, True):
+        for errors in run(5, gradient_case, (2, 5, 6), decay_shape, reverse, options(algorithm, (2, 3))):
+            assert max(errors) < 1e-5, errors
+
+
+def test_a_call_that_one_rank_refuses_or_never_enters(run):
+    given = options("rails", (2, 2))
+    for how, step in (("allscan", False), ("skipped", True)):
+        for rank, (found, right, end, again) in enumerate(run(4, shifted_case, how, step, given)):
+            for got, wanted in zip(found, right):
+                assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+            assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+def test_a_rank_that_ignores_what_it_gets(run, algorithm):
+    answers = run(4, ignoring_case, "allscan", options(algorithm, (2, 2)))
+    for found, right, later in answers:
+        assert isinstance(found[-1], str) and len(found) <= 3, found
+        assert right == [float(later * i) for i in range(1, 4)]
+    assert answers[0][0] == [0.0, "RuntimeError"]  # before its next launch, since others have run that backward
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 3), (1, 1, 1)])
+def test_validation_without_backward(run, nodes):
+    assert all(run(sum(nodes), validation_case, options("rails", nodes)))
+
+
+def test_backwards_in_another_order(run):
+    answers = run(4, other_backward_case, options("rails", (2, 2)))
+    assert any("AllScanOutOfStep" in found and "backward of forward call" in found for found, _, _ in answers), answers
+    for found, nan, _ in answers[:2]:  # the other node needs nothing of these
+        assert found != "nothing" and nan, answers
+
+
+def test_resync_after_time_outs(run):
+    assert all(run(4, resync_case, options("doubling", (2, 2)) | dict(timeout=1.5)))
+
+
+def absent_case(group, nodes, absent, algorithm):
+    """What the ranks raise where one of them never calls, and that all come back."""
+    comm = allscan.Communicator(group, timeout=1.0, nodes=nodes, algorithm=algorithm)
+    scan = allscan.AllScan(comm, (4, 4, 8), tile=(4, 8))
+    state, out = torch.ones(scan.shape), torch.zeros(scan.shape)
+    start, found, prev = time.monotonic(), None, None
+    if comm.rank != absent:
+        try:
+            for _ in range(10):  # beyond the depth of two nodes
+                scan.scan(state, out=out)
+        except allscan.AllScanTimeout as timeout:
+            found, prev = (timeout.rank, timeout.neighbour, str(timeout)), out.isnan().any().item()
+    seconds = time.monotonic() - start
+    dist.barrier(group)
+    comm.resync()
+    again = (scan.scan(state) == comm.rank).all().item()
+    comm.close()
+    return found, prev, seconds, again
+
+
+@pytest.mark.parametrize("algorithm, absent", [("rails", 1), ("rails", 2), ("rails", 5), ("doubling", 2)])
+def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
+    answers = run(6, absent_case, (2, 2, 2), absent, algorithm)
+    named = [found[1] for found, _, _, _ in answers if found is not None]
+    assert absent in named
+    for rank, (found, spoiled, seconds, again) in enumerate(answers):
+        assert again
+        if rank != absent:
+            assert found and found[0] == rank and f"rank {rank} waited 1 s for rank {found[1]}" in found[2], answers
+            assert spoiled and seconds < 10
+
+
+def strided_case(group):
+    """Communicators over the even and over the odd ranks, at work at once, each in nodes of its own."""
+    groups = [dist.new_group(list(range(first, dist.get_world_size(), 2))) for first in (0, 1)]
+    worst = 0.0
+    with allscan.Communicator(groups[dist.get_rank() % 2], nodes=(2, 2), algorithm="rails") as comm:
+        for epoch in range(6):
+            states, decays = inputs(comm, (2, 4, 8), (2, 4), epoch + 10 * (dist.get_rank() % 2))
+            late(epoch, dist.get_rank(), 5)
+            prev = allscan.allscan(states[comm.rank], decays[comm.rank], comm=comm, reverse=bool(epoch % 2))
+            worst = max(worst, error(prev, allscan_reference(states, decays, None, bool(epoch % 2))[comm.rank]))
+        assert [scan.algorithm for scan in comm.collectives] == ["rails"]
+    return worst
+
+
+def test_strided_sub_groups_at_work_at_once(run):
+    assert max(run(8, strided_case)) < 1e-6
+
+
+def arguments_case(group):
+    """A wrong argument on one rank is an error on all; ranks may differ in decays."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    answers = []
+    for here, there in (
+        (dict(nodes=(2, 2)), dict(nodes=(1, 3))),
+        (dict(nodes=(2, 2)), dict(nodes=(2, 3))),
+        (dict(algorithm="rails"), dict(algorithm="doubling")),
+        (dict(algorithm="rails"), dict(algorithm="rings")),
+    ):
+        answers.append(raised(allscan.Communicator, group, **(there if last else here)))
+    with allscan.Communicator(group, nodes=(2, 2), algorithm="rails") as comm:
+        answers.append(raised(allscan.AllScan, comm, (2, 4), algorithm="rails" if last else "chain"))
+        answers.append(raised(allscan.AllScan, comm, (2, 4), algorithm="rings" if last else "rails"))
+        scan = allscan.AllScan(comm, (2, 4), max_ctas=1 + comm.rank)  # a launch has as many programs as fit on all
+        answers.append(raised(scan.channel))
+        answers.append(raised(scan.launch, None, (1,)))
+        answers.append(raised(scan.scan, torch.ones(2, 4), transition=torch.ones(2, 2)))
+        answers.append(raised(scan.scan, torch.ones(2, 4).double()))  # which all refuse
+        decay = (None, 0.5, torch.tensor([1.0, 0.0]), 0)[comm.rank]
+        given = [torch.ones(2), torch.full((2,), 0.5), torch.tensor([1.0, 0.0]), torch.zeros(2)]
+        for reverse in (False, True):
+            expected = allscan_reference([torch.ones(2, 4)] * 4, given, None, reverse)[comm.rank]
+            assert error(scan.scan(torch.ones(2, 4), decay, reverse=reverse), expected) == 0
+            state = torch.ones(2, 4)
+            assert error(scan.scan(state, decay, reverse=reverse, out=state), expected) == 0
+        before, _ = allscan.halo((torch.ones(1, 3, 4), torch.ones(1, 3, 4)), 2, comm=comm)
+        assert before.mean() == min(comm.rank, 1)
+        prev = allscan.allscan(torch.ones(1, 2, 2), comm=comm, transition=torch.eye(2)[None])
+        assert (prev == comm.rank).all()
+        pair = allscan.allscan((torch.ones(2, 4), torch.ones(2, 4)), comm=comm, layout="zigzag")
+        assert [x.mean().item() for x in pair] == [comm.rank, 7 - comm.rank]
+        with allscan.Communicator(group, nodes=(2, 2)) as other:
+            assert other.algorithm_for(64) == "rails" and other.algorithm_for(64, "chain") == "chain"
+        kinds = sorted(scan.algorithm for scan in comm.collectives)
+        free = comm.heap.arena.free_bytes
+        hint = allscan.AllScan.size_hint(comm, (6, 8, 16))
+        scan = allscan.AllScan(comm, (6, 8, 16))
+        assert comm.heap.arena.free_bytes == free - hint == free - scan.workspace_bytes
+        scan.close()
+        assert comm.heap.arena.free_bytes == free
+    return answers, kinds
+
+
+def test_arguments_of_ranks(run):
+    wanted = ["ValueError"] * 9 + ["TypeError"]
+    for answers, kinds in run(4, arguments_case):
+        assert [answer and answer[0] for answer in answers] == wanted, answers
+        assert "ranks differ in (nodes, algorithm)" in answers[0][1] and "together, got (2, 3)" in answers[1][1]
+        assert "rank 3" in answers[3][1] and "ranks differ in (shape" in answers[4][1]
+        assert kinds == ["chain", "chain", "rails", "rails"]
+
+
+def test_the_choice():
+    assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
+    assert {choose(nodes, 1 << 21) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
+    assert [choose((8,) * n, 1 << 21) for n in (2, 4, 16)] == ["rails", "rails", "doubling"]
+    assert [distances(n) for n in (1, 2, 3, 4, 5, 7, 8, 32)] == [
+        [], [1], [1, 2], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3, 6], [1, 2, 3, 6, 12, 24]
+    ]  # fmt: skip
+
+
+def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
+    """All ranks but one make their scans at once."""
+    with allscan.Communicator(group, timeout=5, nodes=nodes) as comm:
+        shape, count, worst = (3, 4, 8), 6, 0.0
+        scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(4, 8))
+        for reverse in (False, True):
+            comm.barrier()
+            if comm.rank == sleeper:
+                time.sleep(0.15)
+            for epoch in range(count):
+                states, decays = inputs(comm, shape, shape[:-1], epoch)
+                out = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
+                worst = max(worst, error(out, allscan_reference(states, decays, None, reverse)[comm.rank]))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "algorithm, nodes, sleeper",
+    [("rails", (1, 3), 1), ("rails", (1, 3), 3), ("rails", (1, 1, 1), 2), ("doubling", (1, 1, 1), 2),
+     ("doubling", (2, 2, 2), 3)],
+)  # fmt: skip
+def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
+    """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
+    none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""
+    for protocol, depth in (("sentinel", 1), ("put", 2)):
+        assert max(run(sum(nodes), ahead_case, nodes, algorithm, protocol, depth, sleeper)) < 1e-6
+
+
+def underflow_case(group, algorithm):
+    """A product of decays that float32 takes for 0 is none: Inf and NaN pass."""
+    with allscan.Communicator(group, nodes=(2, 2, 2), algorithm=algorithm) as comm:
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(2, 4, 8, generator=generator) for _ in range(comm.size)]
+        decays = [torch.full((2, 4), 1e-30) for _ in range(comm.size)]
+        states[0][0, 0, 0], states[0][1, 2, 3], states[0][1, 1, 1] = float("nan"), float("inf"), 1e30
+        decays[1][1, 3] = 0.0
+        states[0][1, 3] = float("-inf")
+        prev = allscan.allscan(states[comm.rank], decays[comm.rank], comm=comm)
+        return error(prev, allscan_reference(states, decays)[comm.rank])
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+def test_decays_that_underflow(run, algorithm):
+    assert max(run(6, underflow_case, algorithm)) < 1e-6
+
+
+def virtual_case(group):
+    """Virtual ranks without a GPU: what can run one launch after another. A rank that is left out is named."""
+    worst = 0.0
+    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("doubling", (1, 1, 1, 1))):
+        ranks = VirtualRanks(4, (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
+        for epoch in range(4):
+            states, decays = (torch.stack(x) for x in inputs(ranks, (2, 5, 7), (2, 5), epoch))
+            initial = states[0] * 2 if epoch % 2 else None
+            for reverse in (False, True):
+                found = ranks.scan(states, decays, reverse=reverse, initial=initial)
+                expected = allscan_reference(list(states), list(decays), initial, reverse)
+                worst = max(worst, *(error(x, y) for x, y in zip(found, expected, strict=True)))
+        ranks.check()
+        ranks.scan(states, decays, ranks=[0, 2])
+        assert ranks.faults()[2][1:3] == (2, 1)
+        with pytest.raises(allscan.AllScanTimeout, match="rank 2 waited 0.3 s for rank 1"):
+            ranks.check()
+    return worst
+
+
+def test_virtual_ranks(run):
+    assert max(run(1, virtual_case)) < 1e-6
+
+
+def gla_case(group, algorithm, layout):
+    """zeco_gla and its gradients, twice: by rails, and by the chain."""
+    found = []
+    for given in (options(algorithm, (2, 2)), dict(algorithm="chain")):
+        with allscan.Communicator(group, **given) as comm:
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(10 * seed + comm.rank)
+                leaves = [torch.randn(2, 6, 2, 16, generator=generator) for _ in range(4)]
+                leaves[3] = -leaves[3].abs() / 8
+                leaves = [leaf.requires_grad_() for leaf in leaves]
+                o, _ = allscan.zeco_gla(*leaves, comm=comm, layout=layout)
+                o.square().sum().backward()
+                found.append([o, *(leaf.grad for leaf in leaves)])
+            assert {scan.algorithm for scan in comm.collectives} == {given["algorithm"]}
+            comm.check()
+    return max(error(x, y) for i in range(2) for x, y in zip(found[i], found[2 + i], strict=True))
+
+
+@pytest.mark.parametrize("algorithm, layout", [("rails", "contiguous"), ("doubling", "zigzag")])
+def test_zeco_gla(run, algorithm, layout):
+    assert max(run(4, gla_case, algorithm, layout)) < 1e-5
