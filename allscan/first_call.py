@@ -101,6 +101,8 @@ def check_once(
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     prepare(shape, agree, problem, at_first=positive)
+    if len(known) >= 16 * KEPT:  # of ever new lengths
+        known.clear()
     known[signature] = True
 
 

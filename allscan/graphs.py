@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from .bindings.cuda_driver import Capture
 from .streams import current_stream_of, private_stream
 
 KEPT = 128  # graphs of one sequence of launches, and addresses that came once
+MOST = 1024  # graphs of a process, since each takes memory of the driver
+
+_one_at_a_time = threading.Lock()  # for _capture_stream
 
 
 class Graphs:
@@ -20,22 +24,22 @@ class Graphs:
     Training gives an operator the same addresses step after step, since an allocator answers the same requests alike.
     What comes for the first time is launched as it is; the second time it is captured, and from then on launched as a
     graph. A graph has the addresses in it and nothing else: no memory is kept for it. In a capture of the caller's
-    nothing else is captured.
+    nothing else is captured. Where a capture fails, the launches are made as they are, and no other one is tried.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple, Capture | None] = {}  # the newest is last
+        self._failed = False
 
-    def launch(self, key: tuple, launches: Callable[..., None], *args: Any) -> None:
-        """``launches(*args)``, which launches the same whenever ``key`` is the same, on the current stream."""
-        if torch.cuda.is_current_stream_capturing():
+    def launch(self, device: int, key: tuple, launches: Callable[..., None], *args: Any) -> None:
+        """``launches(*args)`` on the current stream of the GPU ``device``, which launches the same whenever ``key`` is
+        the same, and can be called again after an error."""
+        if torch.cuda.current_device() != device or torch.cuda.is_current_stream_capturing():
             return launches(*args)
-        device, came = torch.cuda.current_device(), key in self._known
+        came = key in self._known
         graph = self._known.pop(key, None)
-        if came and graph is None:
-            stream = _capture_stream(device)
-            with torch.cuda.stream(stream), Capture(stream.cuda_stream) as graph:
-                launches(*args)
+        if came and graph is None and not self._failed and Capture.number < MOST:
+            graph = self._capture(device, launches, *args)
         if len(self._known) >= KEPT:
             del self._known[next(iter(self._known))]
         self._known[key] = graph
@@ -43,6 +47,21 @@ class Graphs:
             launches(*args)
         else:
             graph.launch(current_stream_of(device))
+
+    def _capture(self, device: int, launches: Callable[..., None], *args: Any) -> Capture | None:
+        """None where it cannot be; nothing was launched then."""
+        if not _one_at_a_time.acquire(blocking=False):
+            return None
+        try:
+            stream = _capture_stream(device)
+            with torch.cuda.stream(stream), Capture(stream.cuda_stream) as graph:
+                launches(*args)
+            return graph
+        except Exception:  # no memory for a graph; another thread synchronises the device; a step that raises
+            self._failed = True
+            return None
+        finally:
+            _one_at_a_time.release()
 
 
 @functools.cache

@@ -183,7 +183,7 @@ class Part:
         for check in self.checks:
             check()
         if run.addresses is not None and self.only_launches and self.launches > 2:
-            self._graphs.launch(tuple(run.places), self._launch, run)
+            self._graphs.launch(run.device, tuple(run.places), self._launch, run)
         else:
             self._launch(run)
 
@@ -215,6 +215,7 @@ class Run:
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
         own = [0 if x is None else x.data_ptr() for x in self._memory]
+        self.device = given[0].get_device()
         self.places = [*own, 0, *addresses]  # where memories are; behind them outputs. Tables are in all runs the same
         memories = [*self.places, *plan.table_addresses]
         self.addresses = [memories[i] + offset for i, offset in plan.places]

@@ -97,7 +97,7 @@ def private_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream
     """A stream that no other code is given: what another thread launches is not captured with ours."""
     with torch.cuda.device(device):
         stream = torch.cuda.ExternalStream(cuda_driver.new_stream(priority), device)
-    weakref.finalize(stream, cuda_driver.destroy_stream, stream.cuda_stream)
+    weakref.finalize(stream, cuda_driver.destroy_stream, stream.cuda_stream).atexit = False
     return stream
 
 
@@ -112,7 +112,7 @@ class _Side:
         self._streams, self._stream, self._done = streams, streams.own(), done
 
     def __enter__(self) -> Callable[[], None]:
-        self._current = self._streams.current()
+        self._current, self._device = self._streams.current(), torch.cuda.current_device()
         self._streams.put_behind(self._stream, self._current)
         if self._done is None:
             self._streams.put_behind(self._current, self._stream)
@@ -123,6 +123,8 @@ class _Side:
         if self._done is not None:
             self._done.record(self._stream)
         torch.cuda.set_stream(self._current)
+        if self._device != self._streams.device.index:  # set_stream has left it
+            torch.cuda.set_device(self._device)
 
     def _join(self) -> None:
         if self._done is None:

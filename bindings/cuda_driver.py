@@ -1,7 +1,8 @@
 """The CUDA driver, through ctypes: what torch and Triton have no function for.
 
-Streams of one's own, and graphs that are captured whatever other threads do meanwhile and launched for a microsecond of
-Python. Handles are integers. Every function raises RuntimeError with the driver's number for an error.
+Streams of one's own, and graphs that are captured whatever other threads launch meanwhile (one that synchronises the
+device may end a capture, and get an error) and launched for a microsecond of Python. Handles are integers. Every
+function raises RuntimeError with the driver's number for an error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY: that of the stream on which a kernel was captured
 SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
@@ -49,23 +51,32 @@ class Capture:
     """``with Capture(stream) as captured: ...`` holds back what is launched on ``stream``, and on streams that are put
     behind it and joined to it again; then ``captured.launch(stream)`` launches it as one graph."""
 
+    number = 0  # of those that can be launched
+
     def __init__(self, stream: int) -> None:
         self._stream, self._executable = c_void_p(stream), c_void_p()
+        self._launch, self._destroy = _library().cuGraphLaunch, _library().cuGraphExecDestroy
 
     def __enter__(self) -> Capture:
-        _call("cuStreamBeginCapture_v2", self._stream, RELAXED)
+        try:
+            _call("cuStreamBeginCapture_v2", self._stream, RELAXED)
+        except RuntimeError:  # of a capture that was interrupted, perhaps: so the next one begins
+            _library().cuStreamEndCapture(self._stream, byref(c_void_p()))
+            raise
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         graph = c_void_p()
         error = _library().cuStreamEndCapture(self._stream, byref(graph))
-        if kind is None:
-            if error:
-                raise RuntimeError(f"cuStreamEndCapture: CUDA error {error}")
-            _call("cuGraphInstantiateWithFlags", byref(self._executable), graph, c_ulonglong(0))
-            self._launch = _library().cuGraphLaunch
-        if graph:
-            _call("cuGraphDestroy", graph)
+        try:
+            if kind is None:
+                if error:
+                    raise RuntimeError(f"cuStreamEndCapture: CUDA error {error}")
+                _call("cuGraphInstantiateWithFlags", byref(self._executable), graph, c_ulonglong(NODE_PRIORITY))
+                Capture.number += 1
+        finally:
+            if graph:
+                _library().cuGraphDestroy(graph)
 
     def launch(self, stream: int) -> None:
         error = self._launch(self._executable, c_void_p(stream))
@@ -74,4 +85,5 @@ class Capture:
 
     def __del__(self) -> None:
         if self._executable:  # what still runs of it goes on
-            _library().cuGraphExecDestroy(self._executable)
+            Capture.number -= 1
+            self._destroy(self._executable)

@@ -111,6 +111,8 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
 class Recorded:
     """In place of the driver's captures: what was launched inside is launched again."""
 
+    number = 0
+
     def __init__(self, stream):
         self.again = []
 
@@ -129,31 +131,61 @@ class Recorded:
 launched: list = []
 
 
-def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
+def without_a_gpu(monkeypatch, capture):
     for name, value in dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(graphs, "Capture", Recorded)
+    monkeypatch.setattr(graphs, "Capture", capture)
     monkeypatch.setattr(graphs, "current_stream_of", lambda device: 0)
     monkeypatch.setattr(graphs, "_capture_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(graphs, "KEPT", 3)
     Recorded.now = None
 
+
+def runs(some, *keys):
+    """How the launches with these keys are made."""
+
     def launches(key):
         (launched if Recorded.now is None else Recorded.now.again).append(key if Recorded.now else (key, "launched"))
 
-    def runs(*keys):
-        launched.clear()
-        for key in keys:
-            some.launch((key,), launches, key)
-        return [how for _, how in launched]
+    launched.clear()
+    for key in keys:
+        some.launch(0, (key,), launches, key)
+    return [how for _, how in launched]
 
+
+def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
+    without_a_gpu(monkeypatch, Recorded)
     some = graphs.Graphs()
-    assert runs("a", "b", "a", "a", "b") == ["launched", "launched", "graph", "graph", "graph"]
-    assert runs("c", "d", "b") == ["launched", "launched", "graph"]  # of three that are kept a was the oldest
-    assert runs("a", "a", "d") == ["launched", "graph", "graph"]
+    assert runs(some, "a", "b", "a", "a", "b") == ["launched", "launched", "graph", "graph", "graph"]
+    assert runs(some, "c", "d", "b") == ["launched", "launched", "graph"]  # of three that are kept a was the oldest
+    assert runs(some, "a", "a", "d") == ["launched", "graph", "graph"]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert runs("a", "d") == ["launched", "launched"]
+    assert runs(some, "a", "d") == ["launched", "launched"]
+
+
+def test_a_capture_that_fails_is_no_error(monkeypatch):
+    """Nor one while another thread captures, nor more than a process may have."""
+
+    class Fails(Recorded):
+        def __exit__(self, *error):
+            super().__exit__()
+            raise RuntimeError("cuGraphInstantiateWithFlags: CUDA error 2")
+
+    without_a_gpu(monkeypatch, Fails)
+    some = graphs.Graphs()
+    assert runs(some, "a", "a", "a", "b", "b") == ["launched"] * 5
+    monkeypatch.setattr(graphs, "Capture", Recorded)
+    assert runs(some, "c", "c") == ["launched"] * 2  # after one that failed
+    some = graphs.Graphs()
+    with graphs._one_at_a_time:
+        assert runs(some, "a", "a") == ["launched"] * 2
+    monkeypatch.setattr(Recorded, "number", graphs.MOST)
+    assert runs(some, "a") == ["launched"]
+    monkeypatch.setattr(Recorded, "number", 0)
+    assert runs(some, "a", "a") == ["graph", "graph"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert runs(some, "a") == ["launched"]
 
 
 def a_launch_in_the_interpreter(group):

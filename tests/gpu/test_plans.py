@@ -187,10 +187,10 @@ def graphs_case(group, recompute):
             torch.cuda._sleep(10)
             raise ArithmeticError("in a capture")
 
-        graphs = Graphs()
-        graphs.launch((1,), lambda: None)
-        with pytest.raises(ArithmeticError):
-            graphs.launch((1,), fails)
+        graphs, device = Graphs(), comm.device.index
+        graphs.launch(device, (1,), lambda: None)
+        with pytest.raises(ArithmeticError):  # of the launches that are made then
+            graphs.launch(device, (1,), fails)
         assert not torch.cuda.is_current_stream_capturing()
         same(once(comm, tensors), expected)
         comm.barrier()
