@@ -39,9 +39,10 @@ CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}
-# What operands are stored as. A that backward makes again is float32; A that forward keeps is KEPT_A
+# What operands are stored as, but for A where backward takes it: in bfloat16 it would make dv 1.2 times as inexact as
+# that of fla, which has it in float32 too
 OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
-KEPT_A = OPERANDS
+A_FOR_DV = OPERANDS | {torch.bfloat16: torch.float32}
 
 Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what is stored
 
@@ -78,16 +79,17 @@ class Shape:
         shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
         return [(shape, torch.float32) for shape in shapes]
 
-    def operands(self, of_a: torch.dtype) -> list[Stored]:
+    def operands(self, reverse: bool) -> list[Stored]:
         """k_out, q_in, A."""
         tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
+        of_a = A_FOR_DV[self.dtype] if reverse or self.keeps else dtype
         return [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
 
     def all_kept(self, segments: int, chunks: int) -> list[Stored]:
         """What backward takes from forward: what enters, the gates of the chunks, which of them are strong, and the
         operands or nothing."""
         of_chunks = [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32)]
-        return self.entering(segments) + of_chunks + (self.operands(KEPT_A[self.dtype]) if self.keeps else [])
+        return self.entering(segments) + of_chunks + (self.operands(False) if self.keeps else [])
 
     @functools.cached_property
     def kept(self) -> list[int]:
@@ -258,8 +260,7 @@ class GLAPlan(Plan):
         places = itertools.accumulate(self.shape.kept, initial=0)
         parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
         operands = parts[5:] or [
-            self.empty(*shape, dtype=dtype, short=self.reverse)
-            for shape, dtype in self.shape.operands(torch.float32 if self.reverse else self.dtype)
+            self.empty(*shape, dtype=dtype, short=self.reverse) for shape, dtype in self.shape.operands(self.reverse)
         ]
         return parts[:3], *parts[3:5], operands
 
