@@ -179,6 +179,7 @@ class VirtualRanks:
         self._open = torch.full((1,), OPEN, device=self.device)
         self._no_delay = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._ready: set[tuple] = set()
+        self._held: list[torch.Tensor] = []  # until the current stream waits for what reads it
 
     def scan(
         self, states: torch.Tensor, decays: torch.Tensor, *, reverse: bool = False, initial: torch.Tensor | None = None,
@@ -203,6 +204,9 @@ class VirtualRanks:
                 self._launch(rank, states, decays, outs, reverse, initial, None, skip)
             self._synchronize()
             self._ready.add(kind)
+        if delays_ns is not None:  # at multiples of 16 bytes, for which the kernels were compiled
+            delays_ns = delays_ns.repeat_interleave(2)
+            self._held.append(delays_ns)
         current = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         for rank in order:
             stream = self.ranks[rank].stream
@@ -221,9 +225,10 @@ class VirtualRanks:
         for rank in self.ranks:
             if rank.stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(rank.stream)
+        self._held.clear()
 
     def _launch(self, rank, states, decays, outs, reverse, initial, delays_ns, gate) -> None:
-        delay = self._no_delay if delays_ns is None else delays_ns[rank : rank + 1]
+        delay = self._no_delay if delays_ns is None else delays_ns[2 * rank : 2 * rank + 1]
         gates = (self._open if gate is None else gate, delay, self.end)
         given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
