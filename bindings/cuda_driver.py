@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from ctypes import byref, c_int, c_ulonglong, c_void_p
 from typing import Any
 
@@ -84,6 +85,6 @@ class Capture:
             raise RuntimeError(f"cuGraphLaunch: CUDA error {error}")
 
     def __del__(self) -> None:
-        if self._executable:  # what still runs of it goes on
+        if self._executable and not sys.is_finalizing():  # what still runs of it goes on
             Capture.number -= 1
             self._destroy(self._executable)
