@@ -7,7 +7,8 @@ from .collective import AllScan, Work
 from .communicator import Communicator
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .gla import zeco_gla
-from .ops import allscan, halo
+from .halos import halo
+from .ops import allscan
 from .runtime import finalize, init
 from .ssd import zeco_ssd
 

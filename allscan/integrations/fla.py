@@ -20,7 +20,7 @@ from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
-from ..ops import halo
+from ..halos import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 

@@ -14,7 +14,7 @@ from fla.ops.cp import chunk_delta_h
 from ..communicator import Communicator
 from ..delta.passes import StatePass, delta_segment_length
 from ..first_call import cached_table, get_or_create_scan
-from ..ops import halo
+from ..halos import halo
 from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from ..tiling import transition_tile
 

@@ -24,7 +24,8 @@ from ..checks import is_zigzag
 from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule
 from ..first_call import partition_start
-from ..ops import allscan, halo
+from ..halos import halo
+from ..ops import allscan
 from ..packing import boundaries_on_host, cut, zigzag_cut
 from ..shmem_kernels.gla_blocks import FIRST
 from ..ssd import Using, zeco_ssd

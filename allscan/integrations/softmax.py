@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..ops import halo
+from ..halos import halo
 from ..packing import TensorKey
 
 

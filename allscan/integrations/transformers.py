@@ -18,7 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..checks import boundaries
 from ..collective import leaves
 from ..communicator import Communicator
-from ..ops import allscan, halo
+from ..halos import halo
+from ..ops import allscan
 from ..packing import TensorKey, boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..shmem_kernels.gla_blocks import FIRST

@@ -1,0 +1,273 @@
+"""halo(): the tokens beside a cut, for short convolutions, token shifts and labels; one hop of AllScan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .checks import boundaries, check_halves, integer, is_zigzag, signature_of
+from .communicator import Communicator, cached_on, communicator_of
+from .errors import Problem
+from .first_call import cached_table, get_or_create_scan, partition_start
+from .launching import dynamo_disabled
+from .operators import ordered
+from .ops import scan_once, scan_zigzag
+from .packing import boundaries_on_host, to_device
+
+Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
+
+
+def halo(
+    x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None, layout: str = "contiguous",
+) -> Xs:  # fmt: skip
+    """The n tokens that precede this rank's part of the sequence: the last n of the rank before. Differentiable.
+
+        out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]
+
+    With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
+
+    x: [B, T, ...], this rank's T tokens, at least n; T may differ between ranks, other dimensions may not. Floats of
+        at most 32 bits, which travel as float32 (-0.0 may arrive as +0.0), or integers, which travel 16 bits a word and
+        arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
+    cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
+        the one at the cut count as none.
+    layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second, each
+        half of at least n tokens.
+    Returns [B, n, ...] like x, a tuple for a tuple. torch.compile takes it with fullgraph=True, but not the zigzag
+    layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
+    for its neighbours only. The first call for a shape is collective on the host. For gradients every rank uses the
+    result, the first one too, which has zeros: else its own backward does not run, and the next call raises (in a
+    compiled function the others time out instead).
+
+    Raises ValueError (n, T, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan() raises.
+
+        >>> before = allscan.halo(x, 3, comm=comm)                       # a causal convolution over 4 tokens:
+        >>> y = conv(torch.cat([before, x], 1))                          # without padding of its own
+        >>> after = allscan.halo(tokens, 1, comm=comm, reverse=True)     # 0 behind the last rank's
+        >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
+    """
+    xs = x if isinstance(x, tuple) else (x,)
+    if torch.compiler.is_compiling() and _traceable(xs, n, comm, cu_seqlens, layout):
+        edge, T = _edges(xs, n, [0 if reverse else xs[0].shape[1] - n])[0], xs[0].shape[1]
+        found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle)[0], xs, n)
+        return found if isinstance(x, tuple) else found[0]
+    return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+
+
+def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
+    """Whether nothing has to be refused, and the layout is contiguous."""
+    alike = xs and all(
+        isinstance(x, Tensor) and x.ndim >= 2 and x.device == comm.device and x.shape[:2] == xs[0].shape[:2]
+        and not x.is_complex() and x.dtype not in (torch.float64, torch.bool)
+        for x in xs
+    )  # fmt: skip
+    packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
+    return alike and type(n) is int and 1 <= n <= xs[0].shape[1] and layout == "contiguous" and (
+        cu_seqlens is None or packed and len(cu_seqlens) > 1
+    )  # fmt: skip
+
+
+@dynamo_disabled
+def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
+    with comm.call(reverse):
+        return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+
+
+def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
+    several = isinstance(x, tuple)
+    xs = x if several else (x,)
+    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout
+    known = cached_on(comm, "signatures of halo")
+    cached = cu_seqlens is None and type(n) is int and type(layout) is str
+    if not cached or signature not in known:
+        n, cu_seqlens, first_token = _check_halo(xs, n, comm, cu_seqlens, first_token, layout)
+        if cached:
+            known[signature] = True
+    zigzag, T = layout == "zigzag", xs[0].shape[1]
+    halves = 1 + zigzag
+    half = T // halves
+    edges = _edges(xs, n, [i * half if reverse else (i + 1) * half - n for i in range(halves)])
+    inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
+    # decay 0: nothing comes from beyond the neighbour
+    if not zigzag:
+        found = scan_once(edges[0], 0.0, comm, None, None, reverse, None, hop=True)
+    else:  # reverse: what goes from the first rank to the last are beginnings of second halves
+        there, back = edges[::-1] if reverse else edges
+        pair = scan_zigzag((there, back), (0.0, 0.0), comm, None, None, False, None, "zigzag", False, hop=True)
+        found = torch.cat(pair[::-1] if reverse else pair, 1)
+    if inside is not None:
+        found = torch.where(inside, found, 0.0)
+    out = _from_edges(found, xs, halves * n)
+    return out if several else out[0]
+
+
+def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
+    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
+    shape, problem, zigzag = None, None, False
+    try:
+        for x in xs:
+            if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
+                kind = getattr(x, "dtype", type(x).__name__)
+                raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {kind}")
+        n = integer("n", n)
+        if not xs or min(x.ndim for x in xs) < 2:
+            raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
+        if cu_seqlens is not None:
+            cu_seqlens = boundaries(cu_seqlens)
+            first_token = None if first_token is None else integer("first_token", first_token, 0)
+        B, T = xs[0].shape[:2]
+        if any(x.shape[:2] != (B, T) for x in xs):
+            raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
+        zigzag = is_zigzag(layout)
+        halves = 1 + zigzag
+        shape = (B, n, sum(_widths(xs)))
+        if zigzag:
+            check_halves(T)
+        if T // halves < n:
+            half = "half of " * zigzag
+            raise ValueError(f"x must have T of which {half}at least n = {n} tokens, got {_shapes(xs)}")
+        for x in xs:
+            if x.device != comm.device:
+                raise ValueError(f"x must be on {comm.device}, got {x.device}")
+    except (TypeError, ValueError) as error:
+        problem = Problem(error)
+    get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)
+    return n, cu_seqlens, first_token
+
+
+def _edges(xs, n, begins) -> list[Tensor]:
+    """The n tokens from each of ``begins`` on as float32 [B, n, words], of all ``xs`` side by side."""
+    if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
+        return [xs[0][:, a : a + n] for a in begins]
+    parts = [[_to_words(x[:, a : a + n].reshape(x.shape[0], n, -1)) for x in xs] for a in begins]
+    return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
+
+
+def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
+    """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
+    if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
+        return (words,)
+    parts = words.split(_widths(xs), -1) if len(xs) > 1 else (words,)
+    return tuple(
+        _from_words(part, x.dtype).reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True)
+    )
+
+
+def _widths(xs) -> list[int]:
+    return [math.prod(x.shape[2:]) * _words(x.dtype) for x in xs]
+
+
+def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | None:
+    """Which of the tokens beyond the cut belong to the sequence on this rank's side, [n, 1], with zigzag [2n, 1]; None
+    without cu_seqlens. The first call with these is collective."""
+    if cu_seqlens is None:
+        return None
+    lengths, half = boundaries_on_host(cu_seqlens), T // (1 + zigzag)
+    first = partition_start(comm, lengths, T, first_token, zigzag)
+    starts = [first, lengths[-1] - first - half][: 1 + zigzag]
+    key = ("halo", first, T, lengths, n, reverse, zigzag)
+    ranges = [(a, a + half) for a in starts]
+    return cached_table(comm, key, lambda: _same_sequence(comm.device, ranges, n, reverse, lengths))
+
+
+@torch.library.custom_op("allscan::hop", mutates_args=())
+def _hop(
+    edge: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool, handle: int
+) -> tuple[Tensor, Tensor]:
+    """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
+    comm, n = communicator_of(handle), edge.shape[1]
+    with comm.call(reverse):
+        agree = "halo", cu_seqlens is None, first_token is None, False
+        scan = get_or_create_scan(comm, edge.shape, agree)
+        ticket = scan.ticket()
+        inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
+        found = scan.scan(edge, 0.0, reverse=reverse, channel=scan.channel(reverse, ticket=ticket))
+        return found if inside is None else torch.where(inside, found, 0.0), ticket
+
+
+@_hop.register_fake
+def _(edge, T, cu_seqlens, first_token, reverse, handle):
+    return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("allscan::hop_backward", mutates_args=())
+def _hop_backward(
+    dfound: Tensor, ticket: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool,
+    handle: int,
+) -> Tensor:  # fmt: skip
+    comm = communicator_of(handle)
+    with comm.call(not reverse):
+        scan = get_or_create_scan(comm, dfound.shape)
+        inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
+        dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
+        return scan.scan(
+            dfound.contiguous(), 0.0, adjoint=True, reverse=not reverse,
+            channel=scan.channel(not reverse, adjoint_of=ticket),
+        )  # fmt: skip
+
+
+@_hop_backward.register_fake
+def _(dfound, ticket, T, cu_seqlens, first_token, reverse, handle):
+    return dfound.new_empty(dfound.shape)
+
+
+def _save_hop(ctx, inputs, output):
+    _, ctx.T, cu_seqlens, *ctx.where = inputs
+    ctx.save_for_backward(output[1], cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _hop_gradient(ctx, dfound, _):
+    ticket, cu_seqlens = ctx.saved_tensors
+    return _hop_backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), None, None, None, None, None
+
+
+torch.library.register_autograd("allscan::hop", _hop_gradient, setup_context=_save_hop)
+ordered("allscan::hop", "allscan::hop_backward")
+
+
+def _words(dtype) -> int:
+    """Words of float32 for an element: 16 bits of an integer each, since a float32 must not be -0.0 on its way."""
+    return 1 if dtype.is_floating_point else max(1, dtype.itemsize // 2)
+
+
+def _to_words(x) -> Tensor:
+    """float32 [B, n, words] of [B, n, elements]; whole numbers below 2 ** 16 for integers."""
+    if x.dtype.is_floating_point:
+        return x.float()
+    x = x.to(torch.int16) if x.dtype.itemsize == 1 else _bits(x, torch.int16)
+    return (x.int() & 0xFFFF).float()
+
+
+def _from_words(words, dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return words.to(dtype)
+    x = words.int().to(torch.int16)  # the low 16 bits
+    return x.to(dtype) if dtype.itemsize == 1 else _bits(x, dtype)
+
+
+def _bits(x, dtype) -> Tensor:
+    """The bits of [B, n, words] as words of another size."""
+    # contiguous() copies nothing where sizes are 1, and may leave strides that view() does not take
+    return x.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _shapes(xs) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in xs)
+
+
+def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
+    """[n, 1] for each (first, end) of the ranges of this rank's tokens: whether the token beyond the cut is of the
+    sequence on this rank's side."""
+    table = []
+    for first, end in tokens:
+        here = end - 1 if reverse else first  # the token next to the cut
+        begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
+        places = range(end, end + n) if reverse else range(first - n, first)
+        table += [[begin <= t < finish] for t in places]
+    return to_device(torch.tensor(table), device)
