@@ -282,8 +282,8 @@ class AllScan:
                 arrived = self.comm.streams.peek(back.arrived[:: self.num_tiles])
                 ran = any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived)
             else:
-                begun = self._rails.others_are_behind(reverse, launched)
-                ran = self._rails.others_are_behind(not reverse, epoch)
+                begun = self._rails.have_begun(reverse, launched)
+                ran = self._rails.have_run(not reverse, epoch)
             if ran:
                 raise RuntimeError(
                     "a call with gradients had no backward on this rank, but on another one: this rank has not used "

@@ -146,7 +146,9 @@ class Rails:
 
         def mine(name):
             offset, numel, dtype = layouts[me][name]
-            return comm.heap.local(comm.pe(me), offsets[me] + offset, max(1, numel), dtype)
+            if not numel:  # of a member that owns nothing: what follows in the arena is another's
+                return self._keep(torch.zeros(1, dtype=dtype, device=comm.device))
+            return comm.heap.local(comm.pe(me), offsets[me] + offset, numel, dtype)
 
         def theirs(rank, name, start):
             """The address of element ``start`` of a part on a member."""
@@ -185,6 +187,7 @@ class Rails:
         )  # fmt: skip
         if rail is None:
             rail = node._replace(**_constants(spec, self.slice, NONE.value, NONE.value))
+        rail = rail._replace(clock=node.clock)  # it waits by the number of the program, too: more than a slice may have
         given = [mine(name) for name in ("given", "given arrived", "decays", "decays arrived")]
         self.further.append((rail, p_table, *given))
         self._nodes.append(node)
@@ -255,18 +258,26 @@ class Rails:
         """Whether this rank is the first of all in a direction."""
         return self.comm.rank == (self.comm.size - 1 if direction else 0)
 
-    def others_are_behind(self, direction: int, epoch: int) -> bool:
+    def have_begun(self, direction: int, epoch: int) -> bool:
         """Whether another rank is seen to have begun a launch behind ``epoch`` in this direction."""
         peek = self.comm.streams.peek
-        if max(peek(self._nodes[direction].freed)) > epoch:
-            return True
-        for channel in self._channels[direction]:
-            if channel.SEND != NONE and max(peek(channel.freed[: self.spec.depth])) >= epoch > 0:
-                return True  # its credit is for the launch before
-            arrived = peek(channel.arrived[:: self.slice]) if channel.RECV != NONE else []
-            if any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived):
-                return True
-        return False
+        credits = [peek(c.freed[: self.spec.depth]) for c in self._channels[direction] if c.SEND != NONE]
+        if max(peek(self._nodes[direction].freed)) > epoch or any(max(c) >= epoch > 0 for c in credits):
+            return True  # a credit is for the launch before
+        return self._sent(direction, epoch)
+
+    def have_run(self, direction: int, epoch: int) -> bool:
+        """Whether one that goes before this rank in this direction is seen to have begun that launch. What others do
+        in the other direction may not wait for this rank, so that they may be at the backward of a later call."""
+        begun = self.comm.streams.peek(self._nodes[direction].freed)
+        before = begun[self.position + 1 :] if direction else begun[: self.position]
+        return max(before, default=0) > epoch or self._sent(direction, epoch)
+
+    def _sent(self, direction: int, epoch: int) -> bool:
+        """Whether something has come by a rail that is of the launch behind ``epoch``."""
+        channels = [c for c in self._channels[direction] if c.RECV != NONE]
+        words = (word for c in channels for word in self.comm.streams.peek(c.arrived[:: self.slice]))
+        return any((word & 0xFFFFFFFF) == epoch + 1 for word in words)
 
     def release(self) -> None:
         """No kernel uses them any more."""

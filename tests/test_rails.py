@@ -320,3 +320,44 @@ def gla_case(group, algorithm, layout):
 @pytest.mark.parametrize("algorithm, layout", [("rails", "contiguous"), ("doubling", "zigzag")])
 def test_zeco_gla(run, algorithm, layout):
     assert max(run(4, gla_case, algorithm, layout)) < 1e-5
+
+
+def memory_case(group):
+    """Words that lie outside of what a rank has: of the rail's clock, and of a member that owns nothing."""
+    with allscan.Communicator(group, nodes=(1, 3), algorithm="rails", max_ctas=66) as comm:
+        options, found = dict(tile=(4, 8), max_ctas=66), []
+        for heads in (1, 2, 7, 12, 32):  # of some the memory has no gap behind it
+            first, second = (allscan.AllScan(comm, (heads, 4, 8), **options) for _ in range(2))
+            programs = min(first.num_tiles, first._workspace.max_ctas)
+            found.append(all(rails[0].clock.numel() >= programs for rails in first._rails.further))
+            first.close()
+            before = second._channels[0].inbox.clone()
+            third = allscan.AllScan(comm, (heads, 4, 8), **options)
+            after = second._channels[0].inbox
+            found.append(torch.equal(before.view(torch.int32), after.view(torch.int32)))
+            third.close()
+            second.close()
+        return all(found)
+
+
+def test_nothing_outside_of_its_memory_is_written(run):
+    assert all(run(4, memory_case))
+
+
+def dropped_case(group, nodes, reverse):
+    """A call whose backward all ranks drop is no error where one of them is late."""
+    with allscan.Communicator(group, timeout=20, nodes=nodes, algorithm="rails") as comm:
+        for backward in (True, True, False, True):
+            state = torch.ones(4, 4, 8, requires_grad=True)
+            prev = allscan.allscan(state, comm=comm, reverse=reverse)
+            if backward:
+                prev.sum().backward()
+            del state, prev
+            if not backward and comm.rank == 2:
+                time.sleep(1.0)
+    return True
+
+
+@pytest.mark.parametrize("nodes, reverse", [((2, 2), False), ((1, 3), True)])
+def test_a_backward_that_all_drop(run, nodes, reverse):
+    assert all(run(4, dropped_case, nodes, reverse))
