@@ -59,6 +59,17 @@ def cast(x, dtype, _semantic=None):
 
 
 @builtin
+def rounded_to_tf32(x, _semantic=None):
+    """float32 rounded to the 11 bits that TF32 has: a product would cut the others off."""
+    if _semantic is None:
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return core.inline_asm_elementwise(
+        "{.reg .b32 t; mov.b32 t, $1; add.s32 t, t, 0x1000; mov.b32 $0, t;}", "=f,f", [x], dtype=core.float32,
+        is_pure=True, pack=1, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@builtin
 def operand(x, dtype, _semantic=None):
     """``x`` as an operand of a product in ``dtype``: rounded to it; the interpreter can only multiply it as float32."""
     if _semantic is not None:
@@ -105,6 +116,15 @@ def parts_product(b_high, b_low, b_y, b_sum, PRECISION: tl.constexpr):
     b_sum = product(b_high, b_y - b_y_high, b_sum, PRECISION)
     b_sum = product(b_low, b_y_high, b_sum, PRECISION)
     return product(b_high, b_y_high, b_sum, PRECISION)
+
+
+@triton.jit
+def tf32_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """``product`` of float32 in TF32 where ``fine_product`` would take bfloat16: 11 bits in one product, not three."""
+    if PRECISION == "bf16":
+        return tl.dot(rounded_to_tf32(b_x), rounded_to_tf32(b_y), b_sum, input_precision="tf32")
+    else:
+        return product(b_x, b_y, b_sum, PRECISION)
 
 
 @triton.jit
@@ -223,12 +243,32 @@ def load_da(p_da, h, t, end, i_s, H: tl.constexpr, BT: tl.constexpr, BC: tl.cons
 
 
 @triton.jit
-def load_decay_gradient(p_through, n, h, k, H: tl.constexpr, K: tl.constexpr, NT: tl.constexpr):
-    """What dg has from state to state, which is in NT parts; the same for all tokens of the chunk."""
+def load_passed(p_passed, n, h, k, H: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+    """What dg has from state to state, the same for all tokens of the chunk; it is in PARTS parts."""
     b_sum = tl.zeros(k.shape, tl.float32)
-    for i in tl.static_range(NT):
-        b_sum += tl.load(p_through + ((n * H + h) * NT + i) * K + k, mask=k < K, other=0.0)
+    for i in tl.static_range(PARTS):
+        b_sum += tl.load(p_passed + ((n * H + h) * PARTS + i) * K + k, mask=k < K, other=0.0)
     return b_sum
+
+
+@triton.jit
+def store_fine(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
+    """Store x in the dtype of p; if that is bfloat16 ("bf16"), the next 8 bits of its float32 into p_low (int8)."""
+    b_stored = cast(b_x, p.dtype.element_ty)
+    tl.store(p + at, b_stored, mask=inside)
+    if PRECISION == "bf16":
+        b_rest = b_x.to(tl.int32, bitcast=True) - b_stored.to(tl.float32).to(tl.int32, bitcast=True)
+        tl.store(p_low + at, tl.minimum((b_rest + 128) >> 8, 127).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
+    """What store_fine has stored, in float32: with an error of 2 ** -16 at most."""
+    b_x = load(p, at, inside).to(tl.float32)
+    if PRECISION == "bf16":
+        b_low = tl.load(p_low + at, mask=inside, other=0).to(tl.int32)
+        b_x = (b_x.to(tl.int32, bitcast=True) + b_low * 256).to(tl.float32, bitcast=True)
+    return b_x
 
 
 @triton.jit

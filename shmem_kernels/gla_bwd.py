@@ -5,8 +5,8 @@
     carry_kernel      REVERSE: over this rank's segments and, by the reverse All-Scan, over the ranks
     keys_kernel       k_out as in forward, unless it was kept; needs no remote gradient and runs while the tiles travel
     da_kernel         dA = scale * do v^T; likewise
-    state_kernel      EVERY_CHUNK: S[n]; likewise
-    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below)
+    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D
+    state_kernel      EVERY_CHUNK: S[n]; with D[n], what passes from state to state (below)
     grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
                       dk = exp(gates after) * (v D^T) + what dA gives
                       dg
@@ -35,16 +35,16 @@ from .gla_blocks import (
     cast,
     exp2,
     fine_product,
-    from_states,
     load,
     load_da,
-    load_decay_gradient,
     load_gates,
+    load_passed,
     load_weights,
     lower,
     parts_product,
     product,
     rows,
+    state_at,
     upper,
 )
 
@@ -76,10 +76,10 @@ def da_kernel(
 
 @triton.jit
 def grad_kernel(
-    p_q, p_k, p_v, p_g, p_do, p_chunks, p_weights, p_gate, p_strong, p_da, p_diagonal, p_states, p_dstates, p_through,
+    p_q, p_k, p_v, p_g, p_do, p_chunks, p_weights, p_gate, p_strong, p_da, p_diagonal, p_states, p_dstates, p_passed,
     p_dq, p_dk, p_dg, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    NT: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg of one chunk, BK columns, unless its decay is strong.
 
@@ -95,7 +95,13 @@ def grad_kernel(
     b_high, b_low = load_da(p_da, h, start, end, 0, H, BT, BT, PRECISION)
     t = start + tl.arange(0, BT)
     b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
-    b_dq = from_states(p_do, p_states, n, h, start, end, i_k, H, K, V, BT, BK, BV, PRECISION)
+
+    b_dq, b_dk = b_zero, b_zero  # do S^T, v D^T: together, so that their loads are on the way together
+    for i_v in range((V + BV - 1) // BV):
+        at_v, inside_v = rows(h, start, end, H, V, BT, BV, i_v)
+        at_s, inside_s = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+        b_dq = product(load(p_do, at_v, inside_v), tl.trans(load(p_states, at_s, inside_s)), b_dq, PRECISION)
+        b_dk = product(load(p_v, at_v, inside_v), tl.trans(load(p_dstates, at_s, inside_s)), b_dk, PRECISION)
 
     # As in queries_kernel: half the difference of the gates up to a token and behind it, and the half that both lack
     b_gates = fine_product(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
@@ -106,7 +112,6 @@ def grad_kernel(
     tl.store(p_dq + at, cast(b_dq + b_diagonal * b_k, p_dq.dtype.element_ty), mask=inside)
     b_onward = b_dq * load(p_q, at, inside).to(tl.float32)
 
-    b_dk = from_states(p_v, p_dstates, n, h, start, end, i_k, H, K, V, BT, BK, BV, PRECISION)
     b_q = load(p_q, at, inside).to(tl.float32)
     b_pairs = parts_product(tl.trans(b_high), tl.trans(b_low), b_q * exp2(b_gates), b_zero, PRECISION)
     b_back = exp2(-b_gates)
@@ -115,7 +120,7 @@ def grad_kernel(
     b_k = load(p_k, at, inside).to(tl.float32)
     tl.store(p_dk + at, cast(b_dk + b_pairs + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
 
-    b_dg = b_zero + load_decay_gradient(p_through, n, h, k, H, K, NT)[None, :]
+    b_dg = b_zero + load_passed(p_passed, n, h, k, H, K, PARTS)[None, :]
     b_dg = fine_product(load_weights(p_weights, ONWARD, BT), b_onward - b_k * b_pairs, b_dg, PRECISION)
     b_dg = fine_product(load_weights(p_weights, BEFORE, BT), b_k * b_dk, b_dg, PRECISION)
     tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)

@@ -57,6 +57,7 @@ from .gla_blocks import (
     exp2,
     fine_product,
     load,
+    load_fine,
     load_gates,
     load_incoming_state,
     load_weights,
@@ -66,6 +67,8 @@ from .gla_blocks import (
     rows,
     segment,
     state_at,
+    store_fine,
+    tf32_product,
 )
 
 
@@ -118,7 +121,7 @@ def queries_kernel(
         b_gates = fine_product(b_weights, load_gates(p_g, at, inside), tl.zeros([BT, BK], tl.float32), PRECISION)
         b_q = load(p_q, at, inside).to(tl.float32) * exp2(b_gates)
         b_k = load(p_k, at, inside).to(tl.float32) * exp2(-b_gates)
-        b_a = fine_product(b_q, tl.trans(b_k), b_a, PRECISION)
+        b_a = tf32_product(b_q, tl.trans(b_k), b_a, PRECISION)
         k = i_k * BK + tl.arange(0, BK)
         b_rest = tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0)
         tl.store(p_q_in + at, cast(b_q * exp2(0.5 * b_rest)[None, :], p_q_in.dtype.element_ty), mask=inside)
@@ -129,7 +132,7 @@ def queries_kernel(
 
 @triton.jit
 def state_kernel(
-    p_x, p_y, p_gate, p_segments, p_state, p_low, p_segment_gate, p_own, p_gates, p_prev, scale,
+    p_x, p_y, p_gate, p_segments, p_state, p_segment_gate, p_own, p_gates, p_prev, p_dstates, p_low, p_passed, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, EVERY_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +141,8 @@ def state_kernel(
 
     From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
     [NS, H, K]). EVERY_CHUNK: from what enters the segment (p_own, p_gates, p_prev), it writes what enters each chunk
-    (p_state [NC, H, K, V], as the products take it, and in p_low what that has rounded off).
+    (p_state [NC, H, K, V]) and, with the gradient D of what leaves the chunk (p_dstates, p_low: see load_fine), what dg
+    has from state to state: decay * sum_v D * S (p_passed [NC, H, blocks of V, K]).
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -152,13 +156,16 @@ def state_kernel(
         at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK)
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
         b_gate = tl.load(p_gate + ((chunk + n) * H + h) * K + k, mask=k < K, other=0.0)
-        if EVERY_CHUNK:
+        if EVERY_CHUNK:  # used behind the product, so that their loads are on the way until then
             at, inside = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
-            b_stored = cast(b_state, p_state.dtype.element_ty)
-            tl.store(p_state + at, b_stored, mask=inside)
-            tl.store(p_low + at, cast(b_state - b_stored.to(tl.float32), p_low.dtype.element_ty), mask=inside)
+            b_dstate = load_fine(p_dstates, p_low, at, inside, PRECISION)
+            tl.store(p_state + at, cast(b_state, p_state.dtype.element_ty), mask=inside)
+        b_before = b_state
         b_x, b_y = load(p_x, at_k, inside_k), load(p_y, at_v, inside_v)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)
+        if EVERY_CHUNK:
+            row = ((chunk + n) * H + h) * ((V + BV - 1) // BV) + i_v
+            tl.store(p_passed + row * K + k, tl.sum(b_before * b_dstate, 1) * exp2(b_gate), mask=k < K)
         b_gates += b_gate
     if not EVERY_CHUNK:
         at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
@@ -249,16 +256,15 @@ def final_kernel(
 
 @triton.jit
 def output_kernel(
-    p_x, p_y, p_z, p_a, p_gate, p_segments, p_state, p_gates, p_prev, p_o, p_states, p_dstates, p_through, scale,
+    p_x, p_y, p_z, p_a, p_gate, p_segments, p_state, p_gates, p_prev, p_o, p_dstates, p_low, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Through the chunks of one segment, from what enters it: o = A y + scale * z S, then S = decay S + x^T y.
 
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A
-    transposed, o is dv, and scale * S the gradient D of what leaves the chunk. D is written to p_dstates [NC, H, K, V],
-    which held state_kernel's p_low; with what entered the chunk (p_states and that), p_through [NC, H, blocks of V, K]
-    becomes decay * sum_v D * states.
+    transposed, o is dv, and scale * S the gradient D of what leaves the chunk, which is written to p_dstates
+    [NC, H, K, V] and p_low (see store_fine).
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -276,10 +282,7 @@ def output_kernel(
         b_a, b_y, b_z = load(p_a, at_a, inside_a), load(p_y, at_v, inside_v), load(p_z, at_k, inside_k)
         if REVERSE:
             at, inside = state_at(row, i_v, K, V, BK, BV)
-            b_states = load(p_states, at, inside).to(tl.float32) + load(p_dstates, at, inside).to(tl.float32)
-            b_through = b_decay * tl.sum(b_state * b_states, 1) * scale
-            tl.store(p_dstates + at, cast(b_state * scale, p_dstates.dtype.element_ty), mask=inside)
-            tl.store(p_through + (row * ((V + BV - 1) // BV) + i_v) * K + k, b_through, mask=k < K)
+            store_fine(p_dstates, p_low, at, inside, b_state * scale, PRECISION)
             b_a = tl.trans(b_a)
         b_o = product(b_z, b_state, tl.zeros([BT, BV], tl.float32), PRECISION) * scale
         b_o = fine_product(b_a, b_y, b_o, PRECISION)

@@ -21,8 +21,8 @@ from .gla_blocks import (
     from_states,
     load,
     load_da,
-    load_decay_gradient,
     load_gates,
+    load_passed,
     lower,
     pair_decays,
     rows,
@@ -120,11 +120,11 @@ def _rows(
 
 @triton.jit(do_not_specialize=["N"])
 def strong_decay_grad_kernel(
-    p_q, p_k, p_v, p_g, p_do, p_chunks, p_strong, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
+    p_q, p_k, p_v, p_g, p_do, p_chunks, p_strong, p_da, p_diagonal, p_states, p_dstates, p_passed, p_dq, p_dk, p_dg,
     scale, N,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
-    LOOK: tl.constexpr, NT: tl.constexpr, PRECISION: tl.constexpr,
+    LOOK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg of the strong-decay chunks, by sub-blocks of BC tokens. Programs as in strong_decay_kernel."""
     number = tl.program_id(0)
@@ -139,8 +139,8 @@ def strong_decay_grad_kernel(
             start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
             for i_s in range(BK // BS):
                 _grad_columns(
-                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
-                    n, h, start, end, i_s, scale, H, K, V, BT, BC, BV, BS, NT, PRECISION,
+                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_passed, p_dq, p_dk, p_dg,
+                    n, h, start, end, i_s, scale, H, K, V, BT, BC, BV, BS, PARTS, PRECISION,
                 )  # fmt: skip
             number += tl.num_programs(0)
         else:
@@ -150,14 +150,14 @@ def strong_decay_grad_kernel(
 
 @triton.jit
 def _grad_columns(
-    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_through, p_dq, p_dk, p_dg,
+    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_passed, p_dq, p_dk, p_dg,
     n, h, start, end, i_s, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    BS: tl.constexpr, NT: tl.constexpr, PRECISION: tl.constexpr,
+    BS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg of one chunk, BS columns."""
     # From the last sub-block: the sums of what later tokens give to dg
-    b_later = load_decay_gradient(p_through, n, h, i_s * BS + tl.arange(0, BS), H, K, NT)
+    b_later = load_passed(p_passed, n, h, i_s * BS + tl.arange(0, BS), H, K, PARTS)
     for i in range(BT // BC):
         b_later = _grad_rows(
             p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,

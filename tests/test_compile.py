@@ -193,7 +193,13 @@ class NoCarrier:
 
 def compiled_launches(most_spilled=None):
     """(kernel, Compiled) of each different launch that was made."""
-    kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+    kinds = {
+        torch.float32: "*fp32",
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.int32: "*i32",
+        torch.int8: "*i8",
+    }
     seen = []
     for kernel, values, options in Launches.made:
         names = kernel.arg_names[: len(values)]
@@ -221,7 +227,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     for name, kernel in list(vars(launches).items()):
         if name.endswith("_kernel"):
             monkeypatch.setattr(launches, name, Launches(kernel))
-    for sizes in ("SUB_BLOCK", "STEP", "LOOKERS", "LOOK", "CARRY_WORDS"):
+    for sizes in ("SUB_BLOCK", "STEP", "LOOKERS", "LOOK", "CARRY_WORDS", "FEW"):
         monkeypatch.setattr(launches, sizes, {"cpu": getattr(launches, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130

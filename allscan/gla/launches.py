@@ -35,6 +35,13 @@ STEP = {"cuda": 4, "cpu": 16}
 LOOKERS = {"cuda": 264, "cpu": 2}
 LOOK = {"cuda": 4096, "cpu": 8}
 
+# Of bfloat16 inputs, by the rows of a state: its columns in a program, warps, and stages of the loop over chunks
+OF_SEGMENTS = {128: (128, 8, 3), 256: (64, 8, 2)}  # state_kernel
+OF_CHUNKS = {64: (64, 4, 2), 128: (64, 8, 2), 256: (128, 8, 1)}  # state_kernel, EVERY_CHUNK
+OUTPUTS = {128: (128, 8, 3), 256: (64, 4, 1)}  # output_kernel
+OUTPUTS_REVERSE = {64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
+FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
+
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
@@ -119,11 +126,8 @@ class GLAPlan(Plan):
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.widest = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
-        self.BV = min((16384 if narrow else 8192) // max(128, self.BK), self.widest)  # what registers hold of a state
-        self.NT = cdiv(self.V, min(64, self.BV))  # parts of what dg has from state to state
         self.columns = min(64, self.widest)  # of V, where there is no state
         self.num_stages = 3 if narrow else 1
-        self.state_stages = max(1, min(self.num_stages, 512 // self.BK))  # of loops over all rows of a state
         self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
         self.num_chunks = layout.num_chunks
         self.by_chunks = layout.num_chunks, self.H
@@ -140,12 +144,16 @@ class GLAPlan(Plan):
     def per_token(self, width: int, **options) -> Buffer:
         return self.empty(self.shape.B, self.shape.T, self.H, width, **options)
 
+    def of_chunks(self, dtype: torch.dtype, **options) -> Buffer:
+        """States."""
+        return self.empty(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
+
     def keys(self, k: Buffer, g: Buffer, k_out: Buffer, gate: Buffer, strong: Buffer) -> None:
         """k_out, the sums of gates and the strong ones of the chunks: see keys_kernel."""
         self.launch(
             keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
-            **self.widths, BR=STEP[self.shape.device], BK=self.BK, num_warps=max(1, self.BK // 128),
-            RANGE=23.0 if self.shape.dtype == torch.float32 else 115.0,
+            **self.widths, BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1), BK=self.BK,
+            num_warps=max(1, self.BK // 128), RANGE=23.0 if self.shape.dtype == torch.float32 else 115.0,
         )  # fmt: skip
 
     def queries(self, q: Buffer, k: Buffer, g: Buffer, gate: Buffer, strong: Buffer, q_in: Buffer, a: Buffer) -> None:
@@ -159,33 +167,39 @@ class GLAPlan(Plan):
             strong_decay_kernel, self.lookers, q, k, g, self.chunks, strong, q_in, a, **common, **self.of_strong
         )
 
-    def _with_state(self, kernel, BV: int, *args: Buffer, **options) -> None:
-        """A kernel whose programs have a state [BK, BV] in registers."""
-        grid, num_warps = (cdiv(self.V, BV), self.layout.num_segments, self.H), 8 if self.BK * BV > 8192 else 4
+    def _with_state(self, kernel, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
+        """A kernel whose programs have a state [BK, BV] in registers. ``chosen``: by BK for bfloat16."""
+        BV, num_warps, num_stages = self._blocks(chosen)
+        grid = cdiv(self.V, BV), self.layout.num_segments, self.H
         blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=self.BK, BV=BV)
-        self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, **options)
+        self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
+
+    def _blocks(self, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
+        """(BV, num_warps, num_stages)."""
+        BV = (16384 if self.narrow else 8192) // max(128, self.BK)
+        stages = max(1, min(self.num_stages, 512 // self.BK))
+        if chosen is OUTPUTS_REVERSE:
+            BV, stages = min(64, BV), min(2, stages)
+        default = BV, 8 if self.BK * BV > 8192 else 4, stages
+        BV, num_warps, stages = chosen.get(self.BK, default) if self.narrow else default
+        BV = min(BV, self.widest)
+        few = FEW[self.shape.device]
+        while BV > 32 and self.BK <= 64 and cdiv(self.V, BV) * self.layout.num_segments * self.H < few:
+            BV //= 2
+        return BV, num_warps if self.BK * BV > 4096 else 4, stages
 
     def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
         sums = self.empty(self.layout.num_segments, self.H, self.K)
         self._with_state(
-            state_kernel, self.BV, x, y, gate, self.segments, states, states, sums, states, sums, states,
-            REVERSE=self.reverse, EVERY_CHUNK=False, num_stages=self.state_stages,
+            state_kernel, OF_SEGMENTS, x, y, gate, self.segments, states, sums, states, sums, *4 * [states],
+            REVERSE=self.reverse, EVERY_CHUNK=False,
         )  # fmt: skip
         return sums
 
-    def carry(
-        self,
-        carrier: StateCarrier,
-        states: Buffer,
-        sums: Buffer,
-        gates: Buffer,
-        outside,
-        prev: Buffer,
-        final,
-        ticket: Buffer,
-    ) -> None:
-        """Through the segments (carry_kernel) and over the ranks, beside what is recorded until :meth:`join_carry`.
+    def carry(self, carrier: StateCarrier, x, y, gate, states, gates, outside, prev, final, ticket) -> None:
+        """What each segment leaves (``x``, ``y``, ``gate``: see state_kernel), through the segments (carry_kernel) and
+        over the ranks, beside what is recorded until :meth:`join_carry`.
 
         Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
         ``final`` the ends of the sequences."""
@@ -199,6 +213,7 @@ class GLAPlan(Plan):
         tables = self.segments, self.first_segments
 
         with self.beside(lambda carrier: carrier.stream()):
+            sums = self.segment_states(x, y, gate, states)
             self.launch(
                 carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
                 HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
@@ -212,22 +227,22 @@ class GLAPlan(Plan):
         if self.has_final and (self.shape.zigzag or not self.alone):
             self.launch(final_kernel, grid, *tensors, **blocks)
 
-    def outputs(self, x, y, z, a, gate, entering, o, chunks) -> None:
-        """See output_kernel; ``chunks``: states, dstates, through."""
+    def outputs(self, x, y, z, a, gate, entering, o, dstates) -> None:
+        """See output_kernel; ``dstates``: its p_dstates and p_low."""
         self._with_state(
-            output_kernel, min(64, self.BV) if self.reverse else self.BV,
-            x, y, z, a, gate, self.segments, *entering, o, *chunks,
-            REVERSE=self.reverse, num_stages=min(self.state_stages, 2 if self.reverse else 3),
+            output_kernel, OUTPUTS_REVERSE if self.reverse else OUTPUTS,
+            x, y, z, a, gate, self.segments, *entering, o, *dstates, REVERSE=self.reverse,
         )  # fmt: skip
 
-    def chunk_states(self, x, y, gate, entering):
-        """What enters each chunk [NC, H, K, V] and what its rounding has taken; ``entering``: own, gates, prev."""
-        states, low = (self.empty(*self.by_chunks, self.K, self.V, dtype=self.dtype) for _ in range(2))
+    def chunk_states(self, x, y, gate, entering, dstates):
+        """What enters each chunk [NC, H, K, V], and what dg has from state to state; ``entering``: own, gates, prev."""
+        states = self.of_chunks(self.dtype)
+        passed = self.empty(*self.by_chunks, cdiv(self.V, self._blocks(OF_CHUNKS)[0]), self.K)
         self._with_state(
-            state_kernel, self.BV, x, y, gate, self.segments, states, low, gate, *entering,
-            REVERSE=False, EVERY_CHUNK=True, num_stages=self.state_stages,
+            state_kernel, OF_CHUNKS, x, y, gate, self.segments, states, gate, *entering, *dstates, passed,
+            REVERSE=False, EVERY_CHUNK=True,
         )  # fmt: skip
-        return states, low
+        return states, passed
 
     def score_gradients(self, v: Buffer, do: Buffer):
         """(dA, its diagonal): see da_kernel and load_da."""
@@ -241,7 +256,8 @@ class GLAPlan(Plan):
 
     def gradients(self, q, k, v, g, do, gate, strong, of_scores, of_states, grads) -> None:
         """dq, dk, dg: see grad_kernel."""
-        common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, NT=self.NT)
+        parts = of_states[2].shape[2]
+        common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
         # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
         BK = 64 if self.narrow else min(32, self.BK)
         self.launch(
@@ -273,11 +289,10 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
     plan.keys(k, g, k_out, gate, strong)
-    sums = plan.segment_states(k_out, v, gate, states)
-    plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
+    plan.carry(carrier, k_out, v, gate, states, gates, initial, prev, final, ticket)
     plan.queries(q, k, g, gate, strong, q_in, a)
     plan.join_carry()
-    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o))
+    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o))
     return plan
 
 
@@ -295,16 +310,16 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     dv = plan.output_like(v)
     if not shape.keeps:
         plan.queries(q, k, g, gate, strong, q_in, a)
-    sums = plan.segment_states(q_in, do, gate, dstates)
-    plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
+    plan.carry(carrier, q_in, do, gate, dstates, dgates, dfinal, dprev, dinitial, ticket)
     if not shape.keeps:  # k_out; the sums of gates are as they were
         plan.keys(k, g, k_out, plan.empty(*plan.by_chunks, plan.K), plan.empty(*plan.by_chunks, dtype=torch.int32))
     of_scores = plan.score_gradients(v, do)
-    states, chunk_dstates = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()
-    through = plan.empty(*plan.by_chunks, plan.NT, plan.K)
-    chunks = states, chunk_dstates, through
-    plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
-    plan.free_short()  # k_out, q_in, a, unless they were kept
-    plan.gradients(q, k, v, g, do, gate, strong, of_scores, chunks, [plan.output_like(x) for x in (q, k, g)])
+    chunk_dstates = plan.of_chunks(plan.dtype)
+    low = plan.of_chunks(torch.int8, short=True) if plan.narrow else chunk_dstates
+    plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, (chunk_dstates, low))
+    states, passed = plan.chunk_states(k_out, v, gate, entering, (chunk_dstates, low))
+    plan.free_short()  # and k_out, q_in, a, unless they were kept
+    of_states = states, chunk_dstates, passed
+    plan.gradients(q, k, v, g, do, gate, strong, of_scores, of_states, [plan.output_like(x) for x in (q, k, g)])
     return plan
