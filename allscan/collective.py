@@ -485,8 +485,9 @@ def _check_out(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     None where there is none, or where it may share its memory."""
     if not out.is_contiguous():
         raise ValueError("out must be contiguous")
-    for name, x in zip(("state", "decay", "transition", "initial_state"), inputs, strict=True):
+    for i, x in enumerate(inputs):
         if x is not None and share_memory(out, x):
+            name = ("state", "decay", "transition", "initial_state")[i]
             raise ValueError(
                 f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
             )

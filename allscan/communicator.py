@@ -394,6 +394,8 @@ class Communicator:
 class _Call:
     """See :meth:`Communicator.call`."""
 
+    __slots__ = "_comm", "_reverse"
+
     def __init__(self, comm: Communicator, reverse: bool) -> None:
         self._comm, self._reverse = comm, reverse
 
