@@ -334,7 +334,7 @@ class AllScan:
                 if channel.info is not self._channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
-            return self.scan_checked(
+            return self._scan(
                 state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket, of_adjoint
             )
 
@@ -354,7 +354,7 @@ class AllScan:
         if out is not None:
             check_tensor("out", out, self.shape, self.comm.device)
 
-    def scan_checked(
+    def _scan(
         self, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket=None, of_adjoint=False
     ) -> Any:  # fmt: skip
         """:meth:`scan` of arguments that were checked. ticket: as for :meth:`channel`, ``of_adjoint`` that of the

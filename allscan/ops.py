@@ -95,7 +95,7 @@ def scan_once(state, decay, comm, transition, initial_state, reverse, out, async
     if wanted:
         prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
         return prev if work is None else work.of(prev)
-    return scan.scan_checked(state, decay, transition, False, initial_state, reverse, out, async_op)
+    return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
 
 
 def _checked(state, decay, comm, transition, initial_state, out=None, hop=False):
@@ -179,7 +179,7 @@ class _AllScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
         ticket, work = scan.ticket(), None
-        prev = scan.scan_checked(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
+        prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
             work, prev = prev, prev.result
         tensor_decay, of_prev = isinstance(decay, torch.Tensor), any(ctx.needs_input_grad[1:3])
@@ -205,7 +205,7 @@ class _AllScan(torch.autograd.Function):
 def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``. ``prev`` is used for
     the first two of these."""
-    dstate = scan.scan_checked(dprev, decay, transition, True, None, not reverse, None, False, ticket, True)
+    dstate = scan._scan(dprev, decay, transition, True, None, not reverse, None, False, ticket, True)
     ddecay = dtransition = dinitial = None
     if wanted[0]:
         rows = (dstate * prev).sum(-1)
