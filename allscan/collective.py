@@ -7,7 +7,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -17,7 +17,7 @@ from .checks import check_tensor, check_transition, decay_rows, decay_target, in
 from .communicator import Communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, bits_of, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
-from .plan import Buffer, Plan, Run
+from .plan import Buffer, Plan
 from .rails import Rails
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
@@ -105,12 +105,12 @@ class AllScan:
         self.num_tiles = spec.num_tiles
         self._channels = self._workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
-        # of both channels, by their ``info`` and ADJOINT: the addresses before and behind that of the ticket
-        self._addresses: dict[tuple[int, bool], tuple[tuple, tuple]] = {}
-        for channel in (*self._channels, *self._adjoint_channels) if self._rails is None else ():
-            addresses, _ = channel_addresses(channel)
-            key = id(channel.info), channel.ADJOINT.value
-            self._addresses[key] = addresses[:_TICKET], addresses[_TICKET + 1 :]
+        # by ADJOINT and direction: what kernels take before and behind the address of the ticket
+        self._addresses: list[list[tuple[tuple, tuple]]] = [[], []]
+        if self._rails is None:
+            for adjoint, channels in enumerate((self._channels, self._adjoint_channels)):
+                addresses = [channel_addresses(channel)[0] for channel in channels]
+                self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
         self._launches: dict[tuple, Launch] = {}
         self._signatures: set[tuple] = set()  # of arguments that were checked
         self._closed = False
@@ -203,7 +203,7 @@ class AllScan:
 
     def ticket(self) -> torch.Tensor:
         """Room for a ticket: see :meth:`channel`."""
-        return torch.empty(1, dtype=torch.int64, device=self.comm.device)
+        return self._channels[0].ticket.new_empty(1)  # half the time of torch.empty
 
     def reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""
@@ -230,30 +230,26 @@ class AllScan:
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         with self.comm.call(reverse):
             linked = self._linked(kernel)
-            self._launch(kernel, reverse, lambda: linked[grid](*args, **options))
+            self._before_launch(kernel, reverse)
+            self._after_launch(linked[grid](*args, **options))
 
     def _linked(self, kernel: Any) -> Any:
         """``kernel``, with NVSHMEM if a link needs it."""
         puts = any(PUT in (c.SEND, c.RECV) for c in self._channels) if self._rails is None else self._rails.puts
-        return with_nvshmem(kernel) if puts and self.comm.device.type == "cuda" else kernel
-
-    def _launch(self, kernel: Any, reverse: bool, call: Callable[[], Any]) -> None:
-        """``call()``, which launches ``kernel`` and returns it as it was compiled."""
-        self._before_launch(kernel, reverse)
-        self._after_launch(call())
+        return with_nvshmem(kernel) if puts and self.comm.streams.cuda else kernel
 
     def _before_launch(self, kernel: Any, reverse: bool) -> None:
         if self._closed:
             raise RuntimeError("this AllScan is closed")
-        self.comm.before_launch(lambda: self._description(kernel, reverse))
+        self.comm.before_launch(self._description, kernel, reverse)
         if self.dropped[reverse]:
             self._look_for_backwards(reverse)
 
     def _after_launch(self, compiled: Any) -> None:
-        if self.comm.device.type == "cpu":
-            self.comm.check()  # the interpreter has run the kernel by now
-        else:
+        if self.comm.streams.cuda:
             prefer_shared_memory_carveout(compiled.function)
+        else:
+            self.comm.check()  # the interpreter has run the kernel by now
 
     def _description(self, kernel, reverse) -> str:
         name = getattr(kernel, "__name__", None) or kernel.fn.__name__
@@ -273,7 +269,7 @@ class AllScan:
         if first or self.comm.streams.capturing():
             return  # this rank's backward waits for nobody, so the others wait for it
         deadline = time.monotonic() + self.comm.timeout
-        if self.comm.device.type == "cuda":
+        if self.comm.streams.cuda:
             torch.cuda.current_stream(self.comm.device).synchronize()
         launched, epoch = self.comm.streams.peek(there.epoch[:1])[0], self.comm.streams.peek(back.epoch[:1])[0]
         while time.monotonic() < deadline and launched >= 0 <= epoch:
@@ -308,6 +304,7 @@ class AllScan:
         out: torch.Tensor | None = None, channel: Channel | None = None, async_op: Literal[True],
     ) -> Work: ...  # fmt: skip
 
+    @dynamo_disabled
     def scan(
         self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
         adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
@@ -332,9 +329,14 @@ class AllScan:
             if signature not in self._signatures:
                 self._check(*inputs)
                 self._signatures.add(signature)
-            if channel is not None and channel.info is not self._channels[reverse].info:
-                raise ValueError("channel must be of this AllScan and of the direction of the scan")
-            return self._scan(state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op)
+            ticket, of_adjoint = None, False
+            if channel is not None:
+                if channel.info is not self._channels[reverse].info:
+                    raise ValueError("channel must be of this AllScan and of the direction of the scan")
+                ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
+            return self._scan(
+                state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket, of_adjoint
+            )
 
     def _check(self, state, decay, transition, initial_state, out) -> None:
         """Raise TypeError or ValueError for what a scan cannot take."""
@@ -352,9 +354,11 @@ class AllScan:
         if out is not None:
             check_tensor("out", out, self.shape, self.comm.device)
 
-    @dynamo_disabled
-    def _scan(self, state, decay, transition, adjoint, initial_state, reverse, out, channel, async_op) -> Any:
-        """:meth:`scan` of arguments that were checked."""
+    def _scan(
+        self, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket=None, of_adjoint=False
+    ) -> Any:  # fmt: skip
+        """:meth:`scan` of arguments that were checked. ticket: as for :meth:`channel`, ``of_adjoint`` that of the
+        forward launch."""
         one_hop, strides = False, (self.K, 1)
         if not (isinstance(decay, torch.Tensor) and decay.shape == self.shape[:-1] and decay.is_contiguous()):
             one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0 and self._rails is None
@@ -366,36 +370,43 @@ class AllScan:
             out = torch.empty_like(state)
         else:
             # a scan may read its state from where it writes the result
-            inputs = dict(decay=decay, transition=transition, initial_state=initial_state)
-            _check_out(out, inputs if transition is None and out.data_ptr() == state.data_ptr() else
-                       dict(inputs, state=state))  # fmt: skip
+            in_place = transition is None and out.data_ptr() == state.data_ptr()
+            _check_out(out, None if in_place else state, decay, transition, initial_state)
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # so that torch knows of the write
-        channel = self.channel_of_scan(reverse) if channel is None else channel
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
-        kind = transition is not None, decay is not None, strides, one_hop, initial_state is not None
-        key = (*kind, reverse, channel.ADJOINT.value)
-        launch = self._launches.get(key)
+        kind = transition is not None, decay is not None, strides, one_hop, initial_state is not None, reverse
+        launch = self._launches.get((kind, of_adjoint))
         if launch is None:
-            launch = self._launches[key] = self._make_launch(*kind, reverse)
+            launch = self._launches[kind, of_adjoint] = self._make_launch(*kind)
         tensors = state, state if factor is None else factor, given, out
         if not async_op:
-            self._launch(launch.kernel, reverse, lambda: self._at(launch, tensors, channel))
+            self._launch(launch, tensors, reverse, ticket, of_adjoint)
             return out
         with self.comm.streams.beside() as join:
-            self._launch(launch.kernel, reverse, lambda: self._at(launch, tensors, channel))
+            self._launch(launch, tensors, reverse, ticket, of_adjoint)
         return Work(self.comm, out, join, tensors)
 
-    def _at(self, launch: Launch, tensors: tuple, channel: Channel) -> Any:
-        """launch(*tensors, channel), without asking for the channel's addresses again."""
-        addresses, ticket = [x.data_ptr() for x in tensors], channel.ticket.data_ptr()
-        found = self._addresses.get((id(channel.info), channel.ADJOINT.value))
-        if found is None or not launch.takes(bits_of(addresses) | ticket):
-            return launch(*tensors, channel)
-        before, behind = found
-        addresses.append((*before, ticket, *behind))
-        return launch.at(addresses)
+    def _launch(self, launch: Any, tensors: tuple, reverse: bool, ticket: torch.Tensor | None, adjoint: bool) -> None:
+        self._before_launch(launch.kernel, reverse)
+        tensors = *tensors, self._channels[reverse].ticket if ticket is None else ticket
+        addresses = [x.data_ptr() for x in tensors]
+        if self._rails is None and launch.takes(bits_of(addresses)):
+            self._at(launch, reverse, adjoint, addresses)
+        else:
+            self._with_tensors(launch, reverse, adjoint, *tensors)
+
+    def _at(self, launch: Launch, reverse: bool, adjoint: bool, addresses: list[int]) -> None:
+        """launch(*tensors, channel), without asking for the channel's addresses again; the last one is the ticket's."""
+        before, behind = self._addresses[adjoint][reverse]
+        *places, ticket = addresses
+        self._after_launch(launch.at((*places, (*before, ticket, *behind))))
+
+    def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: torch.Tensor) -> None:
+        """The same; the last one is the ticket."""
+        channel = (self._adjoint_channels if adjoint else self._channels)[reverse]
+        self._after_launch(launch(*tensors[:-1], _with_ticket(channel, tensors[-1])))
 
     def record(
         self, plan: Plan, state: Buffer, out: Buffer, ticket: Buffer, reverse: bool, *, decay: Buffer | None = None,
@@ -409,20 +420,10 @@ class AllScan:
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         launch = self._make_launch(transition is not None, decay is not None, strides, factor is state, False)
-        channel = (self._adjoint_channels if reverse else self._channels)[reverse]
-        before, behind = self._addresses[id(channel.info), reverse]
-        numbers = [x.number for x in (state, factor, state, out, ticket)]
-        those = itemgetter(*numbers)
-
-        def step(run: Run) -> None:
-            if run.addresses is None:
-                *tensors, number = (run.tensor(n) for n in numbers)
-                self._after_launch(launch(*tensors, _with_ticket(channel, number)))
-            else:
-                *places, place = those(run.addresses)
-                self._after_launch(launch.at((*places, (*before, place, *behind))))
-
-        plan.step(step, launch, lambda: self._before_launch(launch.kernel, reverse))
+        plan.step(
+            launch, (state, factor, state, out, ticket), partial(self._at, launch, reverse, reverse),
+            partial(self._with_tensors, launch, reverse, reverse), lambda: self._before_launch(launch.kernel, reverse),
+        )  # fmt: skip
 
     def _make_launch(
         self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool, has_initial: bool,
@@ -479,12 +480,14 @@ def _with_ticket(channel: Channel, ticket: torch.Tensor) -> Channel:
     return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
 
 
-def _check_out(out: torch.Tensor, inputs: dict) -> None:
-    """Raise ValueError if a kernel would read what another of its programs has written."""
+def _check_out(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
+    """Raise ValueError if a kernel would read what another of its programs has written. inputs: as they are named here,
+    None where there is none, or where it may share its memory."""
     if not out.is_contiguous():
         raise ValueError("out must be contiguous")
-    for name, x in inputs.items():
+    for i, x in enumerate(inputs):
         if x is not None and share_memory(out, x):
+            name = ("state", "decay", "transition", "initial_state")[i]
             raise ValueError(
                 f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
             )

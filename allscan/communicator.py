@@ -119,7 +119,7 @@ class Communicator:
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._record = self.record.numpy()  # the same memory, quicker to read
+        self._record = self.record.numpy().data  # the same memory, quicker to read
         self.streams = Streams(self.device)
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
@@ -376,12 +376,12 @@ class Communicator:
             )
         return algorithm
 
-    def before_launch(self, describe: Callable[[], str]) -> None:
-        """Raise if broken or closed; in debug mode compare what is launched; order it behind what was launched on
-        another stream."""
+    def before_launch(self, describe: Callable[..., str], *what: Any) -> None:
+        """Raise if broken or closed; in debug mode compare what is launched, ``describe(*what)``; order it behind what
+        was launched on another stream."""
         self.check()
         if self.debug:
-            self.order.compare_launch(describe())
+            self.order.compare_launch(describe(*what))
         self.streams.follow()
 
     def drain(self) -> None:
@@ -393,6 +393,8 @@ class Communicator:
 
 class _Call:
     """See :meth:`Communicator.call`."""
+
+    __slots__ = "_comm", "_reverse"
 
     def __init__(self, comm: Communicator, reverse: bool) -> None:
         self._comm, self._reverse = comm, reverse

@@ -66,15 +66,20 @@ def get_or_create_scan(
             raise comm.order.raised_everywhere(ValueError(different))
         if problem is not None:
             raise comm.order.raised_everywhere(problem.take())
+        if key not in scans:
+            scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
+        remember_agreement(comm, shape, agree)
     if problem is not None:
         raise problem.take()
-    if key not in scans:
-        scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
-    remember_agreement(comm, shape, agree)
     return scans[key]
 
 
-def check_once(
+def checked(comm: Communicator) -> dict:
+    """The signatures of operators' calls that have been through :func:`check_first`."""
+    return cached_on(comm, "signatures of operators")
+
+
+def check_first(
     comm: Communicator,
     signature: Hashable,
     shape,
@@ -83,15 +88,13 @@ def check_once(
     g: torch.Tensor,
     prepare: Callable[..., object],
 ) -> None:
-    """All checks of an operator with gates ``g``, and the first call, at the first call with this ``signature``.
+    """All checks of an operator with gates ``g`` at the first call with this ``signature``, which is then
+    :func:`checked`, and what the ranks agree upon.
 
     shape, agree: as for :func:`get_or_create_scan`, which ``prepare(shape, agree, problem, at_first=)`` calls; None
     where the arguments have no such shape. ``check()`` raises TypeError or ValueError for arguments that are wrong on
     this rank. Gates are looked at, which waits for the GPU, at the first call with shape and agree.
     """
-    known = cached_on(comm, "signatures of operators")
-    if signature in known:
-        return
     problem, positive = None, False
     try:
         check()
@@ -101,6 +104,7 @@ def check_once(
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     prepare(shape, agree, problem, at_first=positive)
+    known = checked(comm)
     if len(known) >= 16 * KEPT:  # of ever new lengths
         known.clear()
     known[signature] = True

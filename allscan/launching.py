@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -140,7 +141,7 @@ def channel_addresses(channel: Channel) -> tuple[tuple, int]:
 
 def bits_of(addresses: Iterable[int]) -> int:
     """The bits that are set in any address."""
-    return functools.reduce(operator.or_, addresses, 0)
+    return reduce(or_, addresses, 0)
 
 
 def aligned(bits: int) -> bool:

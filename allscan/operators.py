@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,17 @@ def _watched(inputs) -> bool:
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
     for x in inputs:
-        if isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+        if type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not torch.nn.Parameter:
             return True
     return False
+
+
+def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*inputs):
+        return tuple(inputs[0].new_empty(0) if x is None else x for x in function(*inputs))
+
+    return call
 
 
 class Operator:
@@ -53,8 +62,9 @@ class Operator:
     ``name`` with a backward ``name_backward``; else an autograd.Function of the same functions, which takes about a
     third of the host's time.
 
-    forward, backward: on tensors, with a schema that torch.library.custom_op can infer; both return tuples. fake,
-    fake_backward: the same on tensors without data, without effect. save: called as save(ctx, inputs, output), before
+    forward, backward: on tensors, with a schema that torch.library.custom_op can infer; both return tuples, None for a
+    tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
+    tensors without data, without effect. save: called as save(ctx, inputs, output), before
     any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
     and calls ``backward`` once.
     """
@@ -63,10 +73,10 @@ class Operator:
         self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
         fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
     ) -> None:  # fmt: skip
-        traced_backward = torch.library.custom_op(f"{name}_backward", backward, mutates_args=())
-        traced_backward.register_fake(fake_backward)
-        self._forward, self._traced = forward, torch.library.custom_op(name, forward, mutates_args=())
-        self._traced.register_fake(fake)
+        traced_backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
+        traced_backward.register_fake(_without_none(fake_backward))
+        self._forward, self._traced = forward, torch.library.custom_op(name, _without_none(forward), mutates_args=())
+        self._traced.register_fake(_without_none(fake))
         self._traced.register_autograd(lambda ctx, *grads: gradient(traced_backward, ctx, *grads), setup_context=save)
 
         class Eager(torch.autograd.Function):

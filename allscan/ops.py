@@ -95,7 +95,7 @@ def scan_once(state, decay, comm, transition, initial_state, reverse, out, async
     if wanted:
         prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
         return prev if work is None else work.of(prev)
-    return scan._scan(state, decay, transition, False, initial_state, reverse, out, None, async_op)
+    return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
 
 
 def _checked(state, decay, comm, transition, initial_state, out=None, hop=False):
@@ -178,42 +178,34 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
 class _AllScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
-        ctx.ticket, work = scan.ticket(), None
-        channel = scan.channel_of_scan(reverse, ctx.ticket)
-        prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, channel, async_op)
+        ticket, work = scan.ticket(), None
+        prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
             work, prev = prev, prev.result
-        tensor_decay = isinstance(decay, torch.Tensor)
-        ctx.save_for_backward(decay if tensor_decay else None, transition, prev)
-        ctx.number = None if tensor_decay else decay
-        ctx.scan, ctx.reverse = scan, reverse
-        ctx.pending = None if recomputing() else PendingBackward(scan, reverse)
+        tensor_decay, of_prev = isinstance(decay, torch.Tensor), any(ctx.needs_input_grad[1:3])
+        ctx.save_for_backward(decay if tensor_decay else None, transition, prev if of_prev else None)
+        pending = None if recomputing() else PendingBackward(scan, reverse)
+        ctx.given = scan, reverse, ticket, None if tensor_decay else decay, pending
         return prev, work
 
     @staticmethod
     def backward(ctx, dprev, _):
-        if ctx.pending is not None:
-            ctx.pending.run()
-        with ctx.scan.comm.call(not ctx.reverse):
+        scan, reverse, ticket, number, pending = ctx.given
+        if pending is not None:
+            pending.run()
+        with scan.comm.call(not reverse):
             refuse_second_derivative("allscan()")
             decay, transition, prev = ctx.saved_tensors
-            given = ctx.number if decay is None else decay
+            given = number if decay is None else decay
             wanted = ctx.needs_input_grad[1:4]
-            grads = _gradients(ctx.scan, dprev, given, transition, prev, ctx.ticket, ctx.reverse, wanted)
+            grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
             return *grads, None, None, None
 
 
 def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
-    """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``."""
-    with torch.autocast(dprev.device.type, enabled=False):
-        return _float32_gradients(scan, dprev.contiguous(), decay, transition, prev, ticket, reverse, wanted)
-
-
-def _float32_gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
-    dstate = scan.scan(
-        dprev, decay, transition=transition, adjoint=True, reverse=not reverse,
-        channel=scan.channel_of_scan(not reverse, adjoint_of=ticket),
-    )  # fmt: skip
+    """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``. ``prev`` is used for
+    the first two of these."""
+    dstate = scan._scan(dprev, decay, transition, True, None, not reverse, None, False, ticket, True)
     ddecay = dtransition = dinitial = None
     if wanted[0]:
         rows = (dstate * prev).sum(-1)
@@ -221,9 +213,10 @@ def _float32_gradients(scan, dprev, decay, transition, prev, ticket, reverse, wa
             rows = rows.sum(-1)
         ddecay = rows.sum_to_size(decay.shape)
     if wanted[1]:
-        dtransition = dstate @ prev.transpose(-1, -2)
+        with torch.autocast(dprev.device.type, enabled=False):
+            dtransition = dstate @ prev.transpose(-1, -2)
     if wanted[2]:
-        dinitial = torch.zeros_like(prev)
+        dinitial = torch.zeros_like(dstate)
         if scan.comm.rank == (scan.comm.size - 1 if reverse else 0):
             dinitial = leaves(dprev, decay, transition, dstate, adjoint=True)
     return dstate, ddecay, dtransition, dinitial

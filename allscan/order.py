@@ -223,6 +223,8 @@ class PendingBackward:
     gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
     """
 
+    __slots__ = "_scan", "_reverse", "_backwards", "generation"
+
     def __init__(self, scan: CountsBackwards, reverse: bool) -> None:
         self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
         self.generation = scan.comm.order.generation

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,12 @@ from .launching import Launch, aligned, bits_of, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 64  # words
-LONG, SHORT, OUTPUT = range(3)  # memories of a run; then come the tensors that it is given. Below 0: tables
+LONG, SHORT, TABLE, FIRST_TENSOR = range(4)  # memories of a run; from the last on what it is given, then its outputs
 
 
 class Buffer(NamedTuple):
-    """What will be a tensor of each run: of one of its memories, from ``offset`` (in bytes) on."""
+    """What will be a tensor of each run: of one of its memories, from ``offset`` (in bytes) on; of a table's the offset
+    is the address."""
 
     number: int  # of the plan's buffers
     memory: int
@@ -49,21 +49,18 @@ class Plan:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.places: list[tuple[int, int]] = []  # of the buffers: memory, offset
         self.divided: set[int] = set()  # buffers of which there are parts
-        self.tables: list[Tensor] = []
+        self.tables: dict[int, Tensor] = {}  # by number of the buffer
         self.words = [0, 0]  # of the memories LONG and SHORT
-        self.table_addresses: list[int] = []
         self._ready = False
-        self._given = OUTPUT
+        self._tensors = 0  # that are given, and outputs
         self._launches: list[Launch] = []
         self._forked: Part | None = None
         self._steps: list[Callable[[Run], None]] = []  # changes of memory, and of what is between two of them a Part
 
     def given(self, like: Tensor) -> Buffer:
-        """The next tensor of a run."""
-        self._given += 1
-        return self._buffer(self._given, 0, tuple(like.shape), like.dtype)
+        """The next tensor of a run; all come before the first output."""
+        return self._tensor(tuple(like.shape), like.dtype)
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
@@ -81,41 +78,48 @@ class Plan:
 
     def table(self, tensor: Tensor) -> Buffer:
         """A tensor that is the same in all runs."""
-        self.tables.append(tensor)
-        return self._buffer(-len(self.tables), 0, tuple(tensor.shape), tensor.dtype)
+        buffer = self._buffer(TABLE, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+        self.tables[buffer.number] = tensor
+        return buffer
 
     def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
         """A new tensor, made here, which a run returns."""
-        out = self._buffer(OUTPUT, len(self.buffers), shape, dtype)
-        self._steps.append(lambda run: run.make_output(out))
-        return out
+        self._steps.append(lambda run: run.add_output(run.tensors[0].new_empty(shape, dtype=dtype)))
+        return self._tensor(shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
-        """The same, with the shape and dtype of ``x``."""
-        return self.output(*x.shape, dtype=x.dtype)
+        """The same, with the shape and dtype of ``x``, which is given."""
+        self._steps.append(lambda run: run.add_output(torch.empty_like(run.tensor(x.number))))
+        return self._tensor(x.shape, x.dtype)
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        self._tensors += 1
+        return self._buffer(FIRST_TENSOR + self._tensors - 1, 0, shape, dtype)
 
     def _buffer(self, memory: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         buffer = Buffer(len(self.buffers), memory, offset, shape, dtype)
         self.buffers.append(buffer)
-        self.places.append((memory, offset))
         return buffer
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Buffer, **fixed: Any) -> None:
         """``kernel[grid](*args, **fixed)``, on the stream that is current then."""
-        launch, numbers = Launch(kernel, grid, **fixed), [x.number for x in args]
-        those = itemgetter(*numbers)
+        launch = Launch(kernel, grid, **fixed)
+        self.step(launch, args, lambda addresses: launch.at(addresses), launch)
+
+    def step(
+        self, launch: Launch, buffers: Sequence[Buffer], at: Callable[[list[int]], Any], call: Callable[..., Any],
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """``launch`` in another way: ``at(addresses)`` of the buffers, once it is ready, or ``call(*tensors)``.
+        ``check()``, before the launches of each run, may raise."""
+        places, numbers = [(x.memory, x.offset) for x in buffers], [x.number for x in buffers]
 
         def step(run: Run) -> None:
-            if run.addresses is None:
-                launch(*(run.tensor(n) for n in numbers))
+            if run.places is None:
+                call(*(run.tensor(n) for n in numbers))
             else:
-                launch.at(those(run.addresses))
+                at([run.places[memory] + offset for memory, offset in places])
 
-        self.step(step, launch)
-
-    def step(self, step: Callable[[Run], None], launch: Launch, check: Callable[[], None] | None = None) -> None:
-        """A step of another kind, which launches ``launch``: with ``run.addresses[buffer.number]`` or, where these are
-        None, with ``run.tensor(buffer.number)``. ``check()``, before the launches of each run, may raise."""
         self._launches.append(launch)
         part = self._part()
         part.steps.append(step)
@@ -159,13 +163,11 @@ class Plan:
         run = Run(self, context, given)
         for step in self._steps:
             step(run)
-        return run.outputs
+        return run.tensors[len(given) :]
 
     def ready(self) -> bool:
         """Whether all its kernels are compiled."""
-        if not self._ready and all(launch.ready for launch in self._launches):
-            self._ready = True
-            self.table_addresses = [x.data_ptr() for x in reversed(self.tables)]
+        self._ready = self._ready or all(launch.ready for launch in self._launches)
         return self._ready
 
 
@@ -182,7 +184,7 @@ class Part:
     def __call__(self, run: Run) -> None:
         for check in self.checks:
             check()
-        if run.addresses is not None and self.only_launches and self.launches > 2:
+        if run.places is not None and self.only_launches and self.launches > 2:
             self._graphs.launch(run.device, tuple(run.places), self._launch, run)
         else:
             self._launch(run)
@@ -200,12 +202,12 @@ class Run:
     """Memory and streams of one run."""
 
     def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
-        self._plan, self.context, self._given = plan, context, given
+        self._plan, self.context = plan, context
+        self.tensors = [*given]  # and outputs, once they are made
         self._beside: AbstractContextManager | None = None
         self._join: Callable[[], None] | None = None
-        self._tensors: dict[tuple[int, int], Tensor] = {}  # by memory and offset
-        self.outputs: list[Tensor] = []
-        self.addresses: list[int] | None = None  # of the buffers; None where they are tensors
+        self._empty: dict[tuple[int, int], Tensor] = {}  # by memory and offset, where every buffer is a tensor
+        self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
         addresses = [x.data_ptr() for x in given]
         if not aligned(bits_of(addresses)) or not plan.ready() or hooked():
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
@@ -214,26 +216,22 @@ class Run:
             return
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
-        own = [0 if x is None else x.data_ptr() for x in self._memory]
         self.device = given[0].get_device()
-        self.places = [*own, 0, *addresses]  # where memories are; behind them outputs. Tables are in all runs the same
-        memories = [*self.places, *plan.table_addresses]
-        self.addresses = [memories[i] + offset for i, offset in plan.places]
+        self.places = [*(0 if x is None else x.data_ptr() for x in self._memory), 0, *addresses]
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""
         _, memory, offset, shape, dtype = self._plan.buffers[number]
-        if memory < 0:
-            return self._plan.tables[-memory - 1]
-        if memory > OUTPUT:
-            whole = self._given[memory - OUTPUT - 1]
+        if memory == TABLE:
+            return self._plan.tables[number]
+        if memory >= FIRST_TENSOR:
+            whole = self.tensors[memory - FIRST_TENSOR]
             if whole.shape == shape and whole.dtype == dtype:
-                return whole
-        elif memory == OUTPUT or self.addresses is None:
-            found = self._tensors.get((memory, offset))
+                return whole  # an output as it is: of a view, torch forbids its caller changes in place
+        elif self.places is None:
+            found = self._empty.get((memory, offset))
             if found is None:
-                found = self._tensors[memory, offset] = self._given[0].new_empty(shape, dtype=dtype)
-            # an output as it is: of a view, torch forbids its caller changes in place
+                found = self._empty[memory, offset] = self.tensors[0].new_empty(shape, dtype=dtype)
             return found if found.shape == shape else found.view(shape)
         else:
             whole = self._memory[memory]
@@ -241,11 +239,9 @@ class Run:
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.as_strided(shape, strides, whole.storage_offset() + offset // dtype.itemsize)
 
-    def make_output(self, buffer: Buffer) -> None:
-        out = self.tensor(buffer.number)
-        self.outputs.append(out)
-        if self.addresses is not None:
-            self.addresses[buffer.number] = out.data_ptr()
+    def add_output(self, out: Tensor) -> None:
+        self.tensors.append(out)
+        if self.places is not None:
             self.places.append(out.data_ptr())
 
     def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
@@ -263,11 +259,11 @@ class Run:
         join()
 
     def free_short(self) -> None:
-        if self.addresses is not None:
+        if self.places is not None:
             self._memory[SHORT] = None
         else:
-            for place in [place for place in self._tensors if place[0] == SHORT]:
-                del self._tensors[place]
+            for place in [place for place in self._empty if place[0] == SHORT]:
+                del self._empty[place]
 
     def abandon(self, error: BaseException) -> None:
         """After an error in a step."""

@@ -23,7 +23,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._cuda = device.type == "cuda"
+        self.cuda = device.type == "cuda"
         self._last: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
         self._looking: torch.cuda.Stream | None = None
@@ -32,7 +32,7 @@ class Streams:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
-        return self._cuda and torch.cuda.is_current_stream_capturing()
+        return self.cuda and torch.cuda.is_current_stream_capturing()
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
@@ -44,12 +44,12 @@ class Streams:
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels."""
-        if self._cuda:
+        if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def follow(self) -> None:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
-        if not self._cuda:
+        if not self.cuda:
             return
         stream = self.current()
         if stream is not self._last and not torch.cuda.is_current_stream_capturing():
@@ -59,7 +59,7 @@ class Streams:
 
     def peek(self, words: torch.Tensor) -> list:
         """What is in this rank's ``words`` now, beside whatever its streams are doing."""
-        if not self._cuda:
+        if not self.cuda:
             return words.tolist()
         if self._looking is None:
             self._looking = torch.cuda.Stream(self.device)
@@ -69,7 +69,7 @@ class Streams:
     def side(self) -> AbstractContextManager[Callable[[], None]]:
         """A stream behind the current one, which goes on no earlier than this one begins. Gives ``join``, which makes
         the current stream wait for what was launched inside; memory that it uses may not be given back before."""
-        return _Side(self) if self._cuda else contextlib.nullcontext(_nothing)
+        return _Side(self) if self.cuda else contextlib.nullcontext(_nothing)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
         """``later`` goes on when ``earlier`` has done what it was given so far."""
@@ -82,7 +82,7 @@ class Streams:
         """The same stream, but the current one goes on at once. ``join`` waits for what was launched inside only: the
         stream that is current here, whose memory is used, and the one that is current when ``join`` is called. In a
         CUDA graph's capture it is the current stream: there nothing else orders a communicator's launches."""
-        if not self._cuda or self.capturing():
+        if not self.cuda or self.capturing():
             return contextlib.nullcontext(_nothing)
         return _Side(self, torch.cuda.Event())
 

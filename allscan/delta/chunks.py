@@ -101,7 +101,7 @@ class KDA:
             q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
         )
         h, v_new = states.forward(kg, w, u, sums, initial, final, kept)
-        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=_by_batch(h, q, tables), scale=scale, **options)
+        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
         return o, sums, scores, solved
 
     def backward(
@@ -119,7 +119,6 @@ class KDA:
         d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
         dh, dv = states.backward(qg, kg, w, sums, do, dv, scale, entering, dinitial)
         del w, u, qg, kg
-        h, dh = _by_batch(h, q, tables), _by_batch(dh, q, tables)
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
         dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
             q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
@@ -143,7 +142,7 @@ class GatedDeltaNet:
         sums, options = log2_sums(g, tables), tables.options()
         w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
         h, v_new = states.forward(k, w, u, sums, initial, final, kept)
-        o = chunk_fwd_o(q=q, k=k, v=v_new, h=_by_batch(h, q, tables), g=sums, scale=scale, **options)
+        o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
         return o, sums, solved.new_empty(0), solved
 
     def backward(
@@ -163,8 +162,3 @@ class GatedDeltaNet:
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
         dq, dk = (_of_heads(x, q.shape[2]) for x in (dq, dk))
         return dq, dk + _of_heads(dk2, q.shape[2]), dv, _suffix_sums(dg + dg2, tables), dbeta
-
-
-def _by_batch(states: Tensor, q: Tensor, tables: Local) -> Tensor:
-    """[B, chunks of each, H, K, V], as fla takes it."""
-    return states[None] if tables.cu_seqlens is not None else states.unflatten(0, (q.shape[0], -1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
-from ..first_call import check_once, find_layout
+from ..first_call import check_first, checked, find_layout
 from ..operators import Operator, refuse_second_derivative
 from ..order import TICKETS, pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
@@ -234,22 +234,23 @@ def _carried_shape(q, v):
 
 
 def _segment_length(v) -> int:
-    return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.device.type == "cuda")
+    return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.is_cuda)
 
 
 def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag):
     """The Layout, after all checks."""
-    shape = agree = None
     are_none = initial_state is None, cu_seqlens is None, first_token is None
-    if q.ndim == v.ndim == 4:
-        shape, agree = _carried_shape(q, v), (rule, q.shape[0], q.shape[2], str(q.dtype), *are_none, zigzag)
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     signature = rule, signature_of(q, k, v, g, beta, initial_state), sequences, are_none, zigzag
+    if signature not in checked(comm):
+        shape = agree = None
+        if q.ndim == v.ndim == 4:
+            shape, agree = _carried_shape(q, v), (rule, q.shape[0], q.shape[2], str(q.dtype), *are_none, zigzag)
 
-    def check():
-        _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
+        def check():
+            _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
 
-    check_once(comm, signature, shape, agree, check, g, partial(prepare, comm))
+        check_first(comm, signature, shape, agree, check, g, partial(prepare, comm))
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
 
 
@@ -273,21 +274,26 @@ def _in_one(*tensors):
 
 
 def _kept_tensors(q, v, cu_seqlens, final, zigzag):
-    """Uninitialised (final_state, transitions, what enters each segment, ticket); more segments than there may be."""
+    """(final_state or None, and uninitialised transitions, what enters each segment, ticket); more segments than there
+    may be."""
     shape = _state_shape(v, q.shape[3], cu_seqlens)
     segments = most_segments(q.shape[0], q.shape[1], shape[0], _segment_length(v), zigzag)
     H, K = shape[1:3]
-    final_state = q.new_zeros(shape if final else 0, dtype=torch.float32)
     transitions = q.new_empty(segments, H, K, K, dtype=torch.float32)
     enters = q.new_empty(segments, *shape[1:], dtype=torch.float32)
-    return final_state, transitions, enters, q.new_empty(TICKETS, dtype=torch.int64)
+    return _zeros(q, v, cu_seqlens, final), transitions, enters, q.new_empty(TICKETS, dtype=torch.int64)
+
+
+def _zeros(q, v, cu_seqlens, wanted):
+    """States, or None."""
+    return q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens), dtype=torch.float32) if wanted else None
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     rule: str, scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or nothing, and for backward: sums of gates, scores and solved of chunks.py, and Kept)."""
+    """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept)."""
     comm = communicator_of(handle)
     with comm.call():
         layout = _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag)
@@ -297,7 +303,7 @@ def _forward(
         if zigzag:
             q, k, v, g, beta = _in_one(q, k, v, g, beta)
         o, sums, scores, solved = RULES[rule].forward(
-            states, q, k, v, g, beta, scale, initial_state, final_state if final else None, Kept(*kept), tables
+            states, q, k, v, g, beta, scale, initial_state, final_state, Kept(*kept), tables
         )
         if zigzag:
             o, sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (o, sums, solved))
@@ -317,28 +323,31 @@ def _backward(
     sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor, rule: str,
     scale: float, initial: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dg, dbeta, dinitial_state or nothing)."""
+    """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     comm = communicator_of(handle)
     with comm.call(reverse=True):
         refuse_second_derivative("a delta rule")
         layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
-        dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
+        dinitial = _zeros(q, v, cu_seqlens, initial)
         states, like = _state_pass(rule, layout, q, v, comm, zigzag), (q, k, v, sums, beta)
         if zigzag:
             q, k, v, sums, beta, scores, solved, do = _in_one(
                 q, k, v, sums, beta, scores if scores.numel() else None, solved, do
             )
         grads = RULES[rule].backward(
-            states, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial if initial else None,
+            states, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial,
             Kept(transitions, enters, ticket), tables,
         )  # fmt: skip
-        return *(x.to(y.dtype).contiguous().view(y.shape) for x, y in zip(grads, like, strict=True)), dinitial
+        grads = [x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)]
+        if zigzag:
+            grads = [x.view(y.shape) for x, y in zip(grads, like, strict=True)]
+        return *grads, dinitial
 
 
 def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, rule,
                    scale, initial, handle, first_token=None, zigzag=False):  # fmt: skip
-    dinitial = q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens) if initial else 0, dtype=torch.float32)
+    dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
 

@@ -100,12 +100,14 @@ class StatePass:
         widest = max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
         self.blocks = blocks(BK, widest, dtype, scalar) if cuda else blocks_of_cpus(BK, widest)
+        batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
+        self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
-        """(h [chunks, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is filled, and
-        ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
+        """(h [B, chunks of each, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is
+        filled, and ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
         return self._run(self._forward, k, w, u, g, initial, final, *kept)
 
     def turn(self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None):
@@ -116,8 +118,8 @@ class StatePass:
         return h, v_new, entering
 
     def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
-        """(dh [chunks, H, K, V], the gradient of the state that leaves each chunk, like k; dv', like dv). dinitial is
-        filled where a sequence begins here."""
+        """(dh, like h: the gradient of the state that leaves each chunk; dv', like dv). dinitial is filled where a
+        sequence begins here."""
         return self._run(self._backward, q, k, w, g, do, dv, *entering, dinitial, scale=scale)
 
     def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale):
@@ -134,9 +136,9 @@ class StatePass:
         return self._run(self._total_back, q, k, w, g, do, dv, scale=scale)
 
     def _run(self, record, *tensors, **fixed):
-        """Run the plan that ``record(plan, buffers, **fixed)`` has recorded at the first call with tensors like these;
-        the tensors of the buffers that it has returned, None for None."""
-        key = record.__name__, *fixed.values(), *(x if x is None else (x.shape, x.dtype) for x in tensors)
+        """Run the plan that ``record(plan, buffers, **fixed)`` has recorded at the first call with tensors like these
+        (the layout has their sizes); the tensors of the buffers that it has returned, None for None."""
+        key = record.__name__, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= KEPT:  # of calls with ever other scales
@@ -146,7 +148,7 @@ class StatePass:
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
         plan, order = found
-        made = plan.run(self.comm, *(x for x in tensors if x is not None))
+        made = plan.run(self.comm, *[x for x in tensors if x is not None])
         return [i if i is None else made[i] for i in order]
 
     def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, ticket):
@@ -201,7 +203,7 @@ class StatePass:
 
     def _chunks(self, plan: Plan, k, u):
         """New (states of the chunks, like k; values like u)."""
-        return plan.output(self.layout.num_chunks, self.H, self.K, self.V, dtype=k.dtype), plan.output_like(u)
+        return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
     def _room(self, rank, segments, reverse: bool):
         """(what the rank leaves; by which matrix what enters the rank comes to each segment; what enters the rank; by

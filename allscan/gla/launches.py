@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..order import TICKETS
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from ..plan import WORD, Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
@@ -93,10 +94,11 @@ class Shape:
         return [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
 
     def all_kept(self, segments: int, chunks: int) -> list[Stored]:
-        """What backward takes from forward: what enters, the gates of the chunks, which of them are strong, and the
-        operands or nothing."""
+        """What backward takes from forward: the numbers of its scans, what enters, the gates of the chunks, which of
+        them are strong, and the operands or nothing."""
+        tickets: list[Stored] = [((TICKETS,), torch.int64)]
         of_chunks = [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32)]
-        return self.entering(segments) + of_chunks + (self.operands(False) if self.keeps else [])
+        return tickets + self.entering(segments) + of_chunks + (self.operands(False) if self.keeps else [])
 
     @functools.cached_property
     def kept(self) -> list[int]:
@@ -270,23 +272,23 @@ class GLAPlan(Plan):
         )  # fmt: skip
 
     def kept_parts(self, kept: Buffer):
-        """((states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. Operands that are not kept have
-        memory of the run."""
+        """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. Operands that are not
+        kept have memory of the run."""
         stored = self.shape.all_kept(self.layout.num_segments, self.layout.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
         parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
-        operands = parts[5:] or [
+        operands = parts[6:] or [
             self.empty(*shape, dtype=dtype, short=self.reverse) for shape, dtype in self.shape.operands(self.reverse)
         ]
-        return parts[:3], *parts[3:5], operands
+        return parts[0], parts[1:4], *parts[4:6], operands
 
 
-def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept, ticket) -> GLAPlan:
+def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
     """For runs with these tensors, of which initial and final may be None. Makes o."""
     plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None, carrier.comm.size == 1)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept, ticket))
-    q, k, v, g, initial, final, kept, ticket = given
-    (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
+    q, k, v, g, initial, final, kept = given
+    ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
     plan.keys(k, g, k_out, gate, strong)
     plan.carry(carrier, k_out, v, gate, states, gates, initial, prev, final, ticket)
@@ -296,16 +298,16 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     return plan
 
 
-def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept, ticket) -> GLAPlan:
+def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept) -> GLAPlan:
     """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg.
 
     Beside the carry: all that needs nothing remote and is not needed by the state pass. Those with short programs come
     first, since a scan can begin only where programs of others have ended.
     """
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept, ticket))
-    q, k, v, g, do, dfinal, dinitial, kept, ticket = given
-    entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
+    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
+    q, k, v, g, do, dfinal, dinitial, kept = given
+    ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
     dv = plan.output_like(v)
     if not shape.keeps:

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
 from ..communicator import Communicator
 from ..errors import Problem
-from ..first_call import check_once, find_layout
+from ..first_call import check_first, checked, find_layout
 from ..operators import Operator, refuse_second_derivative, wants_gradient
-from ..order import TICKETS, recomputing
+from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
@@ -158,50 +158,50 @@ def _state_shape(q, v, cu_seqlens):
 
 def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
     """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
-    comm, shape, agree = carrier.comm, None, None
+    comm = carrier.comm
     are_none = initial_state is None, cu_seqlens is None, first_token is None
-    if q.ndim == v.ndim == 4:
-        shape, agree = _carried_shape(q, v), ("zeco_gla", q.shape[0], str(q.dtype), *are_none, zigzag)
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     signature = "zeco_gla", signature_of(q, k, v, g, initial_state), sequences, are_none, zigzag, type(carrier)
+    if signature not in checked(comm):
+        shape = agree = None
+        if q.ndim == v.ndim == 4:
+            shape, agree = _carried_shape(q, v), ("zeco_gla", q.shape[0], str(q.dtype), *are_none, zigzag)
 
-    def check():
-        _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
+        def check():
+            _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
 
-    check_once(comm, signature, shape, agree, check, g, carrier.prepare)
+        check_first(comm, signature, shape, agree, check, g, carrier.prepare)
 
 
 def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, q.device.type, zigzag, keeps)
+    device = "cuda" if q.is_cuda else "cpu"  # an eighth of q.device.type's time
+    return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, device, zigzag, keeps)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or nothing, and what backward takes: Shape.kept, the numbers of the call's scans)."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state or None, and what backward takes: Shape.kept)."""
     carrier = carrier_of(handle)
     with carrier.comm.call():
         _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
         shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-        final_state, *kept = made = _made(q, v, cu_seqlens, final, shape)
-        tensors = q, k, v, g, initial_state, final_state if final else None, *kept
+        final_state, kept = made = _made(q, v, cu_seqlens, final, shape)
+        tensors = q, k, v, g, initial_state, final_state, kept
         return *_run(forward_plan, carrier, shape, scale, layout, *tensors), *made
 
 
 def _made(q, v, cu_seqlens, final, shape):
-    """(final_state or nothing, and uninitialised, for backward: Shape.kept, tickets)."""
-    kept, tickets = q.new_empty(sum(shape.kept), dtype=torch.float32), q.new_empty(TICKETS, dtype=torch.int64)
-    return _zeros(q, v, cu_seqlens, final), kept, tickets
+    """(final_state or None, and uninitialised, for backward, Shape.kept)."""
+    return _zeros(q, v, cu_seqlens, final), q.new_empty(sum(shape.kept), dtype=torch.float32)
 
 
 def _zeros(q, v, cu_seqlens, wanted):
-    """States, or nothing."""
-    if not wanted:
-        return q.new_empty(0, dtype=torch.float32)
-    return q.new_zeros(_state_shape(q, v, cu_seqlens), dtype=torch.float32)
+    """States, or None."""
+    return q.new_zeros(_state_shape(q, v, cu_seqlens), dtype=torch.float32) if wanted else None
 
 
 def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False, keeps=False):
@@ -210,39 +210,39 @@ def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_tok
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    kept: Tensor, ticket: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
+    kept: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
     zigzag: bool = False, keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dv, dq, dk, dg, dinitial_state or nothing)."""
+    """(dv, dq, dk, dg, dinitial_state or None)."""
     carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
         refuse_second_derivative("zeco_gla")
         shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
         layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
         dinitial = _zeros(q, v, cu_seqlens, initial)
-        tensors = q, k, v, g, do, dfinal, dinitial if initial else None, kept, ticket
+        tensors = q, k, v, g, do, dfinal, dinitial, kept
         dv, dq, dk, dg = _run(backward_plan, carrier, shape, scale, layout, *tensors)
         return dv, dq, dk, dg, dinitial
 
 
 def _run(make, carrier, shape: Shape, scale, layout, *tensors) -> list[Tensor]:
     """Run the plan of a pass, which the layout keeps."""
-    key = make, type(carrier), shape, scale, *(x is None for x in tensors)
+    key = make, type(carrier), shape, scale, *[x is None for x in tensors]
     plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
-    return plan.run(carrier, *(x for x in tensors if x is not None))
+    return plan.run(carrier, *[x for x in tensors if x is not None])
 
 
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ticket, scale, initial, handle, first_token=None,
-                   zigzag=False, keeps=False):  # fmt: skip
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, scale, initial, handle, first_token=None, zigzag=False,
+                   keeps=False):  # fmt: skip
     return *(torch.empty_like(x) for x in (v, q, k, g)), _zeros(q, v, cu_seqlens, initial)
 
 
 def _save(ctx, inputs, output):
     q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
-    ctx.save_for_backward(q, k, v, g, cu_seqlens, *output[2:])
+    ctx.save_for_backward(q, k, v, g, cu_seqlens, output[2])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(output[2])
     no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
     handle, _, zigzag, _ = ctx.where
     ctx.pending = [] if no_node else carrier_of(handle).pending(_carried_shape(q, v), zigzag)
@@ -251,10 +251,10 @@ def _save(ctx, inputs, output):
 def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
-    q, k, v, g, cu_seqlens, *saved = ctx.saved_tensors
+    q, k, v, g, cu_seqlens, kept = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, *saved, ctx.scale, ctx.initial, *ctx.where)
+    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ctx.scale, ctx.initial, *ctx.where)
     return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None, None
 
 

@@ -206,7 +206,7 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
         for x, ranks in ((parts.final, last), (parts.dinitial, first)):
             x[[r != comm.rank for r in ranks]] = 0.0
         of_tokens = {name: torch.cat(parts.expected[name], 1).movedim(0, 1)[None] for name in ("v_new", "dv")}
-        of_chunks = {name: torch.stack(parts.expected[name]) for name in ("h", "dh")}
+        of_chunks = {name: torch.stack(parts.expected[name])[None] for name in ("h", "dh")}
         wanted = of_chunks["h"], of_tokens["v_new"], parts.final, of_chunks["dh"], of_tokens["dv"]
         return relative_all(
             ("h", "v_new", "final", "dh", "dv", "dinitial"),
