@@ -146,7 +146,7 @@ def method(name, model, comm):
 
 @contextlib.contextmanager
 def functions(device):
-    """transformers' functions in torch on CPUs, where fla's do not run."""
+    """transformers' function in torch on CPUs, where fla's does not run."""
     from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
     own = vars(modeling)[RULE]
@@ -158,9 +158,11 @@ def functions(device):
 
 
 def check(group, T, heads, head) -> dict:
-    """{method: relative error of loss and gradients} of a small model, float32, against one rank with the whole."""
-    with allscan.Communicator(group) as comm, functions(comm.device):
-        model = made(comm.device, torch.float32, 4, 64, heads, head, 97)
+    """{method: relative error of loss and gradients} of a small model against one rank with the whole; on GPUs in
+    bfloat16 and with the heads that are measured, so that fla's kernels are tuned once."""
+    with allscan.Communicator(group, timeout=120) as comm, functions(comm.device):
+        dtype, limit = (torch.float32, 1e-4) if comm.device.type == "cpu" else (torch.bfloat16, 5e-2)
+        model = made(comm.device, dtype, 4, 64, heads, head, 97)
         whole, mine = text(T * comm.size, 97, comm.device, 0)[:, :-1], slice(comm.rank * T, (comm.rank + 1) * T)
         errors, expected = {}, None
         for name in seen(4, 3):
@@ -171,14 +173,14 @@ def check(group, T, heads, head) -> dict:
                     part = whole if expected is None else whole[:, mine]
                     loss = model(input_ids=part, labels=part).loss
                     loss.backward()
-                found = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())])
+                found = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())]).float()
                 model.zero_grad()
                 if expected is None:
                     expected = found
                     continue
                 dist.all_reduce(found, group=comm.group)
                 errors[name] = ((found - expected).norm() / expected.norm()).item()
-                if not errors[name] < (1e-4 if comm.device.type == "cpu" else 1e-2):  # fla rounds float32 to TF32
+                if not errors[name] < limit:
                     raise AssertionError(f"{name} is wrong by {errors[name]}")
         comm.barrier()
         return errors
@@ -186,7 +188,7 @@ def check(group, T, heads, head) -> dict:
 
 def measure(group, T, shape, steps) -> dict:
     """{method: (seconds of a step, peak GiB, parameters, proof)}."""
-    with allscan.Communicator(group) as comm:
+    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
         model = made(comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

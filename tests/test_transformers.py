@@ -147,7 +147,7 @@ def test_models(run, family, size, packed, inner):
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
-def half_precision_case(group, family):
+def half_precision_case(group, family, how):
     """Relative errors of bfloat16 logits, one rank's and the ranks', to float32; whether all gradients are finite."""
     from allscan.integrations.transformers import sequence_parallel
 
@@ -155,16 +155,18 @@ def half_precision_case(group, family):
         tokens, model = TOKENS[comm.size], made(family)
         whole, mine = torch.randint(1, VOCABULARY, (2, sum(tokens))), place(comm, tokens)
         exact = model(input_ids=whole, use_cache=False).logits.detach()[:, mine]
-        alone = model.bfloat16()(input_ids=whole, use_cache=False).logits[:, mine]
-        found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
+        model = model if how == "autocast" else model.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            alone = model(input_ids=whole, use_cache=False).logits[:, mine]
+            found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
         found.loss.backward()
         finite = all(g.isfinite().all() for g in gradients(model).values())
         return relative(alone, exact), relative(found.logits, exact), finite
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
-def test_bfloat16(run, family, size=3):
-    for alone, found, finite in run(size, half_precision_case, family):
+@pytest.mark.parametrize("family, how", [("qwen3_5", "bfloat16"), ("nemotron_h", "bfloat16"), ("qwen3_5", "autocast")])
+def test_bfloat16(run, family, how, size=3):
+    for alone, found, finite in run(size, half_precision_case, family, how):
         assert finite and found < 1.3 * alone, (found, alone)
 
 

@@ -57,11 +57,11 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Modu
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
-    depend on the first; Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The tokens that short convolutions
-    look back at come from the rank before, so each rank needs at least as many tokens as they look back. Softmax layers
-    gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the attention function that the
-    model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank; sdpa makes a mask of this rank's
-    tokens by those up to them.
+    depend on the first; where the function is fla's, on GPUs, it is :func:`allscan.zeco_kda` or
+    :func:`allscan.zeco_gated_delta_rule` instead. Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The
+    tokens that short convolutions look back at come from the rank before, so each rank needs at least as many tokens as
+    they look back. Softmax layers gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the
+    attention function that the model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank.
     Each forward pass asks on the host how many tokens the ranks have. Positions go on over the cuts.
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
@@ -426,7 +426,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         )
     inner, home = sequence.inner, sys.modules[_home(module)]
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
-    outputs = []
+    device, outputs = query.device.type, []
+    if inner == "sdpa" and torch.is_autocast_enabled(device):  # which does not reach through causal_lower_right
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     for first, end, before in sequence.pieces():
         begin, last = sequence.first + first - before, sequence.first + end
         T, mask = end - first, None
