@@ -64,7 +64,7 @@ def needs(*packages):
 def ranks():
     """All GPUs; kernels are compiled before, each kind by a process of its own, since one after the other takes
     minutes."""
-    with mock.patch.dict(os.environ, TRITON_F32_DEFAULT="ieee"):
+    with mock.patch.dict(os.environ, TRITON_F32_DEFAULT="ieee", ALLSCAN_HEAP="512M"):
         if importlib.util.find_spec("transformers") and torch.cuda.is_available():
             kinds = [case for case in CASES if case[0] != "nemotron_h"]
             ahead = [Ranks(1, "cuda") for _ in kinds]
