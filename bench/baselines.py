@@ -138,7 +138,7 @@ def gla(q, k, v, g, *, carrier: Baseline, recompute: bool = True):
     return zeco_gla_by(carrier, q, k, v, g, recompute=recompute)[0]
 
 
-class _Turn(torch.autograd.Function):
+class Turn(torch.autograd.Function):
     """From tokens cut over the ranks to heads cut over them, [1, T, H, W] to [1, P * T, H / P, W], or back."""
 
     @staticmethod
@@ -156,10 +156,10 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        return _Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads), None, None
+        return Turn.apply(dx.contiguous(), ctx.comm, not ctx.to_heads), None, None
 
 
 def all_to_all(q, k, v, g, *, comm, alone):
     """DeepSpeed-Ulysses: each rank gets the whole sequence for its share of the heads. B = 1; the ranks divide H."""
-    o, _ = allscan.zeco_gla(*(_Turn.apply(x, comm, True) for x in (q, k, v, g)), comm=alone)
-    return _Turn.apply(o, comm, False)
+    o, _ = allscan.zeco_gla(*(Turn.apply(x, comm, True) for x in (q, k, v, g)), comm=alone)
+    return Turn.apply(o, comm, False)

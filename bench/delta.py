@@ -37,7 +37,7 @@ import allscan
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
-from bench.proof import kernels
+from bench.proof import kernels, ran
 
 SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
 RULES = ("kda", "gated_delta_rule")
@@ -217,18 +217,8 @@ def point(ranks, rule, T, H, gate, backward, chosen=None) -> dict | None:
         for name, call in calls.items():
             comm.barrier()
             row = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra[name], max_error=errors.get(name, ""))
-            rows[name] = row | dict(proof=proof(name, kernels(call)), graph_us=graph_us(name, call, comm))
+            rows[name] = row | dict(proof=ran(name, kernels(call), *SEEN[name]), graph_us=graph_us(name, call, comm))
         return rows
-
-
-def proof(name, seen) -> str:
-    """What of SEEN ran in a call, as a sentence; AssertionError if it was another method."""
-    wanted, unwanted = SEEN[name]
-    counted = {w: sum(n for kernel, n in seen.items() if any(x in kernel for x in w.split("|"))) for w in wanted}
-    strange = [kernel for kernel in seen if any(w in kernel for w in unwanted)]
-    if strange or not all(counted.values()):
-        raise AssertionError(f"{name} was not what ran: {counted}, and {strange}")
-    return "; ".join(f"{n} {w}" for w, n in counted.items()) + f"; of {sum(seen.values())} kernels"
 
 
 def graph_us(name, call, comm) -> float | str:

@@ -61,3 +61,14 @@ def kernels(once) -> collections.Counter:
     return collections.Counter(
         event.name for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU
     )
+
+
+def ran(name: str, found: collections.Counter, wanted, unwanted) -> str:
+    """A sentence of which kernels of ``wanted`` ("a|b": either) are in ``found``; AssertionError if it was another
+    method: if one is missing, or as a dict's value says is not there so often, or if there are ``unwanted`` ones."""
+    numbers = wanted if isinstance(wanted, dict) else dict.fromkeys(wanted)
+    counted = {w: sum(n for kernel, n in found.items() if any(x in kernel for x in w.split("|"))) for w in numbers}
+    strange = [kernel for kernel in found if any(w in kernel for w in unwanted)]
+    if strange or not all(n if numbers[w] is None else n == numbers[w] for w, n in counted.items()):
+        raise AssertionError(f"{name} was not what ran: {counted}, wanted {numbers}, and {strange}")
+    return "; ".join(f"{n} {w}" for w, n in counted.items()) + f"; of {sum(found.values())} kernels"

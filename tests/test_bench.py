@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import sys
 
@@ -14,7 +15,7 @@ import allscan
 from allscan import algorithms
 from allscan.communicator import cached_on
 from allscan.tools.ranks import Ranks
-from bench import baselines, harness, host, local, model, plots, scaling, timeline, transitions
+from bench import baselines, harness, host, hybrid, local, model, plots, proof, scaling, timeline, transitions
 from bench.harness import results
 from support.gla import F32, LIMIT, NAMES, Whole
 from support.values import place, relative_all
@@ -156,3 +157,23 @@ def test_every_method_trains_the_model_alike():
     with Ranks(2, "cpu") as ranks:
         errors = ranks.run(model.check, 2, 40)[0]
     assert set(errors) == {*baselines.METHODS, "zeco", "all_to_all"} and max(errors.values()) < 1e-5
+
+
+@pytest.mark.cpu
+def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
+    pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+    monkeypatch.setattr(sys, "argv", ["hybrid"])
+    assert hybrid.main() == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["allscan", "heads", "gathered"]
+    assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
+
+
+@pytest.mark.cpu
+def test_what_ran():
+    found = collections.Counter({"ncclDevKernel_SendRecv()": 4, "scan_kernel": 2})
+    assert proof.ran("a", found, ("SendRecv", "scan_kernel|other"), ("AllGather",)).startswith("4 SendRecv; 2 scan")
+    assert proof.ran("a", found, {"SendRecv": 4, "scan_kernel": None}, ()).endswith("of 6 kernels")
+    for wanted, unwanted in (({"SendRecv": 3}, ()), (("AllGather",), ()), ((), ("scan_kernel",))):
+        with pytest.raises(AssertionError, match="was not what ran"):
+            proof.ran("a", found, wanted, unwanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 from itertools import pairwise
@@ -14,197 +13,35 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import allscan
-from allscan.reference import delta_reference, ssd_reference
 from allscan.runtime import init
-from support.fla import import_fla
-from support.values import place, raised, relative
+from support.megatron import (
+    VOCABULARY,
+    WIDTH,
+    called,
+    configuration,
+    gradients,
+    mixers,
+    model,
+    packing,
+    placed,
+    rule,
+    specification,
+    stand_ins,
+)  # fmt: skip
+from support.values import raised, relative
 
 if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # whose imports take seconds
     pytest.skip("needs megatron-core, which make test installs, and fla", allow_module_level=True)
 pytestmark = pytest.mark.cpu  # Megatron's constructors want a GPU, which is taken from them here
 
-PRELOAD = ["allscan.integrations.megatron", "megatron.core.models.hybrid.hybrid_model"]
-VOCABULARY, WIDTH = 37, 24
-
-
-class Norm(torch.nn.RMSNorm):
-    """In place of Transformer Engine's."""
-
-    def __init__(self, config, hidden_size, eps):
-        super().__init__(hidden_size, eps)
-
-
-class GatedNorm(torch.nn.Module):
-    """In place of mamba_ssm's RMSNorm, of which there is none without a GPU."""
-
-    def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
-        super().__init__()
-        self.weight, self.eps, self.group = torch.nn.Parameter(torch.ones(width, dtype=dtype)), eps, group_size
-        assert not norm_before_gate
-
-    def forward(self, x, z):
-        x = (x * F.silu(z)).unflatten(-1, (-1, self.group))
-        return (x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight
-
-
-def chunk_scan(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, seq_idx=None,
-    return_final_states=False, initial_states=None, state_dtype=None,
-):  # fmt: skip
-    """In place of mamba_ssm's mamba_chunk_scan_combined: the recurrence in float64, token by token."""
-    from megatron.core.ssm import mamba_mixer
-
-    assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE
-    parts = []
-    for i in range(len(x)):
-        cuts = [0, x.shape[1]]
-        if seq_idx is not None:
-            cuts[1:1] = (seq_idx[i].diff().nonzero()[:, 0] + 1).tolist()
-        tensors = dict(x=x, dt=dt, B=B, C=C) | ({} if z is None else dict(z=z))
-        tensors = {name: t[i : i + 1].double() for name, t in tensors.items()}
-        given = dict(A=A, D=D, dt_bias=dt_bias)
-        tensors |= {name: t.double() for name, t in given.items() if t is not None}
-        y, final = ssd_reference(**tensors, dt_softplus=dt_softplus, cu_seqlens=cuts)
-        parts.append((y.to(x.dtype), final[-1:].float()))
-    y, final = (torch.cat(some) for some in zip(*parts, strict=True))
-    return (y, final) if return_final_states else y
-
-
-def rule(q, k, v, g, beta, **_):
-    """In place of fla's chunk_gated_delta_rule on one rank: the recurrence in float64, token by token."""
-    return delta_reference(q, k, v, g, beta)[0].to(v.dtype), None
-
-
-@contextlib.contextmanager
-def without_a_gpu():
-    """Megatron-core as it runs here: no GPU's random numbers, nothing compiled, stand-ins for mamba_ssm."""
-    from megatron.core import parallel_state
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.ssm import mamba_mixer
-    from megatron.core.ssm.gated_delta_net import common
-    from megatron.core.tensor_parallel import random
-    from megatron.core.utils import GlobalMemoryBuffer
-
-    import_fla()
-    tracker = mock.Mock(fork=contextlib.nullcontext)
-    with contextlib.ExitStack() as stack:
-        for where, name, value in (
-            (torch.cuda, "current_device", lambda: torch.device("cpu")),
-            (mamba_mixer, "get_cuda_rng_tracker", lambda: tracker),
-            (common, "get_cuda_rng_tracker", lambda: tracker),
-            (mamba_mixer, "HAVE_MAMBA_SSM", True),
-            (mamba_mixer, "ExtendedRMSNorm", GatedNorm),
-            (mamba_mixer, "mamba_chunk_scan_combined", chunk_scan),
-            (hybrid_block, "TENorm", Norm),
-            (random, "_get_all_rng_states", tuple),
-            (random, "_set_all_rng_states", lambda: None),
-            # of Transformer Engine
-            (random, "FP8GlobalStateManager", mock.Mock(is_fp8_enabled=lambda: False)),
-            (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
-            (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
-            (parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()),
-        ):
-            stack.enter_context(mock.patch.object(where, name, value, create=where is random))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
-
-
-def configuration(**more):
-    from megatron.core.transformer import TransformerConfig
-
-    options = dict(
-        num_layers=2, hidden_size=WIDTH, num_attention_heads=2, linear_conv_kernel_dim=4, linear_key_head_dim=8,
-        linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4, mamba_state_dim=10,
-        mamba_head_dim=6, mamba_num_heads=4, mamba_num_groups=2, use_mamba_mem_eff_path=False, deterministic_mode=True,
-        use_cpu_initialization=True, normalization="RMSNorm", activation_func=F.silu, hidden_dropout=0.0,
-        attention_dropout=0.0, add_bias_linear=False, bias_dropout_fusion=False,
-    )  # fmt: skip
-    return TransformerConfig(**options | more)
-
-
-def specification(gdn=(), mamba=()):
-    """hybrid_stack_spec without Transformer Engine and without softmax attention, which Megatron cuts with it only."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    linear = dict(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    mamba = ModuleSpec(MambaMixer, dict(mamba), MambaMixerSubmodules(**linear))
-    gdn = ModuleSpec(GatedDeltaNet, dict(gdn), GatedDeltaNetSubmodules(out_norm=Norm, **linear))
-    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(
-        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(
-            norm=Norm, mixer=mamba, mamba_bda=get_bias_dropout_add)),
-        gdn_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm, self_attention=gdn, self_attn_bda=get_bias_dropout_add)),
-    ))  # fmt: skip
-
-
-def model(spec, cp=None, tp=None, **more):
-    """A HybridModel of a Mamba2 and a Gated DeltaNet layer over these groups, random weights."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    groups, alone = ProcessGroupCollection(), dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    for name in ("pp", "ep", "embd", "dp"):
-        setattr(groups, name, alone)
-    cp, groups.tp = cp or alone, tp or alone
-    groups.cp, groups.tp_cp, groups.dp_cp = cp, cp, cp
-    config = configuration(context_parallel_size=cp.size(), tensor_model_parallel_size=groups.tp.size(), **more)
-    made = HybridModel(config, spec, VOCABULARY + 1, 512, hybrid_layer_pattern="MG", pg_collection=groups)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if name.endswith("A_log"):
-                p.uniform_(-4, -1)  # states last over some ranks
-            elif name.endswith(("dt_bias", ".D", "bias")):
-                p.normal_()
-            else:
-                p.normal_(std=p.shape[-1] ** -0.5)
-    return made
-
-
-def mixers(made):
-    return made.decoder.layers[0].mixer, made.decoder.layers[1].self_attention
-
-
-def gradients(made):
-    return {name: p.grad for name, p in made.named_parameters()}
-
-
-def packing(lengths):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    cu_seqlens = torch.tensor(lengths, dtype=torch.int32)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-
-
-def placed(comm, tokens, lengths, layout):
-    """Which tokens of the whole this rank has; zigzag: of each sequence, row: of all in zigzag."""
-    if layout != "zigzag":
-        return torch.arange(sum(tokens))[place(comm, tokens, layout == "row")]
-    parts = [a + place(comm, [(b - a) // comm.size] * comm.size, True) for a, b in pairwise(lengths)]
-    return torch.cat(parts)
-
-
-def called(made, embedded, labels, packed=None):
-    """(logits [T, B, vocabulary], which Megatron's loss writes into, loss of each token [B, T])."""
-    logits = []
-    with_logits = made.output_layer.register_forward_hook(lambda module, given, out: logits.append(out[0].clone()))
-    losses = made(None, None, None, decoder_input=embedded, labels=labels, packed_seq_params=packed)
-    with_logits.remove()
-    return logits[0], losses
+PRELOAD = ["fla.models.gla", "allscan.integrations.megatron", "megatron.core.models.hybrid.hybrid_model"]
 
 
 def model_case(group, layout, tokens, lengths, options, params):
     """Relative errors of logits, loss, the input's gradient and each parameter's."""
     from allscan.integrations.megatron import sequence_parallel
 
-    with without_a_gpu(), allscan.Communicator(group) as comm:
+    with stand_ins(), allscan.Communicator(group) as comm:
         spec, total = specification(**params), sum(tokens)
         whole = model(spec, **options)
         for module in whole.modules():
@@ -300,7 +137,7 @@ def tensor_case(layout, sequence):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     tp, cp = (group for group in groups if isinstance(group, dist.ProcessGroup))
     init()
-    with without_a_gpu():
+    with stand_ins():
         with allscan.Communicator(cp) as comm:
             spec, options = specification(), dict(sequence_parallel=sequence)
             whole = model(spec, tp=tp, **options)
@@ -342,7 +179,7 @@ def own_case(group):
 
     from allscan.integrations.megatron import sequence_parallel
 
-    with without_a_gpu(), allscan.Communicator(group) as comm:
+    with stand_ins(), allscan.Communicator(group) as comm:
         spec = specification()
         torch.manual_seed(1)
         batch = dict(tokens=torch.randint(0, VOCABULARY, (2, 16 * comm.size)))
@@ -401,7 +238,7 @@ def of_all_scan(config, batch, zigzag):
 
 
 def test_like_megatrons_own(run, size=2):
-    with without_a_gpu():
+    with stand_ins():
         config = configuration()
     for errors, theirs, left, ours in run(size, own_case):
         assert len(errors) > 18 and max(errors.values()) < 2e-5, errors
@@ -413,7 +250,7 @@ def test_like_megatrons_own(run, size=2):
 def bytes_case(group, layout):
     from allscan.integrations.megatron import sequence_parallel
 
-    with without_a_gpu(), allscan.Communicator(group) as comm:
+    with stand_ins(), allscan.Communicator(group) as comm:
         made = model(sequence_parallel(specification(), layout=layout, comm=comm), group, **FEW)
         with torch.no_grad():
             made(None, None, None, decoder_input=torch.randn(8, 1, WIDTH))
@@ -425,7 +262,7 @@ def bytes_case(group, layout):
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_rank_sends_states(run, layout, size=4):
     """One in the contiguous layout, two in zigzag, forward and again in backward; of a convolution three tokens."""
-    with without_a_gpu():
+    with stand_ins():
         config = configuration(**FEW)
     a_state = of_all_scan(config, 1, False)
     for rank, (forward, backward) in enumerate(run(size, bytes_case, layout)):
@@ -437,7 +274,7 @@ def bfloat16_case(group, layout):
     """Errors of logits to float32's, over those of one rank, each layer by itself: the second one's input is given."""
     from allscan.integrations.megatron import sequence_parallel
 
-    with without_a_gpu(), allscan.Communicator(group) as comm:
+    with stand_ins(), allscan.Communicator(group) as comm:
         spec, half = specification(), dict(bf16=True, params_dtype=torch.bfloat16)
         own = model(sequence_parallel(spec, layout=layout, comm=comm), group, **half)
         exact, whole = model(spec), model(spec, **half)
@@ -464,7 +301,7 @@ def refusals_case(group):
 
     from allscan.integrations.megatron import sequence_parallel
 
-    with without_a_gpu(), allscan.Communicator(group) as comm:
+    with stand_ins(), allscan.Communicator(group) as comm:
         spec = sequence_parallel(specification(), comm=comm)
         made = model(spec, group)
         x, cu_seqlens = torch.randn(8, 1, WIDTH), torch.tensor([0, 16], dtype=torch.int32)
@@ -537,7 +374,7 @@ def one_case(group):
     """On one rank of context parallelism: equal bits, and a communicator of a group of its own where none is given."""
     from allscan.integrations import megatron
 
-    with without_a_gpu():
+    with stand_ins():
         spec, x = specification(), torch.randn(16, 2, WIDTH)
         alone, whole = model(megatron.sequence_parallel(spec)), model(spec)
         assert [mixer.comm for mixer in mixers(alone)] == [None, None]

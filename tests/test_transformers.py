@@ -95,12 +95,12 @@ def expected(model, whole, labels, lengths):
     return logits.detach(), loss.detach(), copy.deepcopy(gradients(model))
 
 
-def model_case(group, family, packed, inner, keep=False):
+def model_case(group, family, packed, inner, keep=False, **more):
     """Relative errors of logits, loss, and of the gradients together and each; parameters without a gradient."""
     from allscan.integrations.transformers import sequence_parallel
 
     with allscan.Communicator(group) as comm:
-        tokens, model = TOKENS[comm.size], made(family, inner, keep)
+        tokens, model = TOKENS[comm.size], made(family, inner, keep, **more)
         names = [name for name, _ in model.named_parameters()]
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)))
         labels = whole.clone()
@@ -147,7 +147,7 @@ def test_models(run, family, size, packed, inner):
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
-def half_precision_case(group, family):
+def half_precision_case(group, family, how):
     """Relative errors of bfloat16 logits, one rank's and the ranks', to float32; whether all gradients are finite."""
     from allscan.integrations.transformers import sequence_parallel
 
@@ -155,96 +155,140 @@ def half_precision_case(group, family):
         tokens, model = TOKENS[comm.size], made(family)
         whole, mine = torch.randint(1, VOCABULARY, (2, sum(tokens))), place(comm, tokens)
         exact = model(input_ids=whole, use_cache=False).logits.detach()[:, mine]
-        alone = model.bfloat16()(input_ids=whole, use_cache=False).logits[:, mine]
-        found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
+        model = model if how == "autocast" else model.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            alone = model(input_ids=whole, use_cache=False).logits[:, mine]
+            found = sequence_parallel(model, comm=comm)(input_ids=whole[:, mine], labels=whole[:, mine])
         found.loss.backward()
         finite = all(g.isfinite().all() for g in gradients(model).values())
         return relative(alone, exact), relative(found.logits, exact), finite
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
-def test_bfloat16(run, family, size=3):
-    for alone, found, finite in run(size, half_precision_case, family):
+@pytest.mark.parametrize("family, how", [("qwen3_5", "bfloat16"), ("nemotron_h", "bfloat16"), ("qwen3_5", "autocast")])
+def test_bfloat16(run, family, how, size=3):
+    for alone, found, finite in run(size, half_precision_case, family, how):
         assert finite and found < 1.3 * alone, (found, alone)
-
-
-def together(function, lengths, of_tokens, *arguments, initial=None, **options):
-    """(outputs, last states) of packed sequences by a function that takes one."""
-    firsts = [None] * (len(lengths) - 1) if initial is None else initial.split(1)
-    parts = [
-        function(*(t[:, a:b] if i in of_tokens else t for i, t in enumerate(arguments)), first, **options)
-        for (a, b), first in zip(pairwise(lengths), firsts, strict=True)
-    ]
-    outputs, states = zip(*parts, strict=True)
-    return torch.cat(outputs, 1), torch.cat(states)
-
-
-def packing_rule(function):
-    """A delta rule that takes packed sequences, called as fla's is."""
-
-    def one(q, k, v, g, beta, initial_state, **options):
-        return function(q, k, v, g=g, beta=beta, initial_state=initial_state, **options)
-
-    def call(q, k, v, g, beta, initial_state=None, cu_seqlens=None, **options):
-        if cu_seqlens is None:
-            return one(q, k, v, g, beta, initial_state, **options)
-        assert cu_seqlens.dtype == torch.int32
-        lengths = cu_seqlens.tolist()
-        return together(one, lengths, range(5), q, k, v, g, beta, initial=initial_state, **options)
-
-    return call
 
 
 def packing_scan(function):
     """A chunk scan that takes packed sequences, called as mamba_ssm's is."""
 
-    def one(x, dt, A, B, C, _, **options):
-        return function(x, dt, A, B, C, **options)
-
     def call(x, dt, A, B, C, seq_idx=None, **options):
         if seq_idx is None:
             return function(x, dt, A, B, C, **options)
         lengths = [0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()]
-        y, states = together(one, lengths, (0, 1, 3, 4), x, dt, A, B, C, **options)
-        return y, states[-1:]
+        parts = [function(*(t[:, a:b] for t in (x, dt)), A, *(t[:, a:b] for t in (B, C)), **options)
+                 for a, b in pairwise(lengths)]  # fmt: skip
+        return torch.cat([y for y, _ in parts], 1), parts[-1][1]
 
     return call
 
 
-def in_one_call_case(group, family, name, packing):
-    """With functions that take packed sequences in one call, as those for GPUs."""
+def functions_case(group, family, name, wrapped, packed, **more):
+    """With ``wrapped(torch's function)`` for the function ``name`` of a model's file over the ranks, torch's on one."""
+    from allscan.integrations import transformers as integration
+
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    made(family)
+    with pytest.MonkeyPatch.context() as patch:
+        own = vars(modeling)[name]
+        own = getattr(own, "original", own)
+        patch.setattr(modeling, name, own)  # as it was, at the end
+        split = functools.partial(integration.OPERATORS[name], wrapped(own))
+        patch.setattr(modeling, name, integration._Operator(own, lambda _, *given, **options: split(*given, **options)))
+        return model_case(group, family, packed, "sdpa", keep=True, **more)
+
+
+def in_one_call_case(group):
     from allscan.integrations import transformers as integration
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration, "at_once", lambda device: True)
-        made(family)
-        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        own = vars(modeling)[name]
-        patch.setattr(modeling, name, own)  # as it was, at the end
-        integration.sequence_parallel(made(family), comm=None)
-        original = own.original if hasattr(own, "original") else own
-        patch.setattr(modeling, name, packing(original))
-        return model_case(group, family, "cu_seq_lens", "sdpa", keep=True)
+        patch.setattr(integration, "of_package", lambda function: function)
+        return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens")
 
 
-@pytest.mark.parametrize("family, name, packing", [("qwen3_next", "torch_chunk_gated_delta_rule", packing_rule),
-                                                   ("nemotron_h", "mamba2_chunk_scan", packing_scan)])  # fmt: skip
-def test_functions_that_take_packed_sequences(run, family, name, packing, size=3):
-    for errors, _ in run(size, in_one_call_case, family, name, packing):
+def test_functions_that_take_packed_sequences(run, size=3):
+    for errors, _ in run(size, in_one_call_case):
         assert max(errors.values()) < 2e-5, errors
 
 
+RULES = {
+    "kimi_linear": ("chunk_kimi_delta_attention", "chunk_kda", dict(linear_head_dim=16)),
+    "qwen3_next": ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule",
+                   dict(linear_key_head_dim=16, linear_value_head_dim=16)),
+}  # fmt: skip
+
+
+def ours_case(group, family, packed):
+    """All-Scan's operator where the model's function is fla's, as on a GPU: (errors, its calls' options, choices)."""
+    from transformers.integrations import use_kernel_func_from_hub_with_fallback
+
+    from allscan.integrations import transformers as integration
+
+    import_fla()
+    (name, theirs, more), calls = RULES[family], []
+    decorated = use_kernel_func_from_hub_with_fallback(theirs, "fla")
+    own = integration.OURS[theirs]
+
+    @functools.wraps(own)
+    def counted(*tensors, **options):
+        calls.append(sorted(options))
+        return own(*tensors, **options)
+
+    def chosen(device, **options):
+        found = integration.ours(decorated(own), torch.device(device), options)
+        return found and found.__name__
+
+    with pytest.MonkeyPatch.context() as patch:
+        choices = [chosen("cuda"), chosen("cuda", scale=0.5), chosen("cuda", use_cache=True),
+                   chosen("cuda", cp_context=1), chosen("cpu"),
+                   integration.ours(own, torch.device("cuda"), {})]  # fmt: skip
+        patch.setattr(integration, "on_gpu", lambda device: True)
+        patch.setitem(integration.OURS, theirs, counted)
+        errors, _ = functions_case(group, family, name, decorated, packed, **more)
+    return errors, calls, choices
+
+
+@pytest.mark.parametrize("family, packed, size", [("kimi_linear", None, 2), ("qwen3_next", "cu_seq_lens", 2),
+                                                  ("qwen3_next", None, 3)])  # fmt: skip
+def test_our_operator_in_place_of_flas(run, family, packed, size):
+    pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
+    name = {"kimi_linear": "zeco_kda", "qwen3_next": "zeco_gated_delta_rule"}[family]
+    where = ["comm", "cu_seqlens", "first_token", "output_final_state", "use_qk_l2norm_in_kernel"]
+    for errors, calls, choices in run(size, ours_case, family, packed):
+        assert max(errors.values()) < 2e-5, errors
+        assert calls == [where]  # one layer
+        assert choices == [name] * 3 + [None] * 3
+
+
+def masks_case(group):
+    """sdpa of the last T queries of S keys by the mask that keeps kernels without one in memory, beside a whole one."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    errors = []
+    for T, S, H, D in ((5, 9, 2, 8), (7, 7, 1, 16), (1, 6, 2, 8)):
+        q, k, v = (torch.randn(2, H, n, D, requires_grad=True) for n in (T, S, S))
+        seen, do, answers = torch.ones(T, S, dtype=torch.bool).tril(S - T), torch.randn(2, H, T, D), []
+        for mask in (seen, causal_lower_right(T, S)):
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3)
+            answers.append([o, *torch.autograd.grad(o, (q, k, v), do)])
+        errors += [relative(a, b) for a, b in zip(*answers, strict=True)]
+    return max(errors)
+
+
+def test_the_mask_of_sdpa(run):
+    assert max(run(1, masks_case)) < 1e-6
+
+
 def fla_case(group, name):
-    """Errors of fla's own functions, with packed sequences in one call, against the recurrence, forward: of those that
-    Triton's interpreter takes."""
+    """Errors of fla's own functions against the recurrence, forward: of those that Triton's interpreter takes."""
     import_fla()
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.kda import fused_recurrent_kda
 
     from allscan.integrations import transformers as integration
 
-    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(integration, "at_once", lambda device: True)
+    with allscan.Communicator(group) as comm, torch.no_grad():
         function = dict(kda=fused_recurrent_kda, gated_delta_rule=fused_recurrent_gated_delta_rule)[name]
         tokens, lengths, generator = [13, 11], [0, 4, 17, 24], torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, 24, 2, 16, generator=generator) for _ in range(3))

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from megatron.core.inference.utils import InferenceMode
@@ -24,11 +23,10 @@ from ..checks import is_zigzag
 from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule
 from ..first_call import partition_start
-from ..halos import halo
-from ..ops import allscan
 from ..packing import boundaries_on_host, cut, zigzag_cut
 from ..shmem_kernels.gla_blocks import FIRST
-from ..ssd import Using, zeco_ssd
+from ..ssd import zeco_ssd
+from .recurrent import Piece, convolved, delta_rule, joined
 from .softmax import refuse
 
 _communicators: dict[Any, Communicator] = {}  # by process group
@@ -100,29 +98,13 @@ class _Alone:
         return 0
 
 
-class _Piece(NamedTuple):
-    """Consecutive tokens of this rank that are of one sequence."""
-
-    tokens: int
-    half: int  # of the zigzag layout
-    entered: bool  # whether there are tokens of the sequence before
-
-
 class _Part(NamedTuple):
     """Tokens start .. end - 1 of this rank that are cut over the ranks together: all, or those of one document."""
 
     start: int
     end: int
-    pieces: list[_Piece]
+    pieces: list[Piece]
     where: Mapping[str, Any]  # what operators are told
-
-    def split(self, x):
-        return x.split([piece.tokens for piece in self.pieces], 1)
-
-    def halves(self) -> list[list[int]]:
-        """The numbers of the pieces of each half, of all in the contiguous layout."""
-        numbers = range(self.pieces[-1].half + 1)
-        return [[i for i, piece in enumerate(self.pieces) if piece.half == half] for half in numbers]
 
 
 class _Mixer:
@@ -151,8 +133,8 @@ class _Mixer:
         where: dict[str, Any] = dict(comm=comm, layout="zigzag" if self.zigzag else "contiguous")
 
         def whole(T):
-            halves = [_Piece(T - T // 2, 0, comm.rank > 0), _Piece(T // 2, 1, True)]
-            return halves if self.zigzag else [_Piece(T, 0, comm.rank > 0)]
+            halves = [Piece(T - T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
+            return halves if self.zigzag else [Piece(T, 0, comm.rank > 0)]
 
         if context is not None or InferenceMode.is_active():
             refuse(comm, "inference is not covered with context parallelism: use a model without")
@@ -170,7 +152,7 @@ class _Mixer:
         if not self.zigzag or not self.per_document:
             where |= dict(cu_seqlens=lengths, first_token=first)
             found = [p for p in (zigzag_cut if self.zigzag else cut)(numbers, first, T) if p.end > p.start]
-            pieces = [_Piece(p.end - p.start, p.state_index, not p.flags & FIRST.value) for p in found]
+            pieces = [Piece(p.end - p.start, p.state_index, not p.flags & FIRST.value) for p in found]
             return [_Part(0, T, pieces, where)]
         counts = [b - a for a, b in itertools.pairwise(numbers) if b > a]
         if any(n % (2 * comm.size) or n // (2 * comm.size) < conv for n in counts):
@@ -200,65 +182,24 @@ def _communicator(group):
 
 def _over(parts, function, *tensors):
     """function(part, its tokens of the tensors [B, T, ...]), one part behind the other."""
-    return _joined([function(part, *(t[:, part.start : part.end] for t in tensors)) for part in parts])
-
-
-def _joined(parts):
-    """[B, T, ...] one behind the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return joined([function(part, *(t[:, part.start : part.end] for t in tensors)) for part in parts])
 
 
 def _convolution(conv, n):
-    """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins."""
-
-    def convolved(part, x):
-        before = [torch.zeros_like(x[:, :n])] * len(part.pieces)
-        for some, found in zip(part.halves(), halo(x, n, **part.where).split(n, 1), strict=True):
-            before[some[0]] = found
-        rows = [row for pair in zip(before, part.split(x), strict=True) for row in pair]
-        y = conv(torch.cat(rows, 1))
-        return _joined(y.split([row.shape[1] for row in rows], 1)[1::2])
-
-    return convolved
+    """conv over x [B, T, C] of a part."""
+    return lambda part, x: convolved(conv, n, x, part.pieces, **part.where)
 
 
 def _rule(operator):
-    """The gated delta rule ``operator`` over the ranks. Outputs and last states are linear in values and first states
-    together: K columns of zeros behind the values, with the unit matrix for their first state, give how both depend on
-    it."""
+    """The gated delta rule ``operator`` over the ranks."""
 
-    def fla(part, q, k, v, g, beta):
-        return zeco_gated_delta_rule(q, k, v, g, beta, **part.where)[0]
+    def fla(part, *tensors):
+        return zeco_gated_delta_rule(*tensors, **part.where)[0]
 
-    def other(part, q, k, v, g, beta):
-        (batch, _, H, K), V, halves, pieces = q.shape, v.shape[-1], part.halves(), part.pieces
-        zeros = torch.zeros(batch, H, K, V + K, device=q.device)
-        unit = torch.cat([zeros[..., :V], torch.eye(K, device=q.device).expand(batch, H, K, K)], -1)
-        wide = [i in (some[0] for some in halves) and piece.entered for i, piece in enumerate(pieces)]
-        outputs, states = [], []
-        for more, *tensors in zip(wide, *(part.split(t) for t in (q, k, v, g, beta)), strict=True):
-            q, k, v, g, beta = tensors
-            o, state = operator(
-                q, k, F.pad(v, (0, K)) if more else v, g=g, beta=beta, initial_state=unit if more else None,
-                output_final_state=True, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
-            )  # fmt: skip
-            outputs.append(o)
-            states.append(state.float())
-        left = [states[some[-1]][..., :V] for some in halves]
-        passes = [len(some) == 1 and wide[some[0]] for some in halves]  # of what enters, nothing passes an end
-        through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]
-        comm = part.where["comm"]
-        if len(halves) > 1:
-            prevs = allscan(tuple(left), comm=comm, transition=tuple(through), layout="zigzag")
-        else:
-            prevs = (allscan(left[0], comm=comm, transition=through[0]),)
-        for some, prev in zip(halves, prevs, strict=True):
-            o = outputs[some[0]]
-            if wide[some[0]]:
-                added = torch.einsum("bthk,bhkv->bthv", o[..., V:].float(), prev)
-                outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-        return Using.apply(_joined(outputs), *prevs)
+    def other(part, *tensors):
+        return delta_rule(alone, *tensors, part.pieces, comm=part.where["comm"])[0]
 
+    alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
     return fla if operator is chunk_gated_delta_rule else other
 
 

@@ -6,24 +6,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..checks import boundaries
-from ..collective import leaves
 from ..communicator import Communicator
-from ..halos import halo
-from ..ops import allscan
+from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..packing import TensorKey, boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..shmem_kernels.gla_blocks import FIRST
-from ..ssd import Using, zeco_ssd
+from ..ssd import zeco_ssd
+from .recurrent import Piece, convolved, delta_rule
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
 NAME = "allscan"  # of the attention function
@@ -56,11 +57,11 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Modu
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
-    depend on the first; Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The tokens that short convolutions
-    look back at come from the rank before, so each rank needs at least as many tokens as they look back. Softmax layers
-    gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the attention function that the
-    model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank; sdpa makes a mask of this rank's
-    tokens by those up to them.
+    depend on the first; where the function is fla's, on GPUs, it is :func:`allscan.zeco_kda` or
+    :func:`allscan.zeco_gated_delta_rule` instead. Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The
+    tokens that short convolutions look back at come from the rank before, so each rank needs at least as many tokens as
+    they look back. Softmax layers gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the
+    attention function that the model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank.
     Each forward pass asks on the host how many tokens the ranks have. Positions go on over the cuts.
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
@@ -182,6 +183,9 @@ class _Sequence:
         pieces = [p for p in cut(lengths, self.first, self.own) if p.end > p.start]
         return [(p.start, p.end, 0 if p.flags & FIRST.value else self.first - lengths[p.sequence]) for p in pieces]
 
+    def cut(self) -> list[Piece]:
+        return [Piece(end - first, 0, before > 0) for first, end, before in self.pieces()]
+
     def where(self) -> dict:
         return dict(cu_seqlens=self.lengths, first_token=None if self.lengths is None else self.first)
 
@@ -279,17 +283,15 @@ class _Operator:
 
 
 def _convolution(original, sequence, x, weight, bias=None, activation=None, **_):
-    """x [B, channels, tokens]: sequences one behind the other, with what each looks back at, zeros where it begins."""
-    n, x, pieces = weight.shape[-1] - 1, x[:, :, -sequence.own :], sequence.pieces()
+    """x [B, channels, tokens], the last of which are this rank's."""
+    n, x = weight.shape[-1] - 1, x[:, :, -sequence.own :]
     if not n:
         return original(x, weight, bias, activation=activation)
-    parts = [halo(x.mT, n, comm=sequence.comm, **sequence.where()).mT]
-    for i, (first, end, _) in enumerate(pieces):
-        parts += [x.new_zeros(*x.shape[:2], n)] * (i > 0) + [x[:, :, first:end]]
-    y = original(torch.cat(parts, -1), weight, bias, activation=activation)
-    places = [(i + 1) * n + first for i, (first, _, _) in enumerate(pieces)]
-    ys = [y[:, :, place : place + end - first] for place, (first, end, _) in zip(places, pieces, strict=True)]
-    return torch.cat(ys, -1)
+
+    def conv(x):
+        return original(x.mT, weight, bias, activation=activation).mT
+
+    return convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where()).mT
 
 
 def _fused(original, sequence, *_, **__):
@@ -302,7 +304,7 @@ def _state_space(
 ):  # fmt: skip
     def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
         options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
-        if seq_idx is None or at_once(x.device):
+        if seq_idx is None or of_package(original) is not None:
             return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
         outputs, state = [], None
         for first, end, _ in sequence.pieces():  # torch's own function takes one sequence
@@ -316,53 +318,47 @@ def _state_space(
     )  # fmt: skip
 
 
-def at_once(device) -> bool:
-    """Whether several sequences go to a function in one call: those for GPUs take them, torch's own do not."""
+def of_package(function):
+    """fla's or mamba_ssm's function that one of a model's file calls, None where that is transformers' own, in torch:
+    only the former take packed sequences in one call."""
+    inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    found = inside.get("implementation")  # of use_kernel_func_from_hub_with_fallback
+    return None if found is inside.get("torch_function") else found
+
+
+def ours(function, device, options):
+    """All-Scan's operator in place of a model's delta rule, or None where it is not the same: it is where that is fla's
+    on a GPU, and ours knows all options that fla's would be given."""
+    theirs = of_package(function)
+    found = OURS.get(getattr(theirs, "__name__", None))
+    if found is None or not theirs.__module__.startswith("fla.") or not on_gpu(device):
+        return None
+    known, taken = (inspect.signature(f).parameters for f in (found, theirs))
+    return found if all(name in known for name in options if name in taken) else None
+
+
+def on_gpu(device) -> bool:
     return device.type == "cuda"
 
 
 def _delta_rule(
-    original, sequence, query, key, value, g, beta, *, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    initial_state=None, **_,
+    original, sequence, query, key, value, g, beta, *, initial_state=None, output_final_state=False, cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False, **options,
 ):  # fmt: skip
-    """Gated DeltaNet and KDA. Outputs and last states are linear in values and first states together: K columns of
-    zeros behind the values, with the unit matrix for their first state, give how both depend on it."""
-    pieces, comm, (K, V) = sequence.pieces(), sequence.comm, (key.shape[-1], value.shape[-1])
-    batch, HV = value.shape[0], value.shape[2]
-    entered = pieces[0][2] > 0
-    unit = torch.zeros(batch, HV, K, V + K, device=value.device)
-    unit[..., V:] = torch.eye(K, device=value.device)
-    tensors, ends = (query, key, value, g, beta), [end for _, end, _ in pieces]
-    options = dict(output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-
-    def call(first, end, wide, **more):
-        q, k, v, *gates = (t[:, first:end] for t in tensors)
-        v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1) if wide else v
-        return original(q, k, v, g=gates[0], beta=gates[1], **options, **more)
-
-    if len(pieces) == 1 or not at_once(value.device):
-        outputs, states = zip(*(
-            call(first, end, entered and i == 0, initial_state=unit if entered and i == 0 else None)
-            for i, (first, end, _) in enumerate(pieces)
-        ), strict=True)  # fmt: skip
-    else:
-        initial = torch.cat([unit, unit.new_zeros(len(pieces) - 1, *unit.shape[1:])]) if entered else None
-        lengths = torch.tensor([0, *ends], dtype=torch.int32, device=value.device)
-        o, state = call(0, ends[-1], entered, initial_state=initial, cu_seqlens=lengths)
-        outputs, states = o.split([end - first for first, end, _ in pieces], 1), state.split(1)
-        outputs = [outputs[0], *(o[..., :V] for o in outputs[1:])]
-    left = states[-1][..., :V].float()
-    through = torch.zeros(batch, HV, K, K, device=value.device)  # of what entered, nothing passes a sequence's end
-    if entered and len(pieces) == 1:
-        through = states[0][..., V:].float()
-    prev = allscan(left, comm=comm, transition=through)
-    o = outputs[0][..., :V]
-    if entered:
-        o = (o.float() + torch.einsum("bthk,bhkv->bthv", outputs[0][..., V:].float(), prev)).to(o.dtype)
-    o = Using.apply(torch.cat([o, *outputs[1:]], 1), prev)
-    return o, leaves(left, None, through, prev) if output_final_state else None
+    """Gated DeltaNet and KDA."""
+    operator, tensors = ours(original, value.device, options), (query, key, value, g, beta)
+    if operator is not None:
+        taken = inspect.signature(operator).parameters
+        return operator(
+            *tensors, comm=sequence.comm, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **sequence.where(),
+            **{name: x for name, x in options.items() if name in taken},
+        )  # fmt: skip
+    alone = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+    return delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
 
 
+OURS = {"chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kda": zeco_kda}
 OPERATORS = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -430,14 +426,16 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         )
     inner, home = sequence.inner, sys.modules[_home(module)]
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
-    outputs = []
+    device, outputs = query.device.type, []
+    if inner == "sdpa" and torch.is_autocast_enabled(device):  # which does not reach through causal_lower_right
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     for first, end, before in sequence.pieces():
         begin, last = sequence.first + first - before, sequence.first + end
         T, mask = end - first, None
-        if inner in ("eager", "sdpa") and T > 1 and (before or inner == "eager"):  # sdpa's own mask begins at token 0
-            mask = torch.ones(T, T + before, dtype=torch.bool, device=query.device).tril(before)[None, None]
-            if inner == "eager":
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        if inner == "eager" and T > 1:
+            mask = query.new_full((T, T + before), torch.finfo(query.dtype).min).triu(before + 1)[None, None]
+        elif inner == "sdpa" and T > 1 and before:  # whose own mask begins at token 0
+            mask = causal_lower_right(T, T + before)  # its kernels go on without a mask in memory
         keys = (t[:, :, begin:last] for t in (key, value))
         options = dict(scaling=scaling, dropout=dropout)
         outputs.append(function(_Layer(module, inner), query[:, :, first:end], *keys, mask, **options)[0])

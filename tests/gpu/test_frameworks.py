@@ -1,0 +1,287 @@
+"""transformers' models and Megatron-core's mixers over the GPUs of this machine, against one rank.
+
+One rank runs transformers' own functions in torch, or the recurrence in float64 (Megatron-core), and not fla's kernels:
+they are another program, need no compilation, and fla refuses Gated DeltaNet's backward on Hopper with Triton before
+3.7.1. mamba_ssm, causal_conv1d and Transformer Engine are not needed: in their place run transformers' functions in
+torch, or fla's convolution and the stand-ins of support/megatron.py. Matrix products of float32 are not rounded to TF32
+here (TRITON_F32_DEFAULT), so that float32 shows errors of the split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import os
+import time
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import allscan
+from allscan.tools.ranks import Ranks, on_first
+from support.fla import import_fla
+from support.values import place, relative
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = 53
+COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, pad_token_id=0, num_attention_heads=4,
+              attn_implementation="sdpa")  # fmt: skip
+MIXED = dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+MODELS = {  # without mixtures of experts, whose choices turn with the last bit
+    "kimi_linear": ("KimiLinear", COMMON | MIXED | dict(
+        linear_num_heads=2, linear_head_dim=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        v_head_dim=32, num_key_value_heads=4, mlp_layer_types=["dense", "dense"])),
+    "qwen3_next": ("Qwen3Next", COMMON | MIXED | dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        num_key_value_heads=2, head_dim=32, mlp_only_layers=[0, 1])),
+    "nemotron_h": ("NemotronH", COMMON | dict(
+        layers_block_type=["linear_attention", "full_attention", "mlp"], num_key_value_heads=2, head_dim=32,
+        mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=16, chunk_size=32)),
+}  # fmt: skip
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LIMIT = 1e-4  # relative, float32: products are summed in another order
+# bfloat16: of errors to float32, over one rank's, and beyond that; one rank's functions are float32 inside
+TIMES, BEYOND = 3.0, 3e-2
+CURVE = {"float32": 1e-4, "bfloat16": 1e-2}  # of each loss of ten steps
+CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for packed in (False, True)]
+GATED = dict(linear_key_head_dim=32, linear_value_head_dim=32, deterministic_mode=False)
+
+
+def needs(*packages):
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """All GPUs; kernels are compiled before, each kind by a process of its own, since one after the other takes
+    minutes."""
+    with mock.patch.dict(os.environ, TRITON_F32_DEFAULT="ieee", ALLSCAN_HEAP="512M"):
+        if importlib.util.find_spec("transformers") and torch.cuda.is_available():
+            kinds = [case for case in CASES if case[0] != "nemotron_h"]
+            ahead = [Ranks(1, "cuda") for _ in kinds]
+            for one, case in zip(ahead, kinds, strict=True):
+                one.start(on_first, 1, model_case, *case)
+            end = time.monotonic() + 100
+            for one in ahead:
+                one.results(timeout=max(1.0, end - time.monotonic()))  # an error is the test's to show
+                one.close()
+            print(f"compiled in {time.monotonic() - end + 100:.0f} s")
+        made = Ranks(torch.cuda.device_count(), "cuda")
+    yield made
+    made.close()
+
+
+def run(ranks, *arguments):
+    size = len(ranks.processes)
+    if size < 2:
+        pytest.skip("needs two GPUs")
+    return ranks.run(on_first, size, *arguments, timeout=200.0)
+
+
+def parts(size):
+    """(tokens of each rank, boundaries of packed sequences: some end at a rank's cut, some on the ranks)."""
+    tokens = [(200, 120, 136, 184)[rank % 4] for rank in range(size)]
+    total = sum(tokens)
+    return tokens, [0, 50, *([200] if size > 1 else ()), total - 70, total - 69, total]
+
+
+def made(family, device):
+    kind, options = MODELS[family]
+    home = f"transformers.models.{family}"
+    config = getattr(importlib.import_module(f"{home}.configuration_{family}"), f"{kind}Config")(**options)
+    torch.manual_seed(0)
+    model = getattr(importlib.import_module(f"{home}.modeling_{family}"), f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-6, -3)  # states last over some ranks
+            elif name.endswith(("dt_bias", ".D")):
+                p.normal_()
+            elif p.ndim > 1 and "conv" not in name:
+                p.normal_(std=p.shape[-1] ** -0.5)  # layers change more than rounding does
+    return model.to(device).train()
+
+
+@contextlib.contextmanager
+def torchs_own(family):
+    """The functions in torch that a model's file has, where it would call those of a package."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    from allscan.integrations.transformers import OPERATORS
+
+    with contextlib.ExitStack() as stack:
+        for name in OPERATORS:
+            if (function := vars(modeling).get(name)) is not None:
+                function = getattr(function, "original", function)
+                function = getattr(function, "__wrapped__", function)
+                if "delta" in name:  # whose float32 products autocast would round, which fla's and ours it does not
+                    function = torch.autocast("cuda", enabled=False)(function)
+                stack.enter_context(mock.patch.object(modeling, name, function))
+        yield
+
+
+def answers(model, logits, loss):
+    loss.backward()
+    found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return dict(logits=logits.detach().float(), loss=loss.detach()) | found
+
+
+def one_rank(family, model, whole, labels, lengths):
+    with torchs_own(family):
+        logits = torch.cat([model(input_ids=whole[:, a:b], use_cache=False).logits for a, b in pairwise(lengths)], 1)
+    return answers(model, logits, F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()))
+
+
+def model_case(group, family, dtype, packed):
+    """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients."""
+    from allscan.integrations import transformers as integration
+
+    import_fla()
+    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
+        tokens, lengths = parts(comm.size)
+        lengths = lengths if packed else [0, sum(tokens)]
+        whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)), generator=torch.manual_seed(1))
+        whole = whole.to(comm.device)
+        labels = whole.clone()
+        labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
+        model, mine = made(family, comm.device), place(comm, tokens)
+        exact = one_rank(family, model, whole, labels, lengths)
+        model = copy.deepcopy(model).to(DTYPES[dtype])
+        alone = exact if dtype == "float32" else one_rank(family, model, whole, labels, lengths)
+        how = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32, device=comm.device)) if packed else {}
+        with recorded(integration) as seen:
+            output = integration.sequence_parallel(model, comm=comm)(
+                input_ids=whole[:, mine], labels=labels[:, mine], use_cache=False, **how
+            )
+        assert seen == {"kimi_linear": ["zeco_kda"], "qwen3_next": ["zeco_gated_delta_rule"]}.get(family, []), seen
+        found = answers(model, output.logits, output.loss)
+        for name in found.keys() - {"logits"}:
+            dist.all_reduce(found[name], group=group)
+        exact["logits"], alone["logits"] = (x["logits"][:, mine] for x in (exact, alone))
+        return {name: (relative(found[name], x), relative(alone[name], x)) for name, x in exact.items() if x.any()}
+
+
+@contextlib.contextmanager
+def recorded(integration):
+    """Names of All-Scan's operators that take the place of fla's, in the order of their calls; on CPUs too."""
+    seen, choose = [], integration.ours
+
+    def ours(*arguments):
+        operator = choose(*arguments)
+        seen.extend([] if operator is None else [operator.__name__])
+        return operator
+
+    with mock.patch.multiple(integration, ours=ours, on_gpu=lambda device: True):
+        yield seen
+
+
+def check(errors, dtype):
+    worst = max(errors, key=lambda name: errors[name][0])
+    print(f"largest error {errors[worst][0]:.1e} ({worst}; one rank in this dtype {errors[worst][1]:.1e})")
+    limits = {name: LIMIT if dtype == "float32" else TIMES * b + BEYOND for name, (_, b) in errors.items()}
+    wrong = {name: pair for name, pair in errors.items() if not pair[0] < limits[name]}
+    assert len(errors) > 10 and not wrong, wrong
+
+
+@pytest.mark.parametrize("family, dtype, packed", CASES)
+def test_transformers(ranks, family, dtype, packed):
+    needs("transformers", "fla")
+    for errors in run(ranks, model_case, family, dtype, packed):
+        check(errors, dtype)
+
+
+def training_case(group, family, dtype):
+    """(losses of ten steps on one rank, of the ranks together); bfloat16: autocast."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    import_fla()
+    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
+        curves, (tokens, _) = [], parts(comm.size)
+        whole = torch.randint(1, VOCABULARY, (2, sum(tokens)), generator=torch.manual_seed(1)).to(comm.device)
+        for split in (False, True):
+            model = made(family, comm.device)
+            part = whole[:, place(comm, tokens)] if split else whole
+            if split:
+                sequence_parallel(model, comm=comm)
+            optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+            for _ in range(10):
+                comm.step()
+                with torchs_own(family) if not split else contextlib.nullcontext():
+                    with torch.autocast(comm.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                        loss = model(input_ids=part, labels=part, use_cache=False).loss
+                    share = loss.detach().clone()
+                    loss.backward()
+                for x in (share, *(p.grad for p in model.parameters() if p.grad is not None)) if split else ():
+                    dist.all_reduce(x, group=group)
+                losses.append(share.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            curves.append(losses)
+        return curves
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ten_steps_of_training(ranks, family, dtype):
+    needs("transformers", "fla")
+    for alone, split in run(ranks, training_case, family, dtype):
+        print("one rank", alone, "ranks", split)
+        assert alone[-1] < alone[0] - 0.3  # it learns
+        assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < CURVE[dtype], (alone, split)
+
+
+def megatron_case(group, layout, dtype, packed):
+    """As model_case, of a HybridModel of a Mamba2 and a Gated DeltaNet layer, from its input on."""
+    from allscan.integrations.megatron import sequence_parallel
+    from support import megatron
+
+    with megatron.stand_ins(), allscan.Communicator(group, timeout=120) as comm:
+        total = 64 * comm.size
+        lengths = [0, total // 2, total] if packed else [0, total]
+        torch.manual_seed(1)
+        embedded, labels = torch.randn(total, 1, megatron.WIDTH), torch.randint(0, megatron.VOCABULARY, (1, total))
+        embedded, labels = embedded.to(comm.device), labels.to(comm.device)
+        options = GATED if dtype == "float32" else GATED | dict(bf16=True, params_dtype=torch.bfloat16)
+        mine = megatron.placed(comm, [64] * comm.size, lengths, layout).to(comm.device)
+
+        def called(made, cuts, given, targets, packing):
+            pairs = [megatron.called(made, given[a:b], targets[:, a:b], packing) for a, b in pairwise(cuts)]
+            logits, losses = torch.cat([x for x, _ in pairs]), torch.cat([x for _, x in pairs], 1)
+            logits, losses = logits.detach().float(), losses.sum()
+            losses.backward()
+            grads = {n: p.grad.float() for n, p in made.named_parameters() if p.grad is not None}
+            return dict(logits=logits, loss=losses.detach()) | grads
+
+        spec, kept = megatron.specification(), []
+        for some in (GATED, options):
+            whole = megatron.model(spec, **some)
+            for module in whole.modules():
+                if hasattr(module, "gated_delta_rule"):
+                    module.gated_delta_rule = megatron.rule
+            kept.append(called(whole, lengths, embedded.to(next(whole.parameters()).dtype), labels, None))
+        own = megatron.model(sequence_parallel(spec, layout=layout, comm=comm), group, **options)
+        packing = megatron.packing(lengths) if packed else None
+        given = embedded[mine].to(next(own.parameters()).dtype)
+        found = called(own, [0, 64], given, labels[:, mine], packing)
+        for name in found.keys() - {"logits"}:
+            dist.all_reduce(found[name], group=group)
+        exact, alone = kept
+        exact["logits"], alone["logits"] = (x["logits"][mine] for x in (exact, alone))
+        return {name: (relative(found[name], x), relative(alone[name], x)) for name, x in exact.items() if x.any()}
+
+
+@pytest.mark.parametrize("layout, packed", [("zigzag", False), ("zigzag", True), ("contiguous", True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_megatron(ranks, layout, dtype, packed):
+    needs("megatron", "fla")
+    for errors in run(ranks, megatron_case, layout, dtype, packed):
+        check(errors, dtype)

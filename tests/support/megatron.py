@@ -1,0 +1,202 @@
+"""Megatron-core's mixers in a model of its own, and what takes the place of packages that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import pairwise
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from allscan.reference import delta_reference, ssd_reference
+
+from .fla import import_fla
+from .values import place
+
+VOCABULARY, WIDTH = 37, 24
+_alone: list = []
+
+
+class Norm(torch.nn.RMSNorm):
+    """In place of Transformer Engine's."""
+
+    def __init__(self, config, hidden_size, eps):
+        super().__init__(hidden_size, eps)
+
+
+class GatedNorm(torch.nn.Module):
+    """In place of mamba_ssm's RMSNorm, of which there is none without a GPU."""
+
+    def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
+        super().__init__()
+        self.weight, self.eps, self.group = torch.nn.Parameter(torch.ones(width, dtype=dtype)), eps, group_size
+        assert not norm_before_gate
+
+    def forward(self, x, z):
+        x = (x * F.silu(z)).unflatten(-1, (-1, self.group))
+        return (x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight
+
+
+def chunk_scan(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, seq_idx=None,
+    return_final_states=False, initial_states=None, state_dtype=None,
+):  # fmt: skip
+    """In place of mamba_ssm's mamba_chunk_scan_combined: the recurrence in float64, token by token."""
+    from megatron.core.ssm import mamba_mixer
+
+    assert (state_dtype is not None) == mamba_mixer.MAMBA_HAS_STATE_DTYPE
+    parts = []
+    for i in range(len(x)):
+        cuts = [0, x.shape[1]]
+        if seq_idx is not None:
+            cuts[1:1] = (seq_idx[i].diff().nonzero()[:, 0] + 1).tolist()
+        tensors = dict(x=x, dt=dt, B=B, C=C) | ({} if z is None else dict(z=z))
+        tensors = {name: t[i : i + 1].double() for name, t in tensors.items()}
+        given = dict(A=A, D=D, dt_bias=dt_bias)
+        tensors |= {name: t.double() for name, t in given.items() if t is not None}
+        y, final = ssd_reference(**tensors, dt_softplus=dt_softplus, cu_seqlens=cuts)
+        parts.append((y.to(x.dtype), final[-1:].float()))
+    y, final = (torch.cat(some) for some in zip(*parts, strict=True))
+    return (y, final) if return_final_states else y
+
+
+def rule(q, k, v, g, beta, **_):
+    """In place of fla's chunk_gated_delta_rule on one rank: the recurrence in float64, token by token."""
+    return delta_reference(q, k, v, g, beta)[0].to(v.dtype), None
+
+
+@contextlib.contextmanager
+def stand_ins():
+    """Megatron-core as it runs here: without a GPU no random numbers of one, nothing compiled, and in the place of
+    mamba_ssm and Transformer Engine what is above."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.tensor_parallel import random
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    import_fla()
+    tracker = mock.Mock(fork=contextlib.nullcontext)
+    current_device = torch.cuda.current_device if torch.cuda.is_available() else lambda: torch.device("cpu")
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (torch.cuda, "current_device", current_device),
+            (mamba_mixer, "get_cuda_rng_tracker", lambda: tracker),
+            (common, "get_cuda_rng_tracker", lambda: tracker),
+            (mamba_mixer, "HAVE_MAMBA_SSM", True),
+            (mamba_mixer, "ExtendedRMSNorm", GatedNorm),
+            (mamba_mixer, "mamba_chunk_scan_combined", chunk_scan),
+            (hybrid_block, "TENorm", Norm),
+            (random, "_get_all_rng_states", tuple),
+            (random, "_set_all_rng_states", lambda: None),
+            # of Transformer Engine
+            (random, "FP8GlobalStateManager", mock.Mock(is_fp8_enabled=lambda: False)),
+            (random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()),
+            (random, "fp8_autocast", lambda **_: contextlib.nullcontext()),
+            (parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value, create=where is random))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def configuration(**more):
+    from megatron.core.transformer import TransformerConfig
+
+    options = dict(
+        num_layers=2, hidden_size=WIDTH, num_attention_heads=2, linear_conv_kernel_dim=4, linear_key_head_dim=8,
+        linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4, mamba_state_dim=10,
+        mamba_head_dim=6, mamba_num_heads=4, mamba_num_groups=2, use_mamba_mem_eff_path=False, deterministic_mode=True,
+        use_cpu_initialization=True, normalization="RMSNorm", activation_func=F.silu, hidden_dropout=0.0,
+        attention_dropout=0.0, add_bias_linear=False, bias_dropout_fusion=False,
+    )  # fmt: skip
+    return TransformerConfig(**options | more)
+
+
+def specification(gdn=(), mamba=()):
+    """hybrid_stack_spec without Transformer Engine and without softmax attention, which Megatron cuts with it only."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    linear = dict(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mamba = ModuleSpec(MambaMixer, dict(mamba), MambaMixerSubmodules(**linear))
+    gdn = ModuleSpec(GatedDeltaNet, dict(gdn), GatedDeltaNetSubmodules(out_norm=Norm, **linear))
+    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(
+            norm=Norm, mixer=mamba, mamba_bda=get_bias_dropout_add)),
+        gdn_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm, self_attention=gdn, self_attn_bda=get_bias_dropout_add)),
+    ))  # fmt: skip
+
+
+def group_of_one():
+    if not torch.cuda.is_available():
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    if not _alone:  # NCCL makes groups with all ranks
+        _alone.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
+    return _alone[dist.get_rank()]
+
+
+def model(spec, cp=None, tp=None, **more):
+    """A HybridModel of a Mamba2 and a Gated DeltaNet layer over these groups, random weights."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups, alone = ProcessGroupCollection(), group_of_one()
+    for name in ("pp", "ep", "embd", "dp"):
+        setattr(groups, name, alone)
+    cp, groups.tp = cp or alone, tp or alone
+    groups.cp, groups.tp_cp, groups.dp_cp = cp, cp, cp
+    config = configuration(context_parallel_size=cp.size(), tensor_model_parallel_size=groups.tp.size(), **more)
+    made = HybridModel(config, spec, VOCABULARY + 1, 512, hybrid_layer_pattern="MG", pg_collection=groups)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-4, -1)  # states last over some ranks
+            elif name.endswith(("dt_bias", ".D", "bias")):
+                p.normal_()
+            else:
+                p.normal_(std=p.shape[-1] ** -0.5)
+    return made.cuda() if torch.cuda.is_available() else made
+
+
+def mixers(made):
+    return made.decoder.layers[0].mixer, made.decoder.layers[1].self_attention
+
+
+def gradients(made):
+    return {name: p.grad for name, p in made.named_parameters()}
+
+
+def packing(lengths):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+
+
+def placed(comm, tokens, lengths, layout):
+    """Which tokens of the whole this rank has; zigzag: of each sequence, row: of all in zigzag."""
+    if layout != "zigzag":
+        return torch.arange(sum(tokens))[place(comm, tokens, layout == "row")]
+    parts = [a + place(comm, [(b - a) // comm.size] * comm.size, True) for a, b in pairwise(lengths)]
+    return torch.cat(parts)
+
+
+def called(made, embedded, labels, packed=None):
+    """(logits [T, B, vocabulary], which Megatron's loss writes into, loss of each token [B, T])."""
+    logits = []
+    with_logits = made.output_layer.register_forward_hook(lambda module, given, out: logits.append(out[0].clone()))
+    losses = made(None, None, None, decoder_input=embedded, labels=labels, packed_seq_params=packed)
+    with_logits.remove()
+    return logits[0], losses
