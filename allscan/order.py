@@ -131,6 +131,8 @@ class Order:
             answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what, excuse)
         except Refused:
             raise  # this rank refuses the call, too
+        except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
+            raise self.raised_everywhere(self.out_of_step(self.lost or f"{problem}. {REMEDY}.")) from None
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise

@@ -48,7 +48,8 @@ class _Line:
 class Rails:
     """Of one AllScan on this rank. ``comm``: a Communicator, of which ``nodes`` are the sizes of its nodes.
 
-    Raises RuntimeError, alike on all ranks, if the protocol needs peers to be mapped that are not.
+    Raises, alike on all ranks, RuntimeError if the protocol needs peers to be mapped that are not, ValueError for a
+    state that is too large.
     """
 
     def __init__(self, comm: Any, spec: Spec) -> None:
@@ -57,6 +58,11 @@ class Rails:
         self.begins = [sum(self.nodes[:n]) for n in range(len(self.nodes))]  # first rank of each node
         self.node, self.position = self._place(comm.rank)
         self.slice = -(-spec.num_tiles // self.owners)  # tiles
+        if spec.depth * max(self.nodes) * self.slice * math.prod(spec.tile) >= 1 << 31:
+            raise ValueError(
+                "what the members of a node give would be 2^31 words and more: "
+                f'give a depth of less than {spec.depth}, or algorithm="chain"'
+            )  # the kernel counts them by int32
         self.warps = warps_of(spec.tile)
         self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
         self.distances = distances(len(self.nodes)) if spec.algorithm == "doubling" else []

@@ -7,7 +7,8 @@ Each method is a sum of latencies and bytes over bandwidth, with P ranks and a s
 
     chain       t + (P - 1) a + m / B + [P > 2] m c     pipelined tiles: All-Scan; c: a rank in the middle, which
                                                         receives and sends, is slower than the first and the last
-    all-gather  t + (P - 1) (a + m / B)                 every rank receives all states, then folds
+    all-gather  t + (P - 1) (a + m / B)                 every rank receives all states, then folds; between nodes
+                                                        over all L cards, as NCCL's rings go
     ring        (P - 1) (t + m / B)                     send/receive one after another: LASP-1
     rails       t + give + (N - 1) n + m / L W + take   N nodes of L GPUs (docs/rails.md), one launch: a slice goes
                                                         to its owner, over the nodes by a chain, and back
@@ -20,6 +21,10 @@ so t has the launch boundary) by least squares of the relative error. Links betw
 GB/s a GPU, is a 400 Gb/s ConnectX-7 (as in DeepEP's README), and n, 5 us for a put with its signal, is an assumption;
 the table also says who wins at 2 and at 10 us. 7 us and 47 GB/s is what others have measured of NVSHMEM's IBGDA. l, the
 time of a look at a part of a slice that has come, is assumed too; virtual ranks (allscan.tools.virtual) can measure it.
+
+Launch boundaries: one for each method, the ring's one for each hop. Nothing is said of a program with several tiles of
+one slice, whose rounds of doubling follow one another: with 66 programs and nodes of 8 from 32 MiB on, with the 33 of
+zeco_gla from 16 MiB on.
 
 "by proxy": NVSHMEM 3.4.5, whose bitcode has no IBGDA: a thread of the host makes each put. Its latency, and its time
 for a put with its signal, of which a tile of 32 KiB is one, are assumptions.
@@ -96,6 +101,7 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
     take = a + others + (inside - 1) * LOOK_US
     if nodes == 1:  # nothing to choose
         give = take = math.inf
+    hops = (P - 1 - slow) * gather_a + slow * net_us
     rounds = len(distances(nodes))
 
     def over_nodes(us, part):
@@ -111,7 +117,7 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
         "doubling": t + give + doubling + take,
         "chain by proxy": t + (P - 1 - slow) * a + slow * PROXY_US + max(wire, proxy),
         "rails by proxy": t + give + min(by_proxy) + take,
-        "all-gather": gather_t + (P - 1) * (max(gather_a, net_us * (slow > 0)) + max(m * gather_inverse, net)),
+        "all-gather": gather_t + hops + (P - 1) * max(m * gather_inverse, net / inside),
         "ring": (P - 1 - slow) * (ring_t + m * ring_inverse) + slow * (ring_t + net_us + net),
     }
 

@@ -201,6 +201,7 @@ def rails_kernel(
                     node, p_table, part, epoch, word, well, b_sum, b_product, SLICE, BD, ROUNDS, ROUND_LINK
                 )
 
+            tl.debug_barrier()  # before threads read words that others have seen; one warp has had no barrier
             # once more, from what enters the node
             offsets, inside = tile_offsets(node, tile, K, V)
             member = first
@@ -418,10 +419,10 @@ def _column(b_decays):
 
 @triton.jit
 def _times(b_later, b_earlier):
-    """The product of two decays, which is 0 only if one of them is."""
+    """The product of two decays, which is 0 if and only if one of them is, the other NaN or Inf even."""
     b_product = b_later * b_earlier
-    lost = (b_later != 0.0) & (b_earlier != 0.0) & (tl.abs(b_product) < SMALLEST)
-    return tl.where(lost, SMALLEST, b_product)
+    b_product = tl.where(tl.abs(b_product) < SMALLEST, SMALLEST, b_product)
+    return tl.where((b_later == 0.0) | (b_earlier == 0.0), 0.0, b_product)
 
 
 @triton.jit

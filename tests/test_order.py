@@ -123,6 +123,36 @@ def test_a_call_that_one_rank_refuses(run, size, how):
     assert any(f"Rank {size - 1} has refused its call 4" in text for text in said), said
 
 
+def other_shape_case(group, options):
+    """Rank 1 makes call 4 with a shape of its own, hears that the others are elsewhere, and goes on."""
+    comm = allscan.Communicator(group, timeout=1.0, **options)
+    found, right = [], []
+    for i in range(1, 7):
+        state = torch.full((3 if i == 4 and comm.rank == 1 else 1, 2), float(i), device=comm.device)
+        try:
+            found.append(allscan.allscan(state, comm=comm).mean().item())
+        except RuntimeError as problem:
+            found.append(type(problem).__name__)
+        right.append(float(i * comm.rank))
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    end = raised(comm.barrier)[0]
+    comm.resync()
+    again = (allscan.allscan(torch.ones(1, 2, device=comm.device), comm=comm) == comm.rank).all().item()
+    comm.close()
+    return found, right, end, again
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_is_at_another_call_does_not_go_on(run, size):
+    answers = run(size, other_shape_case, {})
+    for rank, (found, right, end, again) in enumerate(answers):
+        for got, wanted in zip(found, right):
+            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+        assert end in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+    assert answers[1][0][3:] == ["AllScanOutOfStep"] * 3, answers[1]
+
+
 @pytest.mark.cpu  # on GPUs a plan's launches may be one graph
 @pytest.mark.parametrize("kernel", ["state_kernel", "scan_kernel", "output_kernel"])
 @pytest.mark.parametrize("size", [2, 3])

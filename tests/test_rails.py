@@ -14,6 +14,7 @@ import allscan
 from allscan.algorithms import choose, runs
 from allscan.rails import distances
 from allscan.reference import allscan_reference
+from allscan.shmem_kernels.links import NONE
 from allscan.tools.virtual import VirtualRanks
 from support.values import error, inputs, late, raised
 
@@ -204,6 +205,7 @@ def arguments_case(group):
         kinds = sorted(scan.algorithm for scan in comm.collectives)
         free = comm.heap.arena.free_bytes
         hint = allscan.AllScan.size_hint(comm, (6, 8, 16))
+        answers.append(raised(allscan.AllScan.size_hint, comm, (1 << 11, 512, 512), depth=4))  # 2 GiB
         scan = allscan.AllScan(comm, (6, 8, 16))
         assert comm.heap.arena.free_bytes == free - hint == free - scan.workspace_bytes
         scan.close()
@@ -212,7 +214,7 @@ def arguments_case(group):
 
 
 def test_arguments_of_ranks(run):
-    wanted = ["ValueError"] * 9 + ["TypeError"]
+    wanted = ["ValueError"] * 9 + ["TypeError", "ValueError"]
     for answers, kinds in run(4, arguments_case):
         assert [answer and answer[0] for answer in answers] == wanted, answers
         assert "ranks differ in (nodes, algorithm)" in answers[0][1] and "together, got (2, 3)" in answers[1][1]
@@ -258,7 +260,7 @@ def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
 
 
 def underflow_case(group, algorithm):
-    """A product of decays that float32 takes for 0 is none: Inf and NaN pass."""
+    """A product of decays that float32 takes for 0 is none: Inf and NaN pass. One with a 0 is 0: NaN does not pass."""
     with allscan.Communicator(group, nodes=(2, 2, 2), algorithm=algorithm) as comm:
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(2, 4, 8, generator=generator) for _ in range(comm.size)]
@@ -266,6 +268,11 @@ def underflow_case(group, algorithm):
         states[0][0, 0, 0], states[0][1, 2, 3], states[0][1, 1, 1] = float("nan"), float("inf"), 1e30
         decays[1][1, 3] = 0.0
         states[0][1, 3] = float("-inf")
+        # decays that are no numbers any more, then 0: in one node, in two, and in the other order
+        decays[2][0, 1], decays[3][0, 1] = float("nan"), 0.0
+        decays[1][0, 2], decays[4][0, 2] = float("nan"), 0.0
+        decays[2][1, 0], decays[3][1, 0] = float("inf"), 0.0
+        decays[2][1, 2], decays[3][1, 2] = 0.0, float("nan")
         prev = allscan.allscan(states[comm.rank], decays[comm.rank], comm=comm)
         return error(prev, allscan_reference(states, decays)[comm.rank])
 
@@ -278,8 +285,9 @@ def test_decays_that_underflow(run, algorithm):
 def virtual_case(group):
     """Virtual ranks without a GPU: what can run one launch after another. A rank that is left out is named."""
     worst = 0.0
-    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("doubling", (1, 1, 1, 1))):
-        ranks = VirtualRanks(4, (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
+    # doubling over 8 nodes is in rounds of 1, 2, 3 and 6
+    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("doubling", (1,) * 8)):
+        ranks = VirtualRanks(sum(nodes), (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
         for epoch in range(4):
             states, decays = (torch.stack(x) for x in inputs(ranks, (2, 5, 7), (2, 5), epoch))
             initial = states[0] * 2 if epoch % 2 else None
@@ -342,6 +350,27 @@ def memory_case(group):
 
 def test_nothing_outside_of_its_memory_is_written(run):
     assert all(run(4, memory_case))
+
+
+def slots_case(group, algorithm):
+    """When all ranks are done, every slot is free: a word that is not could be taken for one of a later call."""
+    with allscan.Communicator(group, nodes=(2, 2, 2)) as comm:
+        scan = allscan.AllScan(comm, (3, 4, 8), protocol="sentinel", algorithm=algorithm, tile=(4, 8))
+        decay = torch.full((3, 4), 0.5)
+        decay[0] = float(comm.rank != 2)  # the node in the middle sends that tile before it waits for the first
+        for epoch in range(4):
+            time.sleep(0.1 * (comm.rank < 2))
+            scan.scan(torch.ones(3, 4, 8), decay, reverse=bool(epoch % 2))
+        comm.barrier()
+        rails = scan._rails
+        inboxes = [tensor for tensor, value in rails._filled if tensor.is_floating_point()]
+        inboxes += [c.inbox for channels in rails._channels for c in channels if c.RECV != NONE]
+        return all((inbox.view(torch.int32) == -(2**31)).all().item() for inbox in inboxes)
+
+
+@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+def test_every_slot_is_free_at_the_end(run, algorithm):
+    assert all(run(6, slots_case, algorithm))
 
 
 def dropped_case(group, nodes, reverse):

@@ -28,12 +28,11 @@ import allscan  # noqa: E402
 from allscan.delta import passes  # noqa: E402
 from allscan.packing import Layout, Piece  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
-from allscan.shmem_kernels.links import SIGNAL  # noqa: E402
 from allscan.streams import Streams  # noqa: E402
+from allscan.tools.virtual import VirtualRanks  # noqa: E402
 from support.delta import kept_for  # noqa: E402
 from support.gla import BF16, F32, NAMES, Whole  # noqa: E402
 from support.values import relative_all  # noqa: E402
-from support.virtual import VirtualScan  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -60,16 +59,14 @@ def every_kernel() -> None:
                 for reverse, adjoint in itertools.product((False, True), repeat=2):
                     scan.scan(state, transition=transition, adjoint=adjoint, initial_state=state, reverse=reverse)
     delta_kernels()
-    for link, shape in itertools.product((0, SIGNAL.value), ((3, 20, 36), (2, 64, 128))):
-        scan = VirtualScan(3, shape, 4, link=link)
+    for protocol, shape in itertools.product(("sentinel", "signal"), ((3, 20, 36), (2, 64, 128))):
+        ranks = VirtualRanks(3, shape, protocol=protocol)
         for reverse in (False, True, False, True, False):
             states, decays = torch.randn(3, *shape, device="cuda"), torch.rand(3, *shape[:2], device="cuda")
             outs = torch.full_like(states, float("nan"))
-            torch.cuda.synchronize()
             for rank in range(3)[:: -1 if reverse else 1]:  # nobody waits: the sanitizer may run one kernel at a time
-                scan.launch(rank, states[rank], decays[rank], outs[rank], reverse)
-                torch.cuda.synchronize()
-            assert not any(scan.broken())
+                outs[rank] = ranks.scan(states, decays, reverse=reverse, ranks=[rank])[rank]
+                ranks.check()
             expected = allscan_reference(list(states), list(decays), reverse=reverse)
             assert max((out - e).abs().max() for out, e in zip(outs, expected)) < 1e-5
     print("every kernel has run")

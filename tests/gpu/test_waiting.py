@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allscan
 from allscan.reference import allscan_reference
-from allscan.shmem_kernels.links import SIGNAL
+from allscan.tools.virtual import VirtualRanks
 from bench import harness
 from bench.proof import Method
 from support.values import late
-from support.virtual import VirtualScan
 
 pytestmark = pytest.mark.gpu
 
@@ -167,13 +166,13 @@ def test_steps_in_a_graph(run):
     assert last == (0, "AllScanOutOfStep", True) and first == (0, "AllScanTimeout", True)
 
 
-@pytest.mark.parametrize("link", [0, SIGNAL.value])
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 @pytest.mark.parametrize("decays", ["random", "0", "1", "mixed"])
-def test_ranks_in_the_middle(decays, link):
+def test_ranks_in_the_middle(decays, protocol):
     """4 ranks on one GPU, two of them in the middle: more tiles than programs, in any order, again and again."""
-    size, shape, ctas = 4, (8, 64, 128), 8
-    scan = VirtualScan(size, shape, ctas, link=link)
-    assert scan.tiles >= 4 * ctas or link
+    size, shape = 4, (8, 64, 128)
+    ranks = VirtualRanks(size, shape, protocol=protocol, tile=(16, 128), programs=8)
+    assert ranks.spec.num_tiles == 4 * ranks.programs
     generator, chance = torch.Generator("cuda").manual_seed(0), random.Random(0)
     for epoch in range(60):
         states = torch.randn(size, *shape, generator=generator, device="cuda")
@@ -182,13 +181,10 @@ def test_ranks_in_the_middle(decays, link):
             factors.fill_(float(decays))
         elif decays == "mixed":
             factors[:, ::2] = 0  # whole tiles
-        outs = torch.full_like(states, float("nan"))
-        torch.cuda.synchronize()
-        for rank in chance.sample(range(size), size):
-            scan.launch(rank, states[rank], factors[rank], outs[rank], reverse=epoch % 2 == 1)
-        torch.cuda.synchronize()
-        assert not any(scan.broken()), epoch
-        expected = allscan_reference(list(states), list(factors), reverse=epoch % 2 == 1)
+        reverse = epoch % 2 == 1
+        outs = ranks.scan(states, factors, reverse=reverse, ranks=chance.sample(range(size), size))
+        ranks.check()
+        expected = allscan_reference(list(states), list(factors), reverse=reverse)
         for rank in range(size):
             assert (outs[rank] - expected[rank]).abs().max() < 1e-5, (epoch, rank)
 
@@ -197,20 +193,17 @@ def test_nothing_waits_for_the_first_rank_through_decays_of_0():
     """The last rank is done while the first has not begun; with decays of 1 it waits, until the time is over."""
     size, shape = 4, (8, 64, 128)
     for decay, done in ((0.0, True), (1.0, False)):
-        scan = VirtualScan(size, shape, 8, timeout=1.0)
+        ranks = VirtualRanks(size, shape, programs=8, timeout=1.0)
         states, factors = torch.ones(size, *shape, device="cuda"), torch.full((size, *shape[:2]), decay, device="cuda")
-        outs = torch.full_like(states, float("nan"))
-        torch.cuda.synchronize()
-        for rank in range(1, size):
-            scan.launch(rank, states[rank], factors[rank], outs[rank])
+        outs = ranks.scan(states, factors, ranks=range(1, size), join=False)
         last = torch.cuda.Event()
-        last.record(scan.ranks[size - 1].stream)
+        last.record(ranks.ranks[size - 1].stream)
         time.sleep(0.3)
         assert last.query() == done
         if done:
-            scan.launch(0, states[0], factors[0], outs[0])
+            ranks.scan(states, factors, ranks=[0])
         torch.cuda.synchronize()
-        assert any(scan.broken()) != done and (outs[1:] == 1).all() == done
+        assert bool(ranks.faults()) != done and (outs[1:] == 1).all() == done
 
 
 def proof_case(group):
