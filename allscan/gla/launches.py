@@ -43,6 +43,7 @@ OUTPUTS = {128: (128, 8, 3), 256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
 
+BESIDE = {False: True, True: True}
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
@@ -214,8 +215,11 @@ class GLAPlan(Plan):
         blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         tables = self.segments, self.first_segments
 
-        with self.beside(lambda carrier: carrier.stream()):
+        if not BESIDE[self.reverse]:
             sums = self.segment_states(x, y, gate, states)
+        with self.beside(lambda carrier: carrier.stream()):
+            if BESIDE[self.reverse]:
+                sums = self.segment_states(x, y, gate, states)
             self.launch(
                 carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
                 HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
