@@ -5,8 +5,8 @@
     carry_kernel      REVERSE: over this rank's segments and, by the reverse All-Scan, over the ranks
     keys_kernel       k_out as in forward, unless it was kept; needs no remote gradient and runs while the tiles travel
     da_kernel         dA = scale * do v^T; likewise
-    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D
-    state_kernel      EVERY_CHUNK: S[n]; with D[n], what passes from state to state (below)
+    state_kernel      EVERY_CHUNK: S[n]; likewise
+    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below)
     grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
                       dk = exp(gates after) * (v D^T) + what dA gives
                       dg

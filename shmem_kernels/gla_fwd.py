@@ -132,7 +132,7 @@ def queries_kernel(
 
 @triton.jit
 def state_kernel(
-    p_x, p_y, p_gate, p_segments, p_state, p_segment_gate, p_own, p_gates, p_prev, p_dstates, p_low, p_passed, scale,
+    p_x, p_y, p_gate, p_segments, p_state, p_low, p_segment_gate, p_own, p_gates, p_prev, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, EVERY_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +141,7 @@ def state_kernel(
 
     From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
     [NS, H, K]). EVERY_CHUNK: from what enters the segment (p_own, p_gates, p_prev), it writes what enters each chunk
-    (p_state [NC, H, K, V]) and, with the gradient D of what leaves the chunk (p_dstates, p_low: see load_fine), what dg
-    has from state to state: decay * sum_v D * S (p_passed [NC, H, blocks of V, K]).
+    (p_state [NC, H, K, V], p_low: see store_fine).
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -156,16 +155,11 @@ def state_kernel(
         at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK)
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
         b_gate = tl.load(p_gate + ((chunk + n) * H + h) * K + k, mask=k < K, other=0.0)
-        if EVERY_CHUNK:  # used behind the product, so that their loads are on the way until then
+        if EVERY_CHUNK:
             at, inside = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
-            b_dstate = load_fine(p_dstates, p_low, at, inside, PRECISION)
-            tl.store(p_state + at, cast(b_state, p_state.dtype.element_ty), mask=inside)
-        b_before = b_state
+            store_fine(p_state, p_low, at, inside, b_state, PRECISION)
         b_x, b_y = load(p_x, at_k, inside_k), load(p_y, at_v, inside_v)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)
-        if EVERY_CHUNK:
-            row = ((chunk + n) * H + h) * ((V + BV - 1) // BV) + i_v
-            tl.store(p_passed + row * K + k, tl.sum(b_before * b_dstate, 1) * exp2(b_gate), mask=k < K)
         b_gates += b_gate
     if not EVERY_CHUNK:
         at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
@@ -256,7 +250,7 @@ def final_kernel(
 
 @triton.jit
 def output_kernel(
-    p_x, p_y, p_z, p_a, p_gate, p_segments, p_state, p_gates, p_prev, p_o, p_dstates, p_low, scale,
+    p_x, p_y, p_z, p_a, p_gate, p_segments, p_state, p_gates, p_prev, p_o, p_states, p_low, p_dstates, p_passed, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +258,8 @@ def output_kernel(
 
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A
     transposed, o is dv, and scale * S the gradient D of what leaves the chunk, which is written to p_dstates
-    [NC, H, K, V] and p_low (see store_fine).
+    [NC, H, K, V]. With what entered the chunk (p_states and p_low, see load_fine) p_passed [NC, H, blocks of V, K]
+    becomes decay * sum_v D * states: what dg has from state to state.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -282,7 +277,9 @@ def output_kernel(
         b_a, b_y, b_z = load(p_a, at_a, inside_a), load(p_y, at_v, inside_v), load(p_z, at_k, inside_k)
         if REVERSE:
             at, inside = state_at(row, i_v, K, V, BK, BV)
-            store_fine(p_dstates, p_low, at, inside, b_state * scale, PRECISION)
+            b_passed = b_decay * tl.sum(b_state * load_fine(p_states, p_low, at, inside, PRECISION), 1) * scale
+            tl.store(p_dstates + at, cast(b_state * scale, p_dstates.dtype.element_ty), mask=inside)
+            tl.store(p_passed + (row * ((V + BV - 1) // BV) + i_v) * K + k, b_passed, mask=k < K)
             b_a = tl.trans(b_a)
         b_o = product(b_z, b_state, tl.zeros([BT, BV], tl.float32), PRECISION) * scale
         b_o = fine_product(b_a, b_y, b_o, PRECISION)

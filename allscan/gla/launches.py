@@ -38,12 +38,11 @@ LOOK = {"cuda": 4096, "cpu": 8}
 
 # Of bfloat16 inputs, by the rows of a state: its columns in a program, warps, and stages of the loop over chunks
 OF_SEGMENTS = {128: (128, 8, 3), 256: (64, 8, 2)}  # state_kernel
-OF_CHUNKS = {64: (64, 4, 2), 128: (64, 8, 2), 256: (128, 8, 1)}  # state_kernel, EVERY_CHUNK
+OF_CHUNKS = {128: (128, 8, 2), 256: (64, 8, 2)}  # state_kernel, EVERY_CHUNK
 OUTPUTS = {128: (128, 8, 3), 256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
 
-BESIDE = {False: True, True: True}
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
@@ -172,12 +171,12 @@ class GLAPlan(Plan):
 
     def _with_state(self, kernel, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
         """A kernel whose programs have a state [BK, BV] in registers. ``chosen``: by BK for bfloat16."""
-        BV, num_warps, num_stages = self._blocks(chosen)
+        BV, num_warps, num_stages = self.blocks(chosen)
         grid = cdiv(self.V, BV), self.layout.num_segments, self.H
         blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=self.BK, BV=BV)
         self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
 
-    def _blocks(self, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
+    def blocks(self, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
         """(BV, num_warps, num_stages)."""
         BV = (16384 if self.narrow else 8192) // max(128, self.BK)
         stages = max(1, min(self.num_stages, 512 // self.BK))
@@ -195,14 +194,13 @@ class GLAPlan(Plan):
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
         sums = self.empty(self.layout.num_segments, self.H, self.K)
         self._with_state(
-            state_kernel, OF_SEGMENTS, x, y, gate, self.segments, states, sums, states, sums, *4 * [states],
+            state_kernel, OF_SEGMENTS, x, y, gate, self.segments, states, states, sums, states, sums, states,
             REVERSE=self.reverse, EVERY_CHUNK=False,
         )  # fmt: skip
         return sums
 
-    def carry(self, carrier: StateCarrier, x, y, gate, states, gates, outside, prev, final, ticket) -> None:
-        """What each segment leaves (``x``, ``y``, ``gate``: see state_kernel), through the segments (carry_kernel) and
-        over the ranks, beside what is recorded until :meth:`join_carry`.
+    def carry(self, carrier: StateCarrier, states, sums, gates, outside, prev, final, ticket) -> None:
+        """Through the segments (carry_kernel) and over the ranks, beside what is recorded until :meth:`join_carry`.
 
         Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
         ``final`` the ends of the sequences."""
@@ -215,11 +213,7 @@ class GLAPlan(Plan):
         blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         tables = self.segments, self.first_segments
 
-        if not BESIDE[self.reverse]:
-            sums = self.segment_states(x, y, gate, states)
         with self.beside(lambda carrier: carrier.stream()):
-            if BESIDE[self.reverse]:
-                sums = self.segment_states(x, y, gate, states)
             self.launch(
                 carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
                 HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
@@ -233,22 +227,22 @@ class GLAPlan(Plan):
         if self.has_final and (self.shape.zigzag or not self.alone):
             self.launch(final_kernel, grid, *tensors, **blocks)
 
-    def outputs(self, x, y, z, a, gate, entering, o, dstates) -> None:
-        """See output_kernel; ``dstates``: its p_dstates and p_low."""
+    def outputs(self, x, y, z, a, gate, entering, o, chunks) -> None:
+        """See output_kernel; ``chunks``: states, low, dstates, passed."""
         self._with_state(
             output_kernel, OUTPUTS_REVERSE if self.reverse else OUTPUTS,
-            x, y, z, a, gate, self.segments, *entering, o, *dstates, REVERSE=self.reverse,
+            x, y, z, a, gate, self.segments, *entering, o, *chunks, REVERSE=self.reverse,
         )  # fmt: skip
 
-    def chunk_states(self, x, y, gate, entering, dstates):
-        """What enters each chunk [NC, H, K, V], and what dg has from state to state; ``entering``: own, gates, prev."""
+    def chunk_states(self, x, y, gate, entering):
+        """What enters each chunk [NC, H, K, V], as store_fine has it; ``entering``: own, gates, prev."""
         states = self.of_chunks(self.dtype)
-        passed = self.empty(*self.by_chunks, cdiv(self.V, self._blocks(OF_CHUNKS)[0]), self.K)
+        low = self.of_chunks(torch.int8, short=True) if self.narrow else states
         self._with_state(
-            state_kernel, OF_CHUNKS, x, y, gate, self.segments, states, gate, *entering, *dstates, passed,
+            state_kernel, OF_CHUNKS, x, y, gate, self.segments, states, low, gate, *entering,
             REVERSE=False, EVERY_CHUNK=True,
         )  # fmt: skip
-        return states, passed
+        return states, low
 
     def score_gradients(self, v: Buffer, do: Buffer):
         """(dA, its diagonal): see da_kernel and load_da."""
@@ -295,10 +289,11 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
     plan.keys(k, g, k_out, gate, strong)
-    plan.carry(carrier, k_out, v, gate, states, gates, initial, prev, final, ticket)
+    sums = plan.segment_states(k_out, v, gate, states)
+    plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
     plan.queries(q, k, g, gate, strong, q_in, a)
     plan.join_carry()
-    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o))
+    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o, o))
     return plan
 
 
@@ -316,16 +311,18 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     dv = plan.output_like(v)
     if not shape.keeps:
         plan.queries(q, k, g, gate, strong, q_in, a)
-    plan.carry(carrier, q_in, do, gate, dstates, dgates, dfinal, dprev, dinitial, ticket)
+    sums = plan.segment_states(q_in, do, gate, dstates)
+    plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
     if not shape.keeps:  # k_out; the sums of gates are as they were
         plan.keys(k, g, k_out, plan.empty(*plan.by_chunks, plan.K), plan.empty(*plan.by_chunks, dtype=torch.int32))
     of_scores = plan.score_gradients(v, do)
+    states, low = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()
     chunk_dstates = plan.of_chunks(plan.dtype)
-    low = plan.of_chunks(torch.int8, short=True) if plan.narrow else chunk_dstates
-    plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, (chunk_dstates, low))
-    states, passed = plan.chunk_states(k_out, v, gate, entering, (chunk_dstates, low))
-    plan.free_short()  # and k_out, q_in, a, unless they were kept
+    passed = plan.empty(*plan.by_chunks, cdiv(plan.V, plan.blocks(OUTPUTS_REVERSE)[0]), plan.K)
+    chunks = states, low, chunk_dstates, passed
+    plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
+    plan.free_short()  # low; and k_out, q_in, a, unless they were kept
     of_states = states, chunk_dstates, passed
     plan.gradients(q, k, v, g, do, gate, strong, of_scores, of_states, [plan.output_like(x) for x in (q, k, g)])
     return plan
