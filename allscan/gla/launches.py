@@ -188,7 +188,7 @@ class GLAPlan(Plan):
         few = FEW[self.shape.device]
         while BV > 32 and self.BK <= 64 and cdiv(self.V, BV) * self.layout.num_segments * self.H < few:
             BV //= 2
-        return BV, num_warps if self.BK * BV > 4096 else 4, stages
+        return BV, num_warps if self.BK * BV > 8192 else 4, stages
 
     def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
