@@ -34,9 +34,9 @@ for packed sequences).
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; what enters a segment
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
 as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
-PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, "tf32x3" for others (float16 could not hold
-the small end of a decay). q_in, k_out, what enters a chunk and, for o alone, A are stored as bfloat16 or else float32;
-for dv A is float32.
+PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
+(float16 could not hold the small end of a decay). q_in, k_out, what enters a chunk and, for o alone, A are stored as
+bfloat16, what enters a chunk with 8 bits more beside it, or else float32; for dv A is float32.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 
