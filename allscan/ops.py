@@ -202,6 +202,7 @@ class _AllScan(torch.autograd.Function):
             return *grads, None, None, None
 
 
+@dynamo_disabled
 def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``. ``prev`` is used for
     the first two of these."""

@@ -158,6 +158,8 @@ class Order:
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
             answers = self.rendezvous.exchange(what, f"launch {self.launches}")
+        except AllScanOutOfStep as problem:  # another rank is not about to launch anything
+            raise self.raised_everywhere(self.out_of_step(f"{problem}; this rank launches {what}. {REMEDY}.")) from None
         except RuntimeError as error:
             raise self.raised_everywhere(RuntimeError(f"{error}; this rank launches {what}")) from error
         if len(set(answers)) > 1:

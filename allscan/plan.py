@@ -59,7 +59,8 @@ class Plan:
         self._steps: list[Callable[[Run], None]] = []  # changes of memory, and of what is between two of them a Part
 
     def given(self, like: Tensor) -> Buffer:
-        """The next tensor of a run; all come before the first output."""
+        """The next tensor of a run; all come before anything else is recorded."""
+        assert not self._steps
         return self._tensor(tuple(like.shape), like.dtype)
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:

@@ -60,12 +60,14 @@ def cast(x, dtype, _semantic=None):
 
 @builtin
 def rounded_to_tf32(x, _semantic=None):
-    """float32 rounded to the 11 bits that TF32 has: a product would cut the others off."""
+    """float32 rounded to the 11 bits that TF32 has: a product would cut the others off. NaN stays NaN, also that which
+    GPUs make, 0x7FFFFFFF."""
     if _semantic is None:
-        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
+        return ((x + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return core.inline_asm_elementwise(
-        "{.reg .b32 t; mov.b32 t, $1; add.s32 t, t, 0x1000; mov.b32 $0, t;}", "=f,f", [x], dtype=core.float32,
-        is_pure=True, pack=1, _semantic=_semantic,
+        "{.reg .b32 t; mov.b32 t, $1; min.s32 t, t, 0x7FFFEFFF; add.s32 t, t, 0x1000; mov.b32 $0, t;}",
+        "=f,f", [x], dtype=core.float32, is_pure=True, pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -263,7 +265,7 @@ def store_fine(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
-    """What store_fine has stored, in float32: with an error of 2 ** -16 at most."""
+    """What store_fine has stored, in float32; the relative error is at most 2 ** -16, in few numbers 2 ** -15."""
     b_x = load(p, at, inside).to(tl.float32)
     if PRECISION == "bf16":
         b_low = tl.load(p_low + at, mask=inside, other=0).to(tl.int32)

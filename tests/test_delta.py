@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 import allscan
+from allscan.delta.passes import StatePass
+from allscan.packing import Layout, Piece
 from allscan.reference import delta_reference
 from support.delta import NAMES, Whole, of_rank, operator_case, pass_case
 from support.fla import delta_recurrence, import_fla
@@ -236,6 +238,23 @@ def test_what_the_benchmark_checks(pool):
 
     for errors in pool.run(bench_case)[:2]:
         assert set(errors) == {n for n in delta.SEEN if "fla" not in n} and max(errors.values()) < 1e-4
+
+
+def part_of_tokens(group):
+    """What tokens 0 to 64 leave, of ranks with more and fewer tokens, as fla's context parallelism asks for it."""
+    with allscan.Communicator(group) as comm:
+        layout = Layout([Piece(0, 64, 0, 0, 0)], 1, 128, comm.device)
+        passes = StatePass(comm, layout, 1, 1, 1, 16, 16, F32, True)
+        generator = torch.Generator().manual_seed(0)
+        k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
+        g = -torch.rand(1, 192, 1, generator=generator).to(comm.device)
+        return [passes.total(*(x[:, :T].contiguous() for x in (k, w, u, g)))[0] for T in (192, 128, 64, 192)]
+
+
+@on_cpus
+def test_plans_are_of_a_number_of_tokens(run):
+    first, *others = run(1, part_of_tokens)[0]
+    assert first.any() and all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.cpu

@@ -8,14 +8,36 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch._subclasses import FakeTensorMode
 
 import allscan
 from allscan import rendezvous
 from allscan.gla import operator
 from allscan.launching import Launch
+from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
 from support.values import place, raised, relative
+
+
+@triton.jit
+def round_kernel(p, N: tl.constexpr):
+    at = p + tl.arange(0, N)
+    tl.store(at, rounded_to_tf32(tl.load(at)))
+
+
+def rounded(group):
+    words = [0x7FFFFFFF, 0x7FC00000, 0x7F800000, -0x800000, 0x3F800FFF, 0x3F801000, -0x407FF000, 0]
+    x = torch.tensor(words, dtype=torch.int32).to("cuda" if torch.cuda.is_available() else "cpu").view(F32)
+    round_kernel[(1,)](x, len(words), num_warps=1)
+    return (x.view(torch.int32) & -0x2000).view(F32).tolist()  # the bits of which a product takes note
+
+
+def test_rounding_to_tf32(run):
+    first, second, *others = run(1, rounded)[0]
+    assert first != first and second != second  # NaN, also as GPUs make it
+    assert others == [float("inf"), float("-inf"), 1.0, 1 + 2**-10, -1 - 2**-10, 0.0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

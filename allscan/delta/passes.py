@@ -137,8 +137,9 @@ class StatePass:
 
     def _run(self, record, *tensors, **fixed):
         """Run the plan that ``record(plan, buffers, **fixed)`` has recorded at the first call with tensors like these
-        (the layout has their sizes); the tensors of the buffers that it has returned, None for None."""
-        key = record.__name__, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
+        (their sizes are the layout's and those of the first); the tensors of the buffers that it has returned, None for
+        None."""
+        key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= KEPT:  # of calls with ever other scales

@@ -185,8 +185,8 @@ class GLAPlan(Plan):
         default = BV, 8 if self.BK * BV > 8192 else 4, stages
         BV, num_warps, stages = chosen.get(self.BK, default) if self.narrow else default
         BV = min(BV, self.widest)
-        few = FEW[self.shape.device]
-        while BV > 32 and self.BK <= 64 and cdiv(self.V, BV) * self.layout.num_segments * self.H < few:
+        segments = max(1, self.shape.B * self.shape.T // self.shape.segment)  # about, and the same for every layout
+        while BV > 32 and self.BK <= 64 and cdiv(self.V, BV) * segments * self.H < FEW[self.shape.device]:
             BV //= 2
         return BV, num_warps if self.BK * BV > 8192 else 4, stages
 
