@@ -15,7 +15,7 @@ from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.packing import Layout, Piece
 from allscan.rails import warps_of
-from allscan.shmem_kernels import delta, gla_bwd, gla_fwd, gla_strong
+from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.rails import RAILS, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel
@@ -154,6 +154,17 @@ def test_rails_over_nvshmem():
         compiled = compile_rails(rail, rounds, round_link=PUT)
         assert compiled.spilled_bytes == 0 and "nvshmemi_device_state_d" in compiled.ptx
     assert compile_rails(SIGNAL, link=SIGNAL).count(r"atom.*\.release|\.release\.sys") > 4
+
+
+@pytest.mark.quick
+def test_a_builtin_that_has_changed_is_compiled_again(monkeypatch):
+    def key():
+        return triton.jit(gla_fwd.keys_kernel.fn).cache_key
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(gla_blocks.exp2, "hash_attrs", gla_blocks.cast.hash_attrs)
+    assert key() != before
 
 
 def test_copy():
