@@ -39,7 +39,7 @@ import allscan
 from allscan.tools.ranks import Ranks, on_first
 from bench.baselines import Turn
 from bench.harness import Table, results
-from bench.model import text
+from bench.model import text, training_rows
 from bench.proof import kernels, ran
 
 STEPS = 7
@@ -260,19 +260,9 @@ def main() -> int:
         print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
         for T in arguments.tokens:
             answers = ranks.run(on_first, count, measure, T, shape, arguments.steps, timeout=570.0)
-            seconds = {name: max(answer[name][0] for answer in answers) for name in answers[0]}
-            for name, step in seconds.items():
-                row = dict(method=name, ranks=count, T=T, layers=arguments.layers, heads=arguments.heads)
-                row |= dict(step_ms=1e3 * step, tokens_per_s_per_gpu=T / step, max_error=errors.get(name, ""))
-                row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / step
-                row["peak_gib"], row["parameters"] = max(a[name][1] for a in answers), answers[0][name][2]
-                row["proof"] = answers[0][name][3]
-                table.write(row)
-                print(
-                    f"P={count} T={T} {name:14} {row['tokens_per_s_per_gpu']:8.0f} tokens/s/GPU  "
-                    f"{row['percent_of_data_parallel']:5.1f} % of data parallel  {row['peak_gib']:.0f} GiB",
-                    flush=True,
-                )
+            for row in training_rows(answers, T):
+                error = errors.get(row["method"], "")
+                table.write(row | dict(layers=arguments.layers, heads=arguments.heads, max_error=error))
     print(f"wrote {arguments.csv}")
     return 0
 

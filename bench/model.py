@@ -156,6 +156,22 @@ def measure(ranks, T, shape) -> dict | None:
         return {name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name]) for name in calls}
 
 
+def training_rows(answers: list, T: int):
+    """Rows of a table, each printed, from what every rank's :func:`measure` has returned: the slowest rank's time."""
+    seconds = {name: max(answer[name][0] for answer in answers) for name in answers[0]}
+    for name, step in seconds.items():
+        row = dict(method=name, ranks=len(answers), T=T, step_ms=1e3 * step, tokens_per_s_per_gpu=T / step)
+        row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / step
+        row["peak_gib"], row["parameters"] = max(a[name][1] for a in answers), answers[0][name][2]
+        row["proof"] = answers[0][name][3]
+        print(
+            f"P={len(answers)} T={T} {name:22} {row['tokens_per_s_per_gpu']:8.0f} tokens/s/GPU  "
+            f"{row['percent_of_data_parallel']:5.1f} % of data parallel  {row['peak_gib']:.0f} GiB",
+            flush=True,
+        )
+        yield row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 1, 2 and all GPUs")
@@ -179,18 +195,8 @@ def main() -> int:
             ranks.run(check, count, 600)
             for T in arguments.tokens:
                 answers = ranks.run(measure, count, T, shape)[:count]
-                seconds = {name: max(answer[name][0] for answer in answers) for name in answers[0]}
-                for name, step in seconds.items():
-                    row = dict(method=name, ranks=count, T=T, step_ms=1e3 * step, tokens_per_s_per_gpu=T / step)
-                    row["percent_of_data_parallel"] = 100 * seconds["data parallel"] / step
-                    row["peak_gib"], row["parameters"] = max(a[name][1] for a in answers), answers[0][name][2]
-                    row["proof"] = answers[0][name][3]
+                for row in training_rows(answers, T):
                     table.write(row)
-                    print(
-                        f"P={count} T={T} {name:22} {row['tokens_per_s_per_gpu']:8.0f} tokens/s/GPU  "
-                        f"{row['percent_of_data_parallel']:5.1f} % of data parallel  {row['peak_gib']:.0f} GiB",
-                        flush=True,
-                    )
     print(f"wrote {arguments.csv}")
     return 0
 

@@ -26,6 +26,7 @@ from typing import Any
 import triton.language as tl
 from triton.language import core
 
+from .builtin import builtin
 from .nvshmem_module import DEVICE_LIBRARY, Kernel, device_library, extern_libs, initialize_module, jit  # noqa: F401
 
 # nvshmem_common_transport.h and nvshmem_constants.h
@@ -49,12 +50,6 @@ def _number(x) -> int:
     if isinstance(x, core.tensor):
         return int(x.handle.data.item())
     return int(core._unwrap_if_constexpr(x))
-
-
-def _builtin(function):
-    """As core.extern, but the interpreter may call the function too, without ``_semantic``."""
-    setattr(function, core.TRITON_BUILTIN, True)
-    return function
 
 
 def _extern(symbol, args, types, result, semantic):
@@ -119,7 +114,7 @@ def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semanti
     return _extern("nvshmemx_putmem_signal_block", args, _PUT_SIGNAL, _INT, _semantic)
 
 
-@_builtin
+@builtin
 def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None):
     """As :func:`putmem_signal_block`, but ``src`` may be reused only after :func:`quiet` or the receiver's answer."""
     if _semantic is None:
@@ -137,7 +132,7 @@ def signal_op(sig_addr, signal, sig_op, pe, _semantic=None):
     return _extern("nvshmemx_signal_op", [sig_addr, signal, sig_op, pe], [_P, _U64, _INT, _INT], _INT, _semantic)
 
 
-@_builtin
+@builtin
 def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None):
     """uint64: the value of local ``sig_addr`` once ``value cmp cmp_value`` holds. Waits without bound.
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from .wait import builtin
+from ..bindings.builtin import builtin
 
 # Words of a segment
 START = tl.constexpr(0)  # its first token

@@ -20,8 +20,9 @@ from allscan.bindings import nvshmem_device
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Each file imports those above it only
 LAYERS = """
-bindings.cuda_driver bindings.arena bindings.transport bindings.interpreter_operations bindings.interpreter
-bindings.nvshmem_host bindings.nvshmem_module bindings.nvshmem_device bindings.shared_memory bindings
+bindings.builtin bindings.cuda_driver bindings.arena bindings.transport bindings.interpreter_operations
+bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module bindings.nvshmem_device bindings.shared_memory
+bindings
 shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
 shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd

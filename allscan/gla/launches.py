@@ -36,11 +36,11 @@ STEP = {"cuda": 4, "cpu": 16}
 LOOKERS = {"cuda": 264, "cpu": 2}
 LOOK = {"cuda": 4096, "cpu": 8}
 
-# Of bfloat16 inputs, by the rows of a state: its columns in a program, warps, and stages of the loop over chunks
-OF_SEGMENTS = {128: (128, 8, 3), 256: (64, 8, 2)}  # state_kernel
-OF_CHUNKS = {128: (128, 8, 2), 256: (64, 8, 2)}  # state_kernel, EVERY_CHUNK
-OUTPUTS = {128: (128, 8, 3), 256: (64, 4, 1)}  # output_kernel
-OUTPUTS_REVERSE = {64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
+# Where bfloat16 inputs take others than GLAPlan.blocks works out, by the rows of a state: its columns in a program,
+# warps, and stages of the loop over chunks
+OF_CHUNKS = {128: (128, 8, 2)}  # state_kernel, EVERY_CHUNK
+OUTPUTS = {256: (64, 4, 1)}  # output_kernel
+OUTPUTS_REVERSE = {64: (64, 4, 3)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
 
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
@@ -194,7 +194,7 @@ class GLAPlan(Plan):
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
         sums = self.empty(self.layout.num_segments, self.H, self.K)
         self._with_state(
-            state_kernel, OF_SEGMENTS, x, y, gate, self.segments, states, states, sums, states, sums, states,
+            state_kernel, {}, x, y, gate, self.segments, states, states, sums, states, sums, states,
             REVERSE=self.reverse, EVERY_CHUNK=False,
         )  # fmt: skip
         return sums
