@@ -5,47 +5,63 @@
 Weak scaling: T tokens a rank. Beside each other: fla's operator on one rank with as many tokens, which is what a split
 should cost; fla's own context parallelism (``cp_context=``); the same with allscan.integrations.fla_cp; ours. Ours is
 also timed with every rank doing a middle rank's work: an initial state on the first and a gradient of the final state
-on the last, so that transitions are made and applied everywhere; and with tokens in the zigzag layout, as it takes them
-natively, and moved to rank order and back. Before that, on one rank, what is between the chunks, beside fla's two
-kernels for it.
+on the last, so that transitions are made and applied everywhere; and, at a rule's first shape, with tokens in the
+zigzag layout, as it takes them natively, and moved to rank order and back. All gates but the first kind are measured at
+the first shape of the first rule. fla refuses the backward of Gated DeltaNet on Hopper with this Triton: there ours is
+measured, over ours on one rank (``zeco, one rank``). ``times_one_rank`` is over the row of its point whose method is
+"..., one rank". At last, on one rank, what is between the chunks, beside fla's two kernels for it.
 
 Calls from Python, in turns whose order is drawn anew each time; a time is the median over samples of CALLS calls in a
 row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
-method is checked first against fla on one rank with the whole sequence, at an eighth of the tokens, and proven
-afterwards by the kernels of one more call (torch's profiler; column ``proof``, of rank 0). fla chooses its
-configurations at the first shape, which many processes compile first; the other shapes use what it chose, unless its
-keys contain the shape. The backward of Gated DeltaNet is left out, which fla refuses on Hopper with this
-Triton.
+method is checked first against the whole sequence on one rank, at an eighth of the tokens: by fla, or where fla refuses
+by the recurrence in float64, of at most REFERENCE tokens a rank. It is proven afterwards by the kernels of one more
+call (torch's profiler; column ``proof``, of rank 0). What fails is named, the rest goes on, and the program ends with
+status 1.
+
+fla chooses among hundreds of configurations. Before any rank does, many processes compile them (compile_ahead), then
+one process a GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens, kernels of the same key in one process only.
+fla keeps what it has found in Triton's cache, and all ranks take it from there for all T, as fla's keys do not contain
+T. Configurations that a rank had to time nonetheless are counted on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import random
 import sys
+import tempfile
 import time
+import traceback
 from functools import partial
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import allscan
+from allscan.reference import delta_reference
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
 from bench.proof import kernels, ran
 
-SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
-RULES = ("kda", "gated_delta_rule")
-GATES = {"0": 0.0, "near 1": 1 / 16}
+SHAPES = {  # T tokens a rank, H; K = V = 128
+    "kda": [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)],
+    "gated_delta_rule": [(16384, 32), (4096, 32)],
+}
+GATES = {"near 1": 1 / 16, "0": 0.0}
 SAMPLES, CALLS = 15, 5
+TUNED_AT, REFERENCE = 16384, 256  # tokens
 # of each method: what one call must run, and what it must not
 SEEN = {
     "fla, one rank": ((), ("nccl", "summary_kernel", "chunk_cp")),
+    "zeco, one rank": (("delta_states_kernel",), ("nccl", "transition_kernel", "chunk_cp")),
     "fla cp_context": (("AllGather", "chunk_cp"), ("summary_kernel", "transition_kernel")),
     "fla cp_context, All-Scan": (("scan_kernel|transition_kernel",), ("nccl",)),
     "zeco": (("scan_kernel|transition_kernel", "delta_states_kernel"), ("nccl", "chunk_cp")),
@@ -80,10 +96,33 @@ def fla_operator(rule):
     return chunk_kda if rule == "kda" else chunk_gated_delta_rule
 
 
+def fla_runs(rule: str, backward: bool) -> bool:
+    """See the docstring above."""
+    return rule == "kda" or not backward
+
+
 _groups: dict = {}
+_timed = [0]  # configurations, in this process
 
 
-def methods(rule, comm, T) -> dict:
+@contextlib.contextmanager
+def joined(ranks: int):
+    """(communicator of the first ``ranks`` ranks, that of this rank alone), on the others None. For all of the job."""
+    allscan.init()
+    for purpose in ("ranks", "fla"):  # fla's own, so that All-Scan does not carry its states
+        if (purpose, ranks) not in _groups:
+            _groups[purpose, ranks] = dist.new_group(list(range(ranks)))
+    if "alone" not in _groups:  # by every rank of the job, as all groups
+        _groups["alone"] = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    if dist.get_rank() >= ranks:
+        yield None
+        return
+    with allscan.Communicator(_groups["ranks", ranks], timeout=60.0) as comm:
+        with allscan.Communicator(_groups["alone"]) as one:
+            yield comm, one
+
+
+def methods(rule, comm, one, T) -> dict:
     """{name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
     ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
 
@@ -96,6 +135,7 @@ def methods(rule, comm, T) -> dict:
         return to_zigzag(o, comm=comm), None
 
     found = {
+        "zeco, one rank": lambda *x: ours(*x[:5], comm=one),
         "zeco": lambda *x: ours(*x[:5], comm=comm),
         "zeco, middle rank's work": middle,
         "zeco, zigzag": lambda *x: ours(*x[:5], comm=comm, layout="zigzag"),
@@ -131,94 +171,127 @@ def step(call, given, do, state, backward):
     return [o.detach(), *torch.autograd.grad(outs, leaves, ways)]
 
 
-def check(rule, comm, found, T, H, gate, backward) -> dict:
+def recurrence(*given, initial_state=None, **_):
+    o, final = delta_reference(*given, initial_state=initial_state)
+    return o.to(given[0].dtype), final.float()
+
+
+def check(rule, comm, found, T, H, gate, backward, failed) -> dict:
     """{method: largest relative error against the whole sequence on one rank}; the others' inputs lie in one draw."""
-    given, do, state = inputs(rule, comm.size * T, H, gate, comm.device, 1, *_small(comm))
+    on_gpu = comm.device.type == "cuda"
+    small = () if on_gpu else (torch.float32, 16)
+    whole = fla_operator(rule) if on_gpu and fla_runs(rule, backward) else recurrence
+    given, do, state = inputs(rule, comm.size * T, H, gate, comm.device, 1, *small)
     places, errors = (slice(comm.rank * T, (comm.rank + 1) * T), zigzag_positions(T, comm=comm)), {}
-    with allscan_alone() as one:
-        ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
-        whole = fla_operator(rule) if comm.device.type == "cuda" else partial(ours, comm=one)
-        with said(comm, "the whole on one rank"):
-            expected = {
-                False: step(lambda *x: (whole(*x[:5])[0], None), given, do, state, backward),
-                True: step(
-                    lambda *x: whole(*x[:5], initial_state=x[5], output_final_state=True), given, do, state, backward
-                ),
-            }  # fmt: skip
+    alone = (
+        lambda *x: (whole(*x[:5])[0], None),
+        lambda *x: whole(*x[:5], initial_state=x[5], output_final_state=True),
+    )
+    with said(comm, "the whole on one rank"):
+        expected = [step(call, given, do, state, backward) for call in alone]
     for name, call in found.items():
-        if name != "fla, one rank":
+        if "one rank" not in name:
             mine = places[name in ZIGZAG]
-            with said(comm, f"{name} checked"):
+            with said(comm, f"{name} checked"), noted(failed, name):
                 part = step(call, [x[:, mine] for x in given], do[:, mine], state, backward)
-            wanted = [x[:, mine] for x in expected["middle" in name]]
-            errors[name] = checked(name, part, wanted, 2e-2 if given[0].dtype == torch.bfloat16 else 1e-4)
+                wanted = [x[:, mine] for x in expected["middle" in name]]
+                errors[name] = checked(name, part, wanted, 2e-2 if on_gpu else 1e-4)
     return errors
-
-
-def _small(comm):
-    return () if comm.device.type == "cuda" else (torch.float32, 16)
-
-
-@contextlib.contextmanager
-def allscan_alone():
-    """A communicator of this rank alone, on CPUs; None on GPUs."""
-    if torch.cuda.is_available():
-        yield None
-        return
-    with allscan.Communicator(_groups["alone"]) as one:
-        yield one
 
 
 @contextlib.contextmanager
 def said(comm, what):
-    """The first rank says how long it took: first calls compile, and fla measures its configurations."""
-    begin = time.monotonic()
+    """The first rank says how long it took: first calls compile, and time configurations that are not known yet."""
+    begin, before = time.monotonic(), _timed[0]
     yield
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
         if comm.rank == 0:
-            print(f"  {what}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+            timed = f", {_timed[0] - before} configurations timed" if _timed[0] > before else ""
+            print(f"  {what}: {time.monotonic() - begin:.1f} s{timed}", file=sys.stderr, flush=True)
 
 
-def point(ranks, rule, T, H, gate, backward, chosen=None) -> dict | None:
-    """{method: row} on each of the first ``ranks`` ranks; on CPUs only errors. ``chosen``: methods, default all."""
-    allscan.init()
-    for purpose in ("ranks", "fla"):  # fla's own, so that All-Scan does not carry its states
-        if (purpose, ranks) not in _groups:
-            _groups[purpose, ranks] = dist.new_group(list(range(ranks)))
-    if "alone" not in _groups:  # by every rank of the job, as all groups
-        _groups["alone"] = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    group = _groups["ranks", ranks]
-    if dist.get_rank() >= ranks:
-        return None
-    with allscan.Communicator(group) as comm:
+@contextlib.contextmanager
+def noted(failed: dict, name: str):
+    """What a method raises goes to ``failed``."""
+    try:
+        yield
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+
+
+def without(failed: dict, calls: dict, ranks: int) -> dict:
+    """``calls`` but those of methods that have failed on some rank: all ranks leave out the same."""
+    everywhere: list = [None] * ranks
+    dist.all_gather_object(everywhere, list(failed), group=_groups["fla", ranks])
+    return {name: call for name, call in calls.items() if not any(name in names for names in everywhere)}
+
+
+def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
+    """{method: row, or what it has raised} on each of the first ``ranks`` ranks; on CPUs only errors. ``names``: of
+    methods, default all."""
+    with joined(ranks) as both:
+        if both is None:
+            return None
+        (comm, one), failed, extra, proofs, graphs = both, {}, {}, {}, {}
 
         def those(T) -> dict:
-            found = methods(rule, comm, T)
-            return {name: found[name] for name in (*chosen, "fla, one rank")} if chosen else found
+            found = methods(rule, comm, one, T)
+            return {name: found[name] for name in names or found}
 
         if comm.device.type == "cpu":
-            return check(rule, comm, those(T), T, H, gate, backward)
-        found = those(T)
+            return check(rule, comm, those(T), T, H, gate, backward, failed) | failed
+        time_quickly()
         given, do, state = inputs(rule, T, H, gate, comm.device, comm.rank)
-        calls = {name: partial(step, call, given, do, state, backward) for name, call in found.items()}
-        extra = {}
+        calls = {name: partial(step, call, given, do, state, backward) for name, call in those(T).items()}
         for name, call in calls.items():
-            with said(comm, f"{name} called"):
+            with said(comm, f"{name} called"), noted(failed, name):
                 call()
-            extra[name] = extra_mib(call)
-        errors = check(rule, comm, those(T // 8), T // 8, H, gate, backward)
+                extra[name] = extra_mib(call)
+        calls = without(failed, calls, ranks)
+        few = T // 8 if fla_runs(rule, backward) else min(T // 8, REFERENCE)
+        kept = {name: call for name, call in those(few).items() if name in calls}
+        errors = check(rule, comm, kept, few, H, gate, backward, failed)
+        calls = without(failed, calls, ranks)
         times: dict = {name: [] for name in calls}
-        for turn in range(SAMPLES):
-            for name in random.Random(turn).sample(list(calls), len(calls)):
+        with said(comm, "timed"):
+            for turn in range(SAMPLES):
+                for name in random.Random(turn).sample(list(calls), len(calls)):
+                    comm.barrier()
+                    times[name].append(sample(calls[name], CALLS))
+        with said(comm, "proven"):
+            for name, call in calls.items():
                 comm.barrier()
-                times[name].append(sample(calls[name], CALLS))
-        rows = {}
-        for name, call in calls.items():
-            comm.barrier()
-            row = dict(**quantiles(torch.tensor(times[name])), extra_mib=extra[name], max_error=errors.get(name, ""))
-            rows[name] = row | dict(proof=ran(name, kernels(call), *SEEN[name]), graph_us=graph_us(name, call, comm))
-        return rows
+                with noted(failed, name):
+                    proofs[name] = ran(name, kernels(call), *SEEN[name])
+        calls = without(failed, calls, ranks)
+        with said(comm, "as graphs"):
+            for name, call in calls.items():
+                with noted(failed, name):
+                    graphs[name] = graph_us(name, call, comm)
+        rows = {
+            name: dict(**quantiles(torch.tensor(times[name])), extra_mib=extra[name], max_error=errors.get(name, ""),
+                       proof=proofs[name], graph_us=us)
+            for name, us in graphs.items()
+        }  # fmt: skip
+        return rows | failed
+
+
+def first_calls(ranks, rule, H, backward, names) -> None:
+    """Compile our own kernels and connect NCCL's ranks, while other processes compile fla's kernels, which are left out
+    here: what is computed is of no use."""
+    from triton.runtime.autotuner import Autotuner
+
+    T = 2048
+    with joined(ranks) as both, mock.patch.object(Autotuner, "run", lambda *_, **__: None):
+        if both is None:
+            return
+        comm, one = both
+        given, do, state = inputs(rule, T, H, 1 / 16, comm.device, comm.rank)
+        found = methods(rule, comm, one, T)
+        with said(comm, f"our kernels for {rule}, H={H}, backward {backward}"):
+            for name in names:
+                step(found[name], given, do, state, backward)
 
 
 def graph_us(name, call, comm) -> float | str:
@@ -287,38 +360,115 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         return {name: torch.tensor(values).median().item() for name, values in times.items()}
 
 
-def compile_share(share: int, of: int, rule: str, H: int) -> None:
-    """Compile every ``of``-th configuration of fla's kernels, which then lie in Triton's cache."""
+def time_quickly() -> None:
+    """In this process a configuration is timed for 15 ms, after 5; by itself Triton takes 100 after 25."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    def timed(call, quantiles):
+        _timed[0] += 1
+        return do_bench(call, warmup=5, rep=15, quantiles=quantiles)
+
+    Autotuner.do_bench = property(lambda self: timed)
+
+
+class Job(NamedTuple):
+    """What fla is called for ahead. kind: "one rank", with states and without; "cp_context", as a rank in the middle of
+    several; "halves": packed, as zeco's zigzag layout has it."""
+
+    rule: str
+    H: int
+    kind: str = "one rank"
+
+    def run(self, T: int, device: torch.device) -> None:
+        """Every kernel of fla's that a rank launches. Of Gated DeltaNet's backward what zeco_gated_delta_rule takes."""
+        given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1)
+        operator, options = fla_operator(self.rule), {}
+        if self.kind == "cp_context":
+            options = dict(cp_context=middle_of_three(T, device))
+        if self.kind == "halves":
+            options = dict(cu_seqlens=torch.tensor([0, T // 2, T], device=device))
+        calls = [lambda *x: operator(*x[:5], **options)]
+        if self.kind == "one rank":
+            calls.append(lambda *x: operator(*x[:5], initial_state=x[5], output_final_state=True))
+        with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", refused):
+            for call in calls:
+                step(call, given, do, state, self.rule == "kda" or self.kind == "one rank")
+
+
+def refused(*, q, k, w, g, **_):
+    """In place of the kernel that fla refuses to run."""
+    return tuple(torch.zeros_like(x) for x in (q, k, w, g))
+
+
+def middle_of_three(T: int, device: torch.device):
+    """fla's context of a rank that has others before and behind it, which are made up: it launches all kernels."""
+    from fla.ops.cp import build_cp_context
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    bounds = torch.tensor([0, 3 * T], dtype=torch.int32, device=device)
+    return build_cp_context(bounds, dist.group.WORLD)
+
+
+def compile_share(claims: str, jobs: list[Job]) -> list[str]:
+    """Compile the configurations of fla's kernels that no other process has claimed, which then lie in Triton's cache;
+    nothing is launched. What was raised."""
     from triton.runtime.autotuner import Autotuner
 
-    seen: dict = {}
+    def claimed_only(self, *args, **kwargs):
+        self.nargs = dict(zip(self.arg_names, args))
+        given = [(n, getattr(x, "dtype", x)) for n, x in (self.nargs | kwargs).items() if n not in ("grid", "warmup")]
+        configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
+        for config in configs:
+            claim = hashlib.sha256(f"{self.base_fn.__name__} {given} {config}".encode()).hexdigest()
+            with contextlib.suppress(Exception):  # what does not compile is left out when configurations are timed
+                open(os.path.join(claims, claim), "x").close()  # raises if there is one
+                kernel = self.fn.run(*args, **kwargs | dict(warmup=True), **config.all_kwargs())
+                if config is configs[0]:
+                    kernel.run  # noqa: B018 - its launcher, the same for all of them, is compiled when it is asked for
 
-    def bench(self, *args, config, **meta):
-        number = seen[self] = seen.get(self, -1) + 1
-        if number and number % of != share:  # the first too, for there must be one that runs
-            return [float("inf")] * 3
-        with contextlib.suppress(Exception):  # what does not compile is left out when configurations are measured
-            self.fn.run(*args, **meta, **config.all_kwargs())
-            return [float(number % of != share)] * 3
-        return [float("inf")] * 3
-
-    def without_cache(self, key, configs, measure):
-        measure()
-        return False
-
-    Autotuner._bench, Autotuner.check_disk_cache = bench, without_cache
-    given, do, state = inputs(rule, 512, H, 0.1, torch.device("cuda", 0), 1)
-    operator, backward = fla_operator(rule), rule == "kda"
-    step(lambda *x: (operator(*x[:5])[0], None), given, do, state, backward)
-    step(lambda *x: operator(*x[:5], initial_state=x[5], output_final_state=True), given, do, state, backward)
+    with mock.patch.object(Autotuner, "run", claimed_only):
+        return _each(jobs, os.getpid() % torch.cuda.device_count(), 512)
 
 
-def compile_ahead(rules, H: int) -> None:
-    """By many processes, since fla has hundreds of configurations, and would compile one after the other."""
-    count = max(1, min(16, (os.cpu_count() or 2) - 2))
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        for rule in rules:
-            pool.starmap(compile_share, [(share, count, rule, H) for share in range(count)], chunksize=1)
+def tune_share(gpu: int, jobs: list[Job]) -> list[str]:
+    """Let fla choose its configurations, which then lie in Triton's cache, too. What was raised."""
+    time_quickly()
+    return _each(jobs, gpu, TUNED_AT)
+
+
+def _each(jobs, gpu, T) -> list[str]:
+    torch.cuda.set_device(gpu)
+    raised = []
+    for job in jobs:
+        try:
+            job.run(T, torch.device("cuda", gpu))
+            torch.cuda.synchronize()
+        except Exception:
+            raised.append(f"{job}: {traceback.format_exc()}")
+    return raised
+
+
+def compile_ahead(jobs: list[Job], meanwhile=lambda: None) -> None:
+    """By many processes, since fla has hundreds of configurations, and would compile one after the other; then chosen
+    by one process a GPU, kernels with the same keys by the same. meanwhile: what is done while they compile."""
+    gpus, begin, raised = torch.cuda.device_count(), time.monotonic(), []
+    count = max(gpus, min(28, (os.cpu_count() or 2) - 4))
+    keys = list(dict.fromkeys(job[1:] for job in jobs))
+    shares = [(gpu, [job for job in jobs if keys.index(job[1:]) % gpus == gpu]) for gpu in range(gpus)]
+    with tempfile.TemporaryDirectory() as claims, multiprocessing.get_context("spawn").Pool(count) as pool:
+        compiling = pool.starmap_async(compile_share, [(claims, jobs)] * count, chunksize=1)
+        meanwhile()
+        raised += compiling.get()
+        compiled = time.monotonic()
+        print(f"{len(os.listdir(claims))} configurations compiled by {count} processes: {compiled - begin:.1f} s",
+              file=sys.stderr, flush=True)  # fmt: skip
+        raised += pool.starmap(tune_share, shares, chunksize=1)
+        print(f"chosen among: {time.monotonic() - compiled:.1f} s", file=sys.stderr, flush=True)
+    for text in dict.fromkeys(sum(raised, [])):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -326,52 +476,118 @@ def _shape(text: str) -> tuple[int, int]:
     return int(T), int(H)
 
 
+class Point(NamedTuple):
+    rule: str
+    T: int
+    H: int
+    gates: str
+    backward: bool
+    names: list[str]
+
+    def jobs(self) -> list[Job]:
+        kinds = {
+            "one rank": True,
+            "cp_context": any("cp_context" in name for name in self.names),
+            "halves": "zeco, zigzag" in self.names,
+        }
+        return [Job(self.rule, self.H, kind) for kind, wanted in kinds.items() if wanted]
+
+
+def points(rules, shapes, gates, chosen) -> list[Point]:
+    """What is measured, other gates than the first at the end. ``chosen``: methods, or None."""
+    found = []
+    for rule in rules:
+        places = shapes or SHAPES[rule]
+        for T, H in places:
+            first = (T, H) == places[0]
+            for backward in (False, True):
+                runs = fla_runs(rule, backward)
+                names = chosen or [name for name in SEEN if first or name not in ZIGZAG]
+                names = [name for name in names if runs or "fla" not in name and name not in ZIGZAG]
+                names = [name for name in names if "one rank" not in name] + [f"{'fla' if runs else 'zeco'}, one rank"]
+                for kind in gates if first and rule == rules[0] else gates[:1]:
+                    found.append(Point(rule, T, H, kind, backward, names))
+    return sorted(found, key=lambda each: gates.index(each.gates))
+
+
+def write_rows(table, at: Point, count: int, answers) -> int:
+    """The rows of a point, as they come, and how many methods have failed."""
+    failed = {name: x for answer in answers for name, x in answer.items() if isinstance(x, str)}
+    rows = {name: slowest([a[name] for a in answers], "extra_mib") for name in at.names if name not in failed}
+    alone = rows.get(at.names[-1], {}).get("p50_us")
+    for name, row in rows.items():
+        row |= dict(method=name, rule=at.rule, T=at.T, H=at.H, gates=at.gates, ranks=count)
+        row["pass"] = "forward+backward" if at.backward else "forward"
+        row["times_one_rank"] = row["p50_us"] / alone if alone else ""
+        row["proof"] = answers[0][name]["proof"]
+        table.write(row)
+        print(
+            f"{at.rule} T={at.T} H={at.H} {at.gates:6} {row['pass']:16} P={count} {name:26}{row['p50_us']:9.0f} us  "
+            f"{row['times_one_rank'] or float('nan'):.3f} x one rank  graph {row['graph_us'] or float('nan'):9.0f}  "
+            f"extra {row['extra_mib']:.0f} MiB",
+            flush=True,
+        )
+    for name, text in failed.items():
+        print(f"FAILED: {name}, {at}: {text}", flush=True)
+    return len(failed)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
-    parser.add_argument("--rules", nargs="+", default=["kda"], choices=RULES)
+    parser.add_argument("--rules", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
-    parser.add_argument(
-        "--shapes", type=_shape, nargs="+", default=SHAPES, help="such as 16384,32: tokens a rank, heads"
-    )
+    parser.add_argument("--shapes", type=_shape, nargs="+", help="such as 16384,32: tokens a rank, heads; default all")
     parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')
     parser.add_argument("--csv", default=results("delta.csv"))
     arguments = parser.parse_args()
-    gpus = torch.cuda.device_count()
+    gpus, begin, failures = torch.cuda.device_count(), time.monotonic(), 0
+    plan = points(arguments.rules, arguments.shapes, arguments.gates, arguments.methods)
+    jobs = list(dict.fromkeys(job for at in plan for job in at.jobs()))
+
+    def elapsed(what):
+        print(f"{time.monotonic() - begin:.0f} s: {what}", file=sys.stderr, flush=True)
+
+    if gpus < 2:
+        print("No two GPUs here, and fla's kernels need one: only what is between the chunks is measured, if at all.")
+        if gpus:
+            compile_ahead([job for job in jobs if job.kind == "one rank"])
+    else:
+        counts = arguments.ranks or sorted({2, gpus})
+        with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
+
+            def meanwhile():
+                most: dict = {}  # the first of each kind has all the methods
+                for at in plan:
+                    most.setdefault((at.rule, at.H, at.backward), at.names)
+                for kind, names in most.items():
+                    try:
+                        ranks.run(first_calls, counts[-1], *kind, names, timeout=120.0)
+                    except RuntimeError as error:  # a point will say what it means
+                        elapsed(error)
+                elapsed("our kernels compiled")
+
+            compile_ahead(jobs, meanwhile)
+            for at in plan:
+                for count in counts:
+                    elapsed((count, *at))
+                    given = count, at.rule, at.T, at.H, GATES[at.gates], at.backward, at.names
+                    try:
+                        failures += write_rows(table, at, count, ranks.run(point, *given, timeout=200.0)[:count])
+                    except RuntimeError as error:
+                        failures += 1
+                        print(f"FAILED: {at}: {error}", flush=True)
+        print(f"wrote {arguments.csv}")
     if gpus:
-        compile_ahead(arguments.rules, arguments.shapes[0][1])
-        for T, H in arguments.shapes:
+        elapsed("between the chunks")
+        time_quickly()
+        for T, H in dict.fromkeys((at.T, at.H) for at in plan):
             times = passes(T, H)
             faster = sum(t for n, t in times.items() if "fla" in n) / sum(t for n, t in times.items() if "ours" in n)
             print(f"between the chunks, one rank, T={T} H={H}, us:", {n: round(t, 1) for n, t in times.items()},
                   f"together {faster:.2f} times as fast", flush=True)  # fmt: skip
-    if gpus < 2:
-        print("No two GPUs here, and fla's kernels need one: nothing else is measured.")
-        return 0
-    counts = arguments.ranks or sorted({2, gpus})
-    with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
-        for rule in arguments.rules:
-            for T, H in arguments.shapes:
-                for kind in arguments.gates:
-                    for count in counts:
-                        for backward in (False, True)[: 1 + (rule == "kda")]:  # fla refuses the other's on Hopper
-                            given = count, rule, T, H, GATES[kind], backward, arguments.methods
-                            answers = ranks.run(point, *given, timeout=570.0)[:count]
-                            rows = {n: slowest([a[n] for a in answers], "extra_mib") for n in answers[0]}
-                            alone = rows["fla, one rank"]["p50_us"]
-                            for name, row in rows.items():
-                                row |= dict(method=name, rule=rule, T=T, H=H, gates=kind, ranks=count)
-                                row["pass"] = "forward+backward" if backward else "forward"
-                                row["times_one_rank"], row["proof"] = row["p50_us"] / alone, answers[0][name]["proof"]
-                                table.write(row)
-                                print(
-                                    f"{rule} T={T} H={H} {kind:6} {row['pass']:16} P={count} {name:26}"
-                                    f"{row['p50_us']:9.0f} us  {row['times_one_rank']:.3f} x one rank  graph "
-                                    f"{row['graph_us'] or float('nan'):9.0f}  extra {row['extra_mib']:.0f} MiB",
-                                    flush=True,
-                                )
-    print(f"wrote {arguments.csv}")
-    return 0
+        elapsed("end")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.tools.ranks import Ranks
-from bench.delta import compile_ahead
+from bench.delta import Job, compile_ahead
 from bench.harness import Table, group_of, inputs, results
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -158,7 +158,7 @@ def main() -> int:
                 print(*ranks.run(point, T, 2, 16)[0], sep="\n")
         return 0
     if importlib.util.find_spec("fla") is not None:
-        compile_ahead(["kda"], H)
+        compile_ahead([Job("kda", H)])
     with Table(arguments.csv, COLUMNS) as table, Ranks(2, "cuda") as ranks:
         nccl = 0.0
         for T in (None, *arguments.tokens):

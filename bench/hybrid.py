@@ -250,10 +250,9 @@ def main() -> int:
                 print(f"{name:22} error {error:.1e}")
         return 0
     if not arguments.tuned:  # for all heads, and for a rank's share of them
-        from bench.delta import compile_ahead
+        from bench.delta import Job, compile_ahead
 
-        for heads in (arguments.heads, arguments.heads // count):
-            compile_ahead(("kda",), heads)
+        compile_ahead([Job("kda", heads) for heads in (arguments.heads, arguments.heads // count)])
     shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:
         errors = ranks.run(on_first, count, check, 512, arguments.heads, 128, timeout=570.0)[0]

@@ -68,31 +68,32 @@ def operator(table, path):
 
 
 def delta(table, path):
-    """Time over that of fla on one rank, a panel a pass; bars by tokens and heads: called, and as a graph."""
+    """Time over that of one rank, a panel a pass; bars by tokens and heads: called, and as a graph."""
     from matplotlib.figure import Figure
 
     figure, passes = Figure(figsize=(9, 4.2), layout="constrained"), ("forward", "forward+backward")
     for axes, kind in zip(figure.subplots(1, 2, sharey=True, squeeze=False)[0], passes):
         some = [row for row in table if row["pass"] == kind]
-        alone = {(r["rule"], r["T"], r["H"], r["ranks"], r["gates"]): r for r in some if r["method"] == "fla, one rank"}
-        methods = [m for m in dict.fromkeys(row["method"] for row in some) if m != "fla, one rank"]
+        alone = {tuple(row[k] for k in KEYS): row for row in some if "one rank" in row["method"]}
+        methods = [m for m in dict.fromkeys(row["method"] for row in some) if "one rank" not in m]
+        width = 0.4 / max(2, len(methods))  # of a bar
         for i, method in enumerate(methods):
             for column, alpha in (("p50_us", 1.0), ("graph_us", 0.4)):
                 bars = {
-                    n + 0.4 * i + 0.18 * (alpha < 1): float(row[column]) / float(alone[point][column])
+                    n + 2 * width * i + 0.9 * width * (alpha < 1): float(row[column]) / float(alone[point][column])
                     for n, point in enumerate(alone)
                     for row in some
                     if row["method"] == method and row[column] and all(row[k] == v for k, v in zip(KEYS, point))
                 }
                 label = f"{method}, {'called' if alpha == 1 else 'as a graph'}"
-                axes.bar(list(bars), list(bars.values()), width=0.17, color=f"C{i}", alpha=alpha, label=label)
+                axes.bar(list(bars), list(bars.values()), width=0.85 * width, color=f"C{i}", alpha=alpha, label=label)
         names = [f"{rule} {T}\nH={H}" for rule, T, H, *_ in alone]
         axes.set_xticks([n + 0.29 for n in range(len(names))], names, fontsize="small")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set(title=kind, ylim=(0.7, None))
         axes.grid(alpha=0.3, axis="y")
     axes.legend(fontsize="x-small")
-    figure.supylabel("time over fla's on one rank")
+    figure.supylabel("time over one rank's")
     figure.savefig(path, dpi=120)
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+from triton.runtime.autotuner import Autotuner
 
 import allscan
 from allscan import algorithms
 from allscan.communicator import cached_on
 from allscan.tools.ranks import Ranks
-from bench import baselines, harness, host, hybrid, local, model, plots, proof, scaling, timeline, transitions
+from bench import baselines, delta, harness, host, hybrid, local, model, plots, proof, scaling, timeline, transitions
 from bench.harness import results
 from support.gla import F32, LIMIT, NAMES, Whole
 from support.values import place, relative_all
@@ -177,3 +179,49 @@ def test_what_ran():
     for wanted, unwanted in (({"SendRecv": 3}, ()), (("AllGather",), ()), ((), ("scan_kernel",))):
         with pytest.raises(AssertionError, match="was not what ran"):
             proof.ran("a", found, wanted, unwanted)
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
+    class Function:
+        arg_names, compiled = ["x", "BLOCK"], []
+
+        def fn(self):
+            pass
+
+        fn = staticmethod(fn)
+
+        def run(self, x, *, BLOCK, grid, warmup, **options):
+            assert warmup and BLOCK != 32
+            self.compiled.append((x.dtype, BLOCK, options["num_warps"]))
+            return self
+
+    function = Function()
+    configs = [triton.Config({"BLOCK": block}, num_warps=warps) for block in (16, 32, 64) for warps in (1, 2)]
+    tuner = Autotuner(function, function.arg_names, configs, ["x"], None, None)
+
+    def each(jobs, *_):
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):  # the last as the first
+            tuner[(1,)](torch.ones(1, dtype=dtype))
+        return []
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(delta, "_each", each)
+    run = Autotuner.run
+    for _ in range(2):
+        assert delta.compile_share(str(tmp_path), []) == []
+    assert Autotuner.run is run and len(list(tmp_path.iterdir())) == 12
+    assert len(function.compiled) == len(set(function.compiled)) == 8  # those that can be compiled
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+def test_what_the_delta_rules_are_measured_at():
+    plan = delta.points(list(delta.SHAPES), None, list(delta.GATES), None)
+    assert [at.gates for at in plan] == ["near 1"] * 16 + ["0"] * 2
+    assert {at.names[-1] for at in plan if at.rule == "kda"} == {"fla, one rank"}
+    assert {job.kind for job in plan[0].jobs()} == {"one rank", "cp_context", "halves"}
+    (gated,) = (at for at in plan if at.backward and at.T == 4096 and at.rule == "gated_delta_rule")
+    assert gated.names == ["zeco", "zeco, middle rank's work", "zeco, one rank"]
+    assert delta.points(["kda"], [(64, 1)], ["0"], ["zeco"])[1] == ("kda", 64, 1, "0", True, ["zeco", "fla, one rank"])
