@@ -48,13 +48,12 @@ import allscan
 from allscan.reference import delta_reference
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
+from bench import harness
 from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
 from bench.proof import kernels, ran
 
-SHAPES = {  # T tokens a rank, H; K = V = 128
-    "kda": [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)],
-    "gated_delta_rule": [(16384, 32), (4096, 32)],
-}
+RULES = ("kda", "gated_delta_rule")
+SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
 GATES = {"near 1": 1 / 16, "0": 0.0}
 SAMPLES, CALLS = 15, 5
 TUNED_AT, REFERENCE = 16384, 256  # tokens
@@ -373,16 +372,20 @@ def time_quickly() -> None:
 
 
 class Job(NamedTuple):
-    """What fla is called for ahead. kind: "one rank", with states and without; "cp_context", as a rank in the middle of
-    several; "halves": packed, as zeco's zigzag layout has it."""
+    """What fla is called for ahead. rule: "gla" too. kind: "one rank", with states and without; "cp_context", as a rank
+    in the middle of several; "halves": packed, as zeco's zigzag layout has it."""
 
     rule: str
     H: int
     kind: str = "one rank"
+    beta: torch.dtype = torch.float32
 
     def run(self, T: int, device: torch.device) -> None:
         """Every kernel of fla's that a rank launches. Of Gated DeltaNet's backward what zeco_gated_delta_rule takes."""
+        if self.rule == "gla":
+            return self._gla(T, device)
         given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1)
+        given[4] = given[4].to(self.beta)
         operator, options = fla_operator(self.rule), {}
         if self.kind == "cp_context":
             options = dict(cp_context=middle_of_three(T, device))
@@ -394,6 +397,12 @@ class Job(NamedTuple):
         with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", refused):
             for call in calls:
                 step(call, given, do, state, self.rule == "kda" or self.kind == "one rank")
+
+    def _gla(self, T: int, device: torch.device) -> None:
+        from fla.ops.gla import chunk_gla
+
+        leaves, do = harness.inputs(T, self.H, 128, device)
+        chunk_gla(*leaves)[0].backward(do)
 
 
 def refused(*, q, k, w, g, **_):
@@ -497,7 +506,7 @@ def points(rules, shapes, gates, chosen) -> list[Point]:
     """What is measured, other gates than the first at the end. ``chosen``: methods, or None."""
     found = []
     for rule in rules:
-        places = shapes or SHAPES[rule]
+        places = shapes or SHAPES
         for T, H in places:
             first = (T, H) == places[0]
             for backward in (False, True):
@@ -535,7 +544,7 @@ def write_rows(table, at: Point, count: int, answers) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; default 2 and all GPUs")
-    parser.add_argument("--rules", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
     parser.add_argument("--shapes", type=_shape, nargs="+", help="such as 16384,32: tokens a rank, heads; default all")
     parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')

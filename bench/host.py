@@ -158,7 +158,7 @@ def main() -> int:
                 print(*ranks.run(point, T, 2, 16)[0], sep="\n")
         return 0
     if importlib.util.find_spec("fla") is not None:
-        compile_ahead([Job("kda", H)])
+        compile_ahead([Job("kda", H), Job("gla", H)])
     with Table(arguments.csv, COLUMNS) as table, Ranks(2, "cuda") as ranks:
         nccl = 0.0
         for T in (None, *arguments.tokens):

@@ -252,7 +252,7 @@ def main() -> int:
     if not arguments.tuned:  # for all heads, and for a rank's share of them
         from bench.delta import Job, compile_ahead
 
-        compile_ahead([Job("kda", heads) for heads in (arguments.heads, arguments.heads // count)])
+        compile_ahead([Job("kda", heads, beta=torch.bfloat16) for heads in (arguments.heads, arguments.heads // count)])
     shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:
         errors = ranks.run(on_first, count, check, 512, arguments.heads, 128, timeout=570.0)[0]
