@@ -151,8 +151,8 @@ def timed(algorithm, nodes, kind, shape, tile, programs):
 
 
 def test_where_nothing_passes_a_chain_takes_one_hop(one):
-    """64 ranks, all of them there when the gate opens; a program has one tile. (32 hops through one GPU's memory take 31
-    us, the way from the gate to the first end 5.6: with 32 ranks it is 5.6 times.)"""
+    """64 ranks, all of them there when the gate opens; a program has one tile. (A hop through one GPU's memory takes 1
+    us, and 5.6 are the gate's and the kernel's: with 32 ranks it is 5.6 times.)"""
     arguments = (4, 16, 128), (16, 128), 4
     (slow, error_of_slow), (fast, error_of_fast) = (
         one.run(timed, "chain", (64,), kind, *arguments)[0] for kind in ("1", "0")
