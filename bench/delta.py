@@ -373,17 +373,21 @@ def time_quickly() -> None:
 
 class Job(NamedTuple):
     """What fla is called for ahead. rule: "gla" too. kind: "one rank", with states and without; "cp_context", as a rank
-    in the middle of several; "halves": packed, as zeco's zigzag layout has it."""
+    in the middle of several; "halves": packed, as zeco's zigzag layout has it. normalized: numbers of tokens whose
+    queries fla normalises by a kernel that depends on it."""
 
     rule: str
     H: int
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
+    normalized: tuple[int, ...] = ()
 
     def run(self, T: int, device: torch.device) -> None:
         """Every kernel of fla's that a rank launches. Of Gated DeltaNet's backward what zeco_gated_delta_rule takes."""
         if self.rule == "gla":
             return self._gla(T, device)
+        for tokens in self.normalized:
+            self._normalize(tokens, device)
         given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1)
         given[4] = given[4].to(self.beta)
         operator, options = fla_operator(self.rule), {}
@@ -397,6 +401,12 @@ class Job(NamedTuple):
         with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", refused):
             for call in calls:
                 step(call, given, do, state, self.rule == "kda" or self.kind == "one rank")
+
+    def _normalize(self, T: int, device: torch.device) -> None:
+        from fla.modules.l2norm import l2norm
+
+        x = torch.zeros(1, T, self.H, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+        l2norm(x).backward(torch.zeros_like(x))
 
     def _gla(self, T: int, device: torch.device) -> None:
         from fla.ops.gla import chunk_gla
@@ -522,7 +532,9 @@ def points(rules, shapes, gates, chosen) -> list[Point]:
 def write_rows(table, at: Point, count: int, answers) -> int:
     """The rows of a point, as they come, and how many methods have failed."""
     failed = {name: x for answer in answers for name, x in answer.items() if isinstance(x, str)}
-    rows = {name: slowest([a[name] for a in answers], "extra_mib") for name in at.names if name not in failed}
+    rows = {
+        name: slowest([a[name] for a in answers], "extra_mib", "max_error") for name in at.names if name not in failed
+    }
     alone = rows.get(at.names[-1], {}).get("p50_us")
     for name, row in rows.items():
         row |= dict(method=name, rule=at.rule, T=at.T, H=at.H, gates=at.gates, ranks=count)

@@ -42,7 +42,7 @@ from bench.harness import Table, results
 from bench.model import text, training_rows
 from bench.proof import kernels, ran
 
-STEPS = 7
+STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
 VOCABULARY, RULE = 32000, "chunk_kimi_delta_attention"
 COLUMNS = (
     "method", "ranks", "T", "layers", "heads", "parameters", "step_ms", "tokens_per_s_per_gpu",
@@ -74,7 +74,8 @@ def made(device, dtype, layers=12, width=2048, heads=16, head=128, vocabulary=VO
         mlp_layer_types=["dense"] * layers, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     torch.manual_seed(0)
-    model = KimiLinearForCausalLM(config)
+    with torch.device(device):
+        model = KimiLinearForCausalLM(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
@@ -232,6 +233,17 @@ def measure(group, T, shape, steps) -> dict:
         return {name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name]) for name in wanted}
 
 
+def jobs(ranks: int, heads: int, tokens) -> list:
+    """What fla is called for: all heads, and a rank's share of them; a rank's tokens, and those of all ranks."""
+    from bench.delta import Job
+
+    normalized = tuple(T * many for T in (CHECKED, *tokens) for many in (1, ranks))
+    return [
+        Job("kda", heads, beta=torch.bfloat16, normalized=normalized),
+        Job("kda", heads // ranks, beta=torch.bfloat16),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, help="default all GPUs; must divide the heads")
@@ -249,13 +261,13 @@ def main() -> int:
             for name, error in ranks.run(check, None, 24, 2, 16)[0].items():
                 print(f"{name:22} error {error:.1e}")
         return 0
-    if not arguments.tuned:  # for all heads, and for a rank's share of them
-        from bench.delta import Job, compile_ahead
+    if not arguments.tuned:
+        from bench.delta import compile_ahead
 
-        compile_ahead([Job("kda", heads, beta=torch.bfloat16) for heads in (arguments.heads, arguments.heads // count)])
+        compile_ahead(jobs(count, arguments.heads, arguments.tokens))
     shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:
-        errors = ranks.run(on_first, count, check, 512, arguments.heads, 128, timeout=570.0)[0]
+        errors = ranks.run(on_first, count, check, CHECKED, arguments.heads, 128, timeout=570.0)[0]
         print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
         for T in arguments.tokens:
             answers = ranks.run(on_first, count, measure, T, shape, arguments.steps, timeout=570.0)

@@ -162,7 +162,7 @@ def split(comm, family, model, tokens, labels, how):
 
 def model_case(group, family, dtype, packed):
     """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients."""
-    import_fla()
+    import_fla(models=False)
     with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
         tokens, lengths = parts(comm.size)
         lengths = lengths if packed else [0, sum(tokens)]
@@ -219,7 +219,7 @@ def training_case(group, family, dtype):
     """(losses of ten steps on one rank with these operators, of the ranks together); bfloat16: autocast."""
     from allscan.integrations.transformers import sequence_parallel
 
-    import_fla()
+    import_fla(models=False)
     with (
         allscan.Communicator(group, timeout=120) as all_ranks,  # where one rank compiles longer than another
         allscan.Communicator(group_of_one()) as one,

@@ -15,8 +15,9 @@ from allscan.reference import delta_reference, gla_reference
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 
 
-def import_fla():
-    """fla's models, each kernel in the first of its configurations: their speed does not matter here."""
+def import_fla(models=True):
+    """fla, each kernel in the first of its configurations: their speed does not matter here. ``models``: its layers and
+    models too, which take ten seconds."""
     Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
     if (
         not torch.cuda.is_available()
@@ -28,6 +29,8 @@ def import_fla():
             tensor.__index__ = lambda self: self.handle.data.item()
 
         interpreter._patch_lang_tensor = patched
+    if not models:
+        return None
     import fla.layers
     import fla.models
 

@@ -78,7 +78,7 @@ def stand_ins():
     from megatron.core.tensor_parallel import random
     from megatron.core.utils import GlobalMemoryBuffer
 
-    import_fla()
+    import_fla(models=False)
     tracker = mock.Mock(fork=contextlib.nullcontext)
     current_device = torch.cuda.current_device if torch.cuda.is_available() else lambda: torch.device("cpu")
     with contextlib.ExitStack() as stack:
