@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 
 
 def wants_gradient(inputs) -> bool:
@@ -17,6 +18,18 @@ def wants_gradient(inputs) -> bool:
             if isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
+
+
+class Function(torch.autograd.Function):
+    """torch's, whose ``apply`` takes 1.5 us less: default arguments and functorch's transforms are not for it, and of
+    what is not a tensor there should be one argument."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # which refuses them
+        given = [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args]
+        return super(torch.autograd.Function, cls).apply(*given)
 
 
 def refuse_second_derivative(name: str) -> None:

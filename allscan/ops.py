@@ -20,7 +20,7 @@ from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
-from .operators import ordered, refuse_second_derivative, wants_gradient
+from .operators import Function, ordered, refuse_second_derivative, wants_gradient
 from .order import PendingBackward, recomputing
 from .tiling import transition_tile
 
@@ -93,7 +93,7 @@ def scan_once(state, decay, comm, transition, initial_state, reverse, out, async
     """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; hop: of halo()."""
     scan, wanted = _checked(state, decay, comm, transition, initial_state, out, hop)
     if wanted:
-        prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
+        prev, work = _AllScan.apply(state, decay, transition, initial_state, (scan, reverse, async_op))
         return prev if work is None else work.of(prev)
     return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
 
@@ -175,9 +175,10 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     return prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
 
 
-class _AllScan(torch.autograd.Function):
+class _AllScan(Function):
     @staticmethod
-    def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
+    def forward(ctx, state, decay, transition, initial_state, how):
+        scan, reverse, async_op = how
         ticket, work = scan.ticket(), None
         prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
@@ -199,7 +200,7 @@ class _AllScan(torch.autograd.Function):
             given = number if decay is None else decay
             wanted = ctx.needs_input_grad[1:4]
             grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
-            return *grads, None, None, None
+            return *grads, None
 
 
 @dynamo_disabled
