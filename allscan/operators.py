@@ -15,7 +15,7 @@ def wants_gradient(inputs) -> bool:
     """Whether a call with these inputs is to have a backward pass."""
     if torch.is_grad_enabled():
         for x in inputs:
-            if isinstance(x, Tensor) and x.requires_grad:
+            if x is not None and isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
 
@@ -50,12 +50,15 @@ def ordered(*names: str) -> None:
         _register_effectful_op(name, EffectType.ORDERED)
 
 
+_TORCHS_OWN = Tensor, torch.nn.Parameter
+
+
 def _watched(inputs) -> bool:
     """Whether torch looks at the operators that are called, or the tensors are of another kind than torch's own."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
     for x in inputs:
-        if type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not torch.nn.Parameter:
+        if x is not None and type(x) not in _TORCHS_OWN and isinstance(x, Tensor):
             return True
     return False
 
