@@ -82,12 +82,12 @@ class Operator:
     tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
     tensors without data, without effect. save: called as save(ctx, inputs, output), before
     any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
-    and calls ``backward`` once.
+    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors.
     """
 
     def __init__(
         self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
-        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
+        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any], tensors: int,
     ) -> None:  # fmt: skip
         traced_backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
         traced_backward.register_fake(_without_none(fake_backward))
@@ -95,9 +95,10 @@ class Operator:
         self._traced.register_fake(_without_none(fake))
         self._traced.register_autograd(lambda ctx, *grads: gradient(traced_backward, ctx, *grads), setup_context=save)
 
-        class Eager(torch.autograd.Function):
+        class Eager(Function):
             @staticmethod
-            def forward(ctx, *inputs):
+            def forward(ctx, rest, *tensors):
+                inputs = *tensors, *rest
                 output = forward(*inputs)
                 save(ctx, inputs, output)
                 return output
@@ -105,14 +106,15 @@ class Operator:
             @staticmethod
             def backward(ctx, *grads):
                 traced = torch.compiler.is_compiling() or _watched(grads)
-                return gradient(traced_backward if traced else backward, ctx, *grads)
+                return None, *gradient(traced_backward if traced else backward, ctx, *grads)[:tensors]
 
-        self._eager = Eager
+        self._eager, self._tensors = Eager, tensors
 
     def __call__(self, *inputs):
         """All inputs by position."""
-        if torch.compiler.is_compiling() or _watched(inputs):
+        tensors = inputs[: self._tensors]
+        if torch.compiler.is_compiling() or _watched(tensors):
             return self._traced(*inputs)
-        if wants_gradient(inputs):
-            return self._eager.apply(*inputs)
+        if wants_gradient(tensors):
+            return self._eager.apply(inputs[self._tensors :], *tensors)
         return self._forward(*inputs)
