@@ -90,7 +90,9 @@ class Plan:
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
-        self._steps.append(lambda run: run.add_output(torch.empty_like(run.tensor(x.number))))
+        assert x.memory >= FIRST_TENSOR
+        given = x.memory - FIRST_TENSOR
+        self._steps.append(lambda run: run.add_output(torch.empty_like(run.tensors[given])))
         return self._tensor(x.shape, x.dtype)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
