@@ -28,7 +28,7 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # which refuses them
-        given = [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args]
+        given = [x if x is None or not isinstance(x, Tensor) else unwrap_if_dead(x) for x in args]
         return super(torch.autograd.Function, cls).apply(*given)
 
 

@@ -220,7 +220,7 @@ class Run:
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
         self.device = given[0].get_device()
-        self.places = [*(0 if x is None else x.data_ptr() for x in self._memory), 0, *addresses]
+        self.places = [0 if x is None else x.data_ptr() for x in self._memory] + [0, *addresses]
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""
