@@ -29,7 +29,7 @@ class Function(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # which refuses them
         given = [x if x is None or not isinstance(x, Tensor) else unwrap_if_dead(x) for x in args]
-        return super(torch.autograd.Function, cls).apply(*given)
+        return super(torch.autograd.Function, cls).apply(*given)  # type: ignore[misc]
 
 
 def refuse_second_derivative(name: str) -> None:
