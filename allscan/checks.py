@@ -37,10 +37,12 @@ def signature_of(*inputs: Any) -> tuple:
     """What checks of tensors look at, and whether other inputs are None or of which type. Hashable."""
     found: list = []
     for x in inputs:
-        if isinstance(x, torch.Tensor):
-            found += (x.shape, x.dtype, x.device, x.layout)
+        if x is None:
+            found.append(None)
+        elif isinstance(x, torch.Tensor):
+            found += x.shape, x.dtype, x.device, x.layout
         else:
-            found.append(None if x is None else type(x))
+            found.append(type(x))
     return tuple(found)
 
 
@@ -61,11 +63,6 @@ def check_transition(transition, decay, shape, device) -> None:
     check_tensor("transition", transition, (*shape[:-1], shape[-2]), device)
     if decay is not None:
         raise ValueError("a scan has a decay or a transition, not both")
-
-
-def share_memory(a, b) -> bool:
-    """Whether two contiguous tensors overlap."""
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def decay_target(decay, shape, device):

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 import triton.language as tl
 
-from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, share_memory, signature_of
+from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, bits_of, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -485,8 +485,10 @@ def _check_out(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     None where there is none, or where it may share its memory."""
     if not out.is_contiguous():
         raise ValueError("out must be contiguous")
+    begin = out.data_ptr()
+    end = begin + out.nbytes
     for i, x in enumerate(inputs):
-        if x is not None and share_memory(out, x):
+        if x is not None and x.data_ptr() < end and begin < x.data_ptr() + x.nbytes:
             name = ("state", "decay", "transition", "initial_state")[i]
             raise ValueError(
                 f"out shares memory with {name}: give another tensor (or state itself, without a transition)"

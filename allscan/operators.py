@@ -8,15 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 
 
 def wants_gradient(inputs) -> bool:
     """Whether a call with these inputs is to have a backward pass."""
     if torch.is_grad_enabled():
         for x in inputs:
-            if isinstance(x, Tensor) and x.requires_grad:
+            if x is not None and isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
+
+
+class Function(torch.autograd.Function):
+    """torch's, whose ``apply`` takes 1.5 us less: default arguments and functorch's transforms are not for it, and of
+    what is not a tensor there should be one argument."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # which refuses them
+        given = [x if x is None or not isinstance(x, Tensor) else unwrap_if_dead(x) for x in args]
+        return super(torch.autograd.Function, cls).apply(*given)  # type: ignore[misc]
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -37,12 +50,15 @@ def ordered(*names: str) -> None:
         _register_effectful_op(name, EffectType.ORDERED)
 
 
+_TORCHS_OWN = Tensor, torch.nn.Parameter
+
+
 def _watched(inputs) -> bool:
     """Whether torch looks at the operators that are called, or the tensors are of another kind than torch's own."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
     for x in inputs:
-        if type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not torch.nn.Parameter:
+        if x is not None and type(x) not in _TORCHS_OWN and isinstance(x, Tensor):
             return True
     return False
 
@@ -66,12 +82,12 @@ class Operator:
     tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
     tensors without data, without effect. save: called as save(ctx, inputs, output), before
     any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
-    and calls ``backward`` once.
+    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors.
     """
 
     def __init__(
         self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
-        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
+        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any], tensors: int,
     ) -> None:  # fmt: skip
         traced_backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
         traced_backward.register_fake(_without_none(fake_backward))
@@ -79,9 +95,10 @@ class Operator:
         self._traced.register_fake(_without_none(fake))
         self._traced.register_autograd(lambda ctx, *grads: gradient(traced_backward, ctx, *grads), setup_context=save)
 
-        class Eager(torch.autograd.Function):
+        class Eager(Function):
             @staticmethod
-            def forward(ctx, *inputs):
+            def forward(ctx, rest, *tensors):
+                inputs = *tensors, *rest
                 output = forward(*inputs)
                 save(ctx, inputs, output)
                 return output
@@ -89,14 +106,15 @@ class Operator:
             @staticmethod
             def backward(ctx, *grads):
                 traced = torch.compiler.is_compiling() or _watched(grads)
-                return gradient(traced_backward if traced else backward, ctx, *grads)
+                return None, *gradient(traced_backward if traced else backward, ctx, *grads)[:tensors]
 
-        self._eager = Eager
+        self._eager, self._tensors = Eager, tensors
 
     def __call__(self, *inputs):
         """All inputs by position."""
-        if torch.compiler.is_compiling() or _watched(inputs):
+        tensors = inputs[: self._tensors]
+        if torch.compiler.is_compiling() or _watched(tensors):
             return self._traced(*inputs)
-        if wants_gradient(inputs):
-            return self._eager.apply(*inputs)
+        if wants_gradient(tensors):
+            return self._eager.apply(inputs[self._tensors :], *tensors)
         return self._forward(*inputs)

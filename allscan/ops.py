@@ -15,12 +15,12 @@ from .checks import (
     is_zigzag,
     signature_of,
 )
-from .collective import leaves
+from .collective import Work, leaves
 from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
-from .operators import ordered, refuse_second_derivative, wants_gradient
+from .operators import Function, ordered, refuse_second_derivative, wants_gradient
 from .order import PendingBackward, recomputing
 from .tiling import transition_tile
 
@@ -93,8 +93,9 @@ def scan_once(state, decay, comm, transition, initial_state, reverse, out, async
     """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; hop: of halo()."""
     scan, wanted = _checked(state, decay, comm, transition, initial_state, out, hop)
     if wanted:
-        prev, work = _AllScan.apply(state, decay, transition, initial_state, scan, reverse, async_op)
-        return prev if work is None else work.of(prev)
+        works: list[Work] = []
+        prev = _AllScan.apply(state, decay, transition, initial_state, (scan, reverse, async_op, works))
+        return works[0].of(prev) if async_op else prev
     return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
 
 
@@ -175,21 +176,23 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     return prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
 
 
-class _AllScan(torch.autograd.Function):
+class _AllScan(Function):
     @staticmethod
-    def forward(ctx, state, decay, transition, initial_state, scan, reverse, async_op):
-        ticket, work = scan.ticket(), None
+    def forward(ctx, state, decay, transition, initial_state, how):
+        scan, reverse, async_op, works = how
+        ticket = scan.ticket()
         prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
-            work, prev = prev, prev.result
+            works.append(prev)
+            prev = prev.result
         tensor_decay, of_prev = isinstance(decay, torch.Tensor), any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(decay if tensor_decay else None, transition, prev if of_prev else None)
         pending = None if recomputing() else PendingBackward(scan, reverse)
         ctx.given = scan, reverse, ticket, None if tensor_decay else decay, pending
-        return prev, work
+        return prev
 
     @staticmethod
-    def backward(ctx, dprev, _):
+    def backward(ctx, dprev):
         scan, reverse, ticket, number, pending = ctx.given
         if pending is not None:
             pending.run()
@@ -199,7 +202,7 @@ class _AllScan(torch.autograd.Function):
             given = number if decay is None else decay
             wanted = ctx.needs_input_grad[1:4]
             grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
-            return *grads, None, None, None
+            return *grads, None
 
 
 @dynamo_disabled

@@ -90,7 +90,9 @@ class Plan:
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
-        self._steps.append(lambda run: run.add_output(torch.empty_like(run.tensor(x.number))))
+        assert x.memory >= FIRST_TENSOR
+        given = x.memory - FIRST_TENSOR
+        self._steps.append(lambda run: run.add_output(torch.empty_like(run.tensors[given])))
         return self._tensor(x.shape, x.dtype)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
@@ -218,7 +220,7 @@ class Run:
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
         self.device = given[0].get_device()
-        self.places = [*(0 if x is None else x.data_ptr() for x in self._memory), 0, *addresses]
+        self.places = [0 if x is None else x.data_ptr() for x in self._memory] + [0, *addresses]
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""

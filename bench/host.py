@@ -2,12 +2,12 @@
 
     python -m bench.host                 # 2 GPUs; writes bench/results/host.csv; fla's rows need fla
 
-No CUDA graphs of the caller's, but for one row that says so; beside them what torch takes for an autograd.Function that
-launches nothing. ``host_us``: how long CALLS calls in a row keep the host, after the GPU has ended all before them, a
-call; few enough for the GPU's queue to take them. ``total_us``: until the GPU has ended them, too. Medians over
-SAMPLES, of the slowest rank, methods in turns whose order is drawn anew each time. ``over_nccl``: host_us over that of
-``all_gather_into_tensor`` of the same state, since hosts differ. Without two GPUs every method is called once on 2 CPU
-ranks.
+No CUDA graphs of the caller's, but for one row that says so, and torch's thread for backward passes, but for rows with
+"one thread"; beside them what torch takes for an autograd.Function that launches nothing. ``host_us``: how long CALLS
+calls in a row keep the host, after the GPU has ended all before them, a call; few enough for the GPU's queue to take
+them. ``total_us``: until the GPU has ended them, too. Medians over SAMPLES, of the slowest rank, methods in turns whose
+order is drawn anew each time. ``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since
+hosts differ. Without two GPUs every method is called once on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ def operators(comm, T, heads, width) -> dict:
     for name, call in calls.items():
         found[f"{name}, forward"] = lambda call=call: forward(call)
         found[f"{name}, forward+backward"] = lambda call=call: torch.autograd.grad(call(*leaves), leaves, do)
-    return found
+
+    def one_thread():
+        with torch.autograd.set_multithreading_enabled(False):
+            return found["zeco_gla, forward+backward"]()
+
+    return found | {"zeco_gla, forward+backward, one thread": one_thread}
 
 
 def captured(call):

@@ -377,4 +377,4 @@ def _gradient(backward, ctx, do, dfinal, *_):
     return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, None, None, None, None, None, None, None
 
 
-_operator = Operator("allscan::zeco_delta", _forward, _fake, _backward, _fake_backward, _save, _gradient)
+_operator = Operator("allscan::zeco_delta", _forward, _fake, _backward, _fake_backward, _save, _gradient, tensors=7)

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..collective import AllScan
-from ..communicator import Communicator, communicator_of
+from ..communicator import Communicator, cached_on, communicator_of
 from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..order import PendingBackward, pending_backwards, zigzag_channels
@@ -100,7 +100,11 @@ class AllScanCarrier:
             scan.scan(*parts, reverse=reverse, out=out.view(scan.shape), channel=channel)
 
     def pending(self, shape, zigzag):
-        return pending_backwards(self.prepare(shape), zigzag)
+        known = cached_on(self.comm, "scans of operators")
+        scan = known.get(shape)
+        if scan is None:
+            scan = known[shape] = self.prepare(shape)
+        return pending_backwards(scan, zigzag)
 
 
 # By handle, those that are no communicator's own

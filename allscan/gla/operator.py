@@ -258,4 +258,4 @@ def _gradient(backward, ctx, do, dfinal, *_):
     return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None, None
 
 
-_operator = Operator("allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save, _gradient)
+_operator = Operator("allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save, _gradient, tensors=6)
