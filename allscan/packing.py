@@ -87,12 +87,13 @@ def to_device(table: torch.Tensor, device) -> torch.Tensor:
     return table.to(device, non_blocking=True)
 
 
-def segment_length(tokens: int, H: int, cuda: bool) -> int:
-    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments to fill a GPU."""
+def segment_length(tokens: int, H: int, K: int, cuda: bool) -> int:
+    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments to fill a GPU, on which
+    there is room for more of them the fewer rows their states have."""
     if not cuda:
         return 2 * CHUNK_TOKENS
-    length = 1024
-    while length > 4 * CHUNK_TOKENS and tokens * H // length < 128:
+    length, least, enough = (1024, 2, 256) if K <= 64 else (1024, 4, 128)
+    while length > least * CHUNK_TOKENS and tokens * H // length < enough:
         length //= 2
     return length
 

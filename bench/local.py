@@ -46,13 +46,12 @@ COLUMNS = (
 def work(B, T, H, K, V) -> dict:
     """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
     n, BT = B * T * H, CHUNK_TOKENS
-    segments = B * -(-T // segment_length(B * T, H, True)) * H * K * V * 4
+    segments = B * -(-T // segment_length(B * T, H, K, True)) * H * K * V * 4
     chunks = B * -(-T // BT) * H * K * V * 2
     key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2
     pass_, within, pairs = 2 * n * K * V, 2 * n * BT * K, 2 * n * BT * V
     return {
-        "keys_kernel": (2 * (2 * key + gate), 0),
-        "queries_kernel": (2 * (3 * key + gate) + 3 * scores, 4 * within),
+        "operands_kernel": (2 * (4 * key + gate) + 3 * scores, 4 * within),
         "state_kernel": (3 * (key + value) + 3 * segments + 2 * chunks, 3 * pass_),
         "carry_kernel": (4 * segments, 0),
         "da_kernel": (2 * value + 2 * scores, pairs),

@@ -43,9 +43,9 @@ def record(T, H, D):
             events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     kernels.sort(key=lambda e: e["ts"])
-    ours = [e for e in kernels if e["name"].startswith("keys_kernel")]
-    first = ours[-2]["ts"]  # a step has two of them
-    return [(e["name"], e["args"]["stream"], e["ts"], e["dur"]) for e in kernels if e["ts"] >= first]
+    ends = [e for e in kernels if e["name"].startswith("strong_decay_grad_kernel")]  # with which a step ends
+    before = ends[-2]["ts"]
+    return [(e["name"], e["args"]["stream"], e["ts"], e["dur"]) for e in kernels if e["ts"] > before]
 
 
 def exposed(kernels) -> float:

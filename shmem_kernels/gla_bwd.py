@@ -1,10 +1,9 @@
 """Gated linear attention, backward. With S[n] entering chunk n and D[n] = dL/d(state leaving chunk n):
 
-    queries_kernel    q_in and A as in forward, unless they were kept
+    operands_kernel   q_in, k_out and A as in forward, unless they were kept
     state_kernel      REVERSE: the gradient of the state over each segment alone
     carry_kernel      REVERSE: over this rank's segments and, by the reverse All-Scan, over the ranks
-    keys_kernel       k_out as in forward, unless it was kept; needs no remote gradient and runs while the tiles travel
-    da_kernel         dA = scale * do v^T; likewise
+    da_kernel         dA = scale * do v^T; needs no remote gradient and runs while the tiles travel
     state_kernel      EVERY_CHUNK: S[n]; likewise
     output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below)
     grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
@@ -103,7 +102,7 @@ def grad_kernel(
         b_dq = product(load(p_do, at_v, inside_v), tl.trans(load(p_states, at_s, inside_s)), b_dq, PRECISION)
         b_dk = product(load(p_v, at_v, inside_v), tl.trans(load(p_dstates, at_s, inside_s)), b_dk, PRECISION)
 
-    # As in queries_kernel: half the difference of the gates up to a token and behind it, and the half that both lack
+    # As in operands_kernel: half the difference of the gates up to a token and behind it, and the half that both lack
     b_gates = fine_product(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
     b_rest = exp2(0.5 * tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0))[None, :]
 

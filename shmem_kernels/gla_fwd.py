@@ -2,29 +2,30 @@
 
 The tokens of this rank are cut into segments, and those into chunks of BT tokens. In the order the data moves:
 
-    keys_kernel     k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
-    state_kernel    each segment alone, from a zero state: what it leaves, and the sum of its gates
-    carry_kernel    what enters each segment from this rank's own tokens; what the rank leaves of them
-    scan_kernel     (scan.py) All-Scan of that over the ranks: what enters this rank
-    queries_kernel  q_in: every query decayed from the beginning of its chunk;
-                    A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
-    output_kernel   a segment at a time, its state in registers, beginning with what enters it from this rank and,
-                    decayed, from the others:
-                    o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
+    operands_kernel   k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
+                      q_in: every query decayed from the beginning of its chunk;
+                      A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
+    keys_kernel       k_out and the sum alone, of the last chunks, whose q_in and A are left for the time of the scan
+    state_kernel      each segment alone, from a zero state: what it leaves, and the sum of its gates
+    carry_kernel      what enters each segment from this rank's own tokens; what the rank leaves of them
+    scan_kernel       (scan.py) All-Scan of that over the ranks: what enters this rank
+    operands_kernel   meanwhile: q_in and A of the last chunks
+    output_kernel     a segment at a time, its state in registers, beginning with what enters it from this rank and,
+                      decayed, from the others:
+                      o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
 In block sizes: rank > piece (of one sequence) > segment (up to 1,024 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
 strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
 
-The gates are read by keys_kernel and queries_kernel (strong_decay_kernel, gla_strong.py) alone; what follows are
-products of matrices. Queries and A need nothing remote: they are prepared while the scan's tiles travel. The scan is a
-kernel of its own because it waits: few programs with few registers, so that a late neighbour costs the others as little
-as possible.
+The gates are read by operands_kernel and keys_kernel (strong_decay_kernel, gla_strong.py) alone; what follows are
+products of matrices. The scan is a kernel of its own because it waits: few programs with few registers, so that a late
+neighbour costs the others as little as possible.
 
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
 sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one
 factor below 1 and one above. So no gate from 0 to -inf overflows, cancels or loses the small terms. The exception is
-A where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and the other chunks,
-those of strong decay, are ``strong_decay_kernel``'s.
+operands_kernel where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and the
+other chunks, those of strong decay, are ``strong_decay_kernel``'s.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
@@ -72,26 +73,27 @@ from .gla_blocks import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def keys_kernel(
-    p_k, p_g, p_chunks, p_k_out, p_gate, p_strong,
+    p_k, p_g, p_chunks, p_k_out, p_gate, p_strong, first,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """k_out of one chunk, the sum of its gates, and whether its decay is strong: below 2 ** -RANGE.
+    """Of one chunk, counted from ``first``: k_out, the sum of its gates, and whether its decay is strong: below
+    2 ** -RANGE.
 
     A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
     over tokens cost least with these.
     """
-    n, h = tl.program_id(0), tl.program_id(1)
+    n, h = first + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     k = tl.arange(0, BK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     b_gate = tl.zeros([BK // 4, 4], tl.float32)
     for i in tl.static_range(BT // BR):
-        first = start + BT - (i + 1) * BR
-        t = (first + tl.arange(0, BR))[None, :, None]
+        begin = start + BT - (i + 1) * BR
+        t = (begin + tl.arange(0, BR))[None, :, None]
         at = (t.to(tl.int64) * H + h) * K + k[:, None, :]
         columns = (k < K)[:, None, :]
-        b_g = load_gates(p_g, at + H * K, (t + 1 < min(end, first + BR)) & columns)  # of the next token
+        b_g = load_gates(p_g, at + H * K, (t + 1 < min(end, begin + BR)) & columns)  # of the next token
         b_after = tl.cumsum(b_g, 1, reverse=True) + b_gate[:, None, :]
         b_k = load(p_k, at, (t < end) & columns).to(tl.float32)
         tl.store(p_k_out + at, cast(b_k * exp2(b_after), p_k_out.dtype.element_ty), mask=(t < end) & columns)
@@ -100,31 +102,47 @@ def keys_kernel(
     tl.store(p_strong + n * H + h, (tl.min(b_gate) < -RANGE).to(tl.int32))
 
 
-@triton.jit
-def queries_kernel(
-    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_strong, p_q_in, p_a, scale,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["first"])
+def operands_kernel(
+    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_strong, p_q_in, p_k_out, p_a, scale, first,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in and A of one chunk, unless its decay is strong.
+    """q_in and A of one chunk, counted from ``first``, and with KEYS what keys_kernel makes, which is given otherwise.
+    What it makes of a strong chunk, or does not make, strong_decay_kernel makes.
 
     With b_t half the difference of the gates up to t and behind t, A is the product of q exp(b) and k exp(-b), both
-    within half of the chunk's range; an error of b, at most RANGE * 2 ** -18 ("bf16"), is one of each decay.
+    within half of the chunk's range, of which q_in and k_out lack the other half; an error of b, at most RANGE *
+    2 ** -18 ("bf16"), is one of each decay.
     """
-    n, h = tl.program_id(0), tl.program_id(1)
-    if tl.load(p_strong + n * H + h) != 0:
-        return
+    n, h = first + tl.program_id(0), tl.program_id(1)
+    if not KEYS:
+        if tl.load(p_strong + n * H + h) != 0:
+            return
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     b_weights = load_weights(p_weights, HALVES, BT)
     b_a = tl.zeros([BT, BT], tl.float32)
+    b_least = tl.zeros([BK], tl.float32)
     for i_k in range((K + BK - 1) // BK):
         at, inside = rows(h, start, end, H, K, BT, BK, i_k)
-        b_gates = fine_product(b_weights, load_gates(p_g, at, inside), tl.zeros([BT, BK], tl.float32), PRECISION)
-        b_q = load(p_q, at, inside).to(tl.float32) * exp2(b_gates)
-        b_k = load(p_k, at, inside).to(tl.float32) * exp2(-b_gates)
-        b_a = tf32_product(b_q, tl.trans(b_k), b_a, PRECISION)
         k = i_k * BK + tl.arange(0, BK)
-        b_rest = tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0)
-        tl.store(p_q_in + at, cast(b_q * exp2(0.5 * b_rest)[None, :], p_q_in.dtype.element_ty), mask=inside)
+        b_g = load_gates(p_g, at, inside)
+        b_gates = fine_product(b_weights, b_g, tl.zeros([BT, BK], tl.float32), PRECISION)
+        if KEYS:
+            b_sum = tl.sum(b_g, 0)
+            tl.store(p_gate + (n * H + h) * K + k, b_sum, mask=k < K)
+            b_least = tl.minimum(b_least, b_sum)
+        else:
+            b_sum = tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0)
+        b_rest = exp2(0.5 * b_sum)[None, :]
+        b_k = load(p_k, at, inside).to(tl.float32) * exp2(-b_gates)
+        if KEYS:
+            tl.store(p_k_out + at, cast(b_k * b_rest, p_k_out.dtype.element_ty), mask=inside)
+        b_q = load(p_q, at, inside).to(tl.float32) * exp2(b_gates)
+        b_a = tf32_product(b_q, tl.trans(b_k), b_a, PRECISION)
+        tl.store(p_q_in + at, cast(b_q * b_rest, p_q_in.dtype.element_ty), mask=inside)
+    if KEYS:
+        tl.store(p_strong + n * H + h, (tl.min(b_least) < -RANGE).to(tl.int32))
     at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
     b_a = tl.where(lower(BT, 0), b_a * scale, 0.0)
     tl.store(p_a + at_a, cast(b_a, p_a.dtype.element_ty), mask=inside_a)

@@ -1,7 +1,7 @@
-"""Chunks of strong decay: what queries_kernel (gla_fwd.py) and grad_kernel (gla_bwd.py) leave, for any gates.
+"""Chunks of strong decay: what operands_kernel (gla_fwd.py) and grad_kernel (gla_bwd.py) leave, for any gates.
 
-There a decay is a quotient of two exponentials, which is harmless as long as a chunk's gates are mild. keys_kernel
-decides that chunk by chunk (``p_strong`` [NC, H]). Here a chunk is taken by sub-blocks of BC tokens. Within a sub-block
+There a decay is a quotient of two exponentials, which is harmless as long as a chunk's gates are mild. That is decided
+chunk by chunk (``p_strong`` [NC, H]). Here a chunk is taken by sub-blocks of BC tokens. Within a sub-block
 each pair of tokens has its decay by itself; between two sub-blocks it is the product of three exponentials of sums of
 gates, none above 1.
 
@@ -47,12 +47,12 @@ def _strong_chunk(b_strong, number, LOOK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def strong_decay_kernel(
-    p_q, p_k, p_g, p_chunks, p_strong, p_q_in, p_a, scale, N,
+    p_q, p_k, p_g, p_chunks, p_strong, p_q_in, p_k_out, p_a, scale, N,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     LOOK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in and A of the strong-decay chunks, by sub-blocks of BC tokens. Program p takes strong chunks p, p + programs,
-    ..., counted in the order of their flags, of which there are N."""
+    """q_in, k_out and A of the strong-decay chunks, by sub-blocks of BC tokens. Program p takes strong chunks p, p +
+    programs, ..., counted in the order of their flags, of which there are N."""
     number = tl.program_id(0)  # of the next strong chunk that is this program's
     first = number * 0  # of the flags that it looks at, before which there are ``before`` strong chunks
     before = first
@@ -64,7 +64,7 @@ def strong_decay_kernel(
             n, h = chunk // H, chunk % H
             start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
             for i in range(BT // BC):
-                _rows(p_q, p_k, p_g, p_q_in, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
+                _rows(p_q, p_k, p_g, p_q_in, p_k_out, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
             number += tl.num_programs(0)
         else:
             first += LOOK
@@ -73,11 +73,11 @@ def strong_decay_kernel(
 
 @triton.jit
 def _rows(
-    p_q, p_k, p_g, p_q_in, p_a, h, chunk_start, end, i_sub, scale,
+    p_q, p_k, p_g, p_q_in, p_k_out, p_a, h, chunk_start, end, i_sub, scale,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in, and A against the sub-blocks up to its own, of the BC tokens of a sub-block, for any gates."""
+    """q_in, k_out, and A against the sub-blocks up to its own, of the BC tokens of a sub-block, for any gates."""
     start = chunk_start + i_sub * BC
     at_a, inside_a = rows(h, start, end, H, BT, BC, BC)
 
@@ -93,7 +93,8 @@ def _rows(
 
     # Earlier sub-blocks, nearest first, which are whole; b_between: the gates of the sub-blocks in between
     own, inside = rows(h, start, end, H, K, BC, BK)
-    b_gates = sums_of(lower(BC, 0), load_gates(p_g, own, inside), PRECISION)  # [BC, BK]
+    b_g = load_gates(p_g, own, inside)
+    b_gates = sums_of(lower(BC, 0), b_g, PRECISION)  # [BC, BK]
     b_q = load(p_q, own, inside).to(tl.float32)
     b_qi = b_q * exp2(b_gates) * scale
     at, whole = rows(h, start - BC, end, H, K, BC, BK)
@@ -111,11 +112,16 @@ def _rows(
     b_q *= exp2(b_gates + b_between[None, :])
     tl.store(p_q_in + own, cast(b_q, p_q_in.dtype.element_ty), mask=inside)
 
-    # Later sub-blocks are not seen
+    # Later sub-blocks are not seen, but keys decay over them, to the end of the chunk
+    b_after = sums_of(upper(BC, 1), b_g, PRECISION)
     i = i_sub + 1
     while i < BT // BC:
         tl.store(p_a + at_a + i * BC, tl.zeros([BC, BC], p_a.dtype.element_ty), mask=inside_a)
+        at, inside_i = rows(h, chunk_start + i * BC, end, H, K, BC, BK)
+        b_after += tl.sum(load_gates(p_g, at, inside_i), 0)[None, :]
         i += 1
+    b_k = load(p_k, own, inside).to(tl.float32) * exp2(b_after)
+    tl.store(p_k_out + own, cast(b_k, p_k_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -259,8 +259,8 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
     assert seen == {
-        gla_fwd.keys_kernel, gla_fwd.queries_kernel, gla_fwd.state_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel,
-        gla_fwd.output_kernel, gla_bwd.da_kernel, gla_bwd.grad_kernel,
+        gla_fwd.keys_kernel, gla_fwd.operands_kernel, gla_fwd.state_kernel, gla_fwd.carry_kernel,
+        gla_fwd.final_kernel, gla_fwd.output_kernel, gla_bwd.da_kernel, gla_bwd.grad_kernel,
         gla_strong.strong_decay_kernel, gla_strong.strong_decay_grad_kernel,
     }  # fmt: skip
 

@@ -19,8 +19,8 @@ from ..shmem_kernels.gla_fwd import (
     carry_kernel,
     final_kernel,
     keys_kernel,
+    operands_kernel,
     output_kernel,
-    queries_kernel,
     state_kernel,
 )
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
@@ -31,6 +31,10 @@ from .carrier import StateCarrier
 # pays by the operation.
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
+
+# In us: a hop of the scan, a word of a state over a link, and q_in and A of a word of q. What is left for the time of
+# the scan takes about as long.
+HOP_US, WORD_US, QUERIES_US = 5.0, 1.5e-5, 3.7e-6
 
 # Programs that look for chunks of strong decay, as many as there is room for at once, and how many they look at
 LOOKERS = {"cuda": 264, "cpu": 2}
@@ -74,7 +78,7 @@ class Shape:
     @functools.cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
-        return segment_length(self.B * self.T, self.H, self.device == "cuda")
+        return segment_length(self.B * self.T, self.H, self.K, self.device == "cuda")
 
     @property
     def states(self) -> int:
@@ -135,6 +139,7 @@ class GLAPlan(Plan):
         self.by_chunks = layout.num_chunks, self.H
         self.precision = dict(PRECISION=PRECISION[shape.dtype])
         self.widths = dict(H=self.H, K=self.K, BT=self.BT)
+        self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # of a chunk's decay, as a power of 2
         flags = layout.num_chunks * self.H
         self.lookers = (min(flags, LOOKERS[shape.device]),)
         sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
@@ -150,24 +155,40 @@ class GLAPlan(Plan):
         """States."""
         return self.empty(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
-    def keys(self, k: Buffer, g: Buffer, k_out: Buffer, gate: Buffer, strong: Buffer) -> None:
-        """k_out, the sums of gates and the strong ones of the chunks: see keys_kernel."""
-        self.launch(
-            keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
-            **self.widths, BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1), BK=self.BK,
-            num_warps=max(1, self.BK // 128), RANGE=23.0 if self.shape.dtype == torch.float32 else 115.0,
-        )  # fmt: skip
+    def left_for_the_scan(self, ranks: int) -> int:
+        """How many chunks, the last ones, have their q_in and A made beside the scan over so many ranks."""
+        if ranks == 1:
+            return 0
+        if self.shape.device == "cpu":
+            return self.num_chunks // 2
+        hops = (ranks - 1) * (1 + self.shape.zigzag)
+        scan = hops * HOP_US + WORD_US * self.shape.states * self.H * self.K * self.V
+        return min(self.num_chunks, math.ceil(scan / (QUERIES_US * self.BT * self.H * self.K)))
 
-    def queries(self, q: Buffer, k: Buffer, g: Buffer, gate: Buffer, strong: Buffer, q_in: Buffer, a: Buffer) -> None:
-        """q_in and A: see queries_kernel."""
-        common = dict(scale=self.scale, **self.widths, **self.precision)
+    def keys(self, first: int, q, k, g, gate, strong, q_in, k_out, a) -> None:
+        """Of the chunks from ``first`` on: see keys_kernel."""
+        if first < self.num_chunks:
+            self.launch(
+                keys_kernel, (self.num_chunks - first, self.H), k, g, self.chunks, k_out, gate, strong, first=first,
+                **self.widths, BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1), BK=self.BK,
+                num_warps=max(1, self.BK // 128), RANGE=self.range,
+            )  # fmt: skip
+
+    def operands(self, first: int, end: int, keys: bool, q, k, g, gate, strong, q_in, k_out, a) -> None:
+        """Of the chunks first .. end - 1: see operands_kernel."""
+        if first < end:
+            self.launch(
+                operands_kernel, (end - first, self.H), q, k, g, self.chunks, self.weights, gate, strong, q_in, k_out,
+                a, scale=self.scale, first=first, **self.widths, **self.precision, BK=min(32, self.BK), KEYS=keys,
+                RANGE=self.range, num_warps=2 if self.narrow else 4, num_stages=3,
+            )  # fmt: skip
+
+    def strong_operands(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
+        """See strong_decay_kernel."""
         self.launch(
-            queries_kernel, self.by_chunks, q, k, g, self.chunks, self.weights, gate, strong, q_in, a,
-            **common, BK=min(32, self.BK), num_warps=2 if self.narrow else 4, num_stages=3,
+            strong_decay_kernel, self.lookers, q, k, g, self.chunks, strong, q_in, k_out, a,
+            scale=self.scale, **self.widths, **self.precision, **self.of_strong,
         )  # fmt: skip
-        self.launch(
-            strong_decay_kernel, self.lookers, q, k, g, self.chunks, strong, q_in, a, **common, **self.of_strong
-        )
 
     def _with_state(self, kernel, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
         """A kernel whose programs have a state [BK, BV] in registers. ``chosen``: by BK for bfloat16."""
@@ -288,10 +309,14 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     q, k, v, g, initial, final, kept = given
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
-    plan.keys(k, g, k_out, gate, strong)
+    operands, first_left = (q, k, g, gate, strong, q_in, k_out, a), layout.num_chunks
+    first_left -= plan.left_for_the_scan(carrier.comm.size)
+    plan.operands(0, first_left, True, *operands)
+    plan.keys(first_left, *operands)
+    plan.strong_operands(*operands)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
-    plan.queries(q, k, g, gate, strong, q_in, a)
+    plan.operands(first_left, layout.num_chunks, False, *operands)
     plan.join_carry()
     plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o, o))
     return plan
@@ -309,12 +334,12 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
     dv = plan.output_like(v)
-    if not shape.keeps:
-        plan.queries(q, k, g, gate, strong, q_in, a)
+    if not shape.keeps:  # the sums of gates are made again, too, and what is strong
+        operands = q, k, g, gate, strong, q_in, k_out, a
+        plan.operands(0, layout.num_chunks, True, *operands)
+        plan.strong_operands(*operands)
     sums = plan.segment_states(q_in, do, gate, dstates)
     plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
-    if not shape.keeps:  # k_out; the sums of gates are as they were
-        plan.keys(k, g, k_out, plan.empty(*plan.by_chunks, plan.K), plan.empty(*plan.by_chunks, dtype=torch.int32))
     of_scores = plan.score_gradients(v, do)
     states, low = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()

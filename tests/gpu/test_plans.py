@@ -77,8 +77,8 @@ def through_triton_case(group):
                 with launch_hook(names):
                     same(step(comm, tensors, *given), found)
                 kernels = {name for name in names if name.endswith("_kernel")}
-                assert {"keys_kernel", "scan_kernel", "grad_kernel", "carry_kernel", "da_kernel"} <= kernels, kernels
-                assert len(names) >= 18 - 3 * (given[-1] is False)
+                assert {"operands_kernel", "scan_kernel", "grad_kernel", "carry_kernel"} <= kernels, kernels
+                assert len(names) >= 16 - 2 * (given[-1] is False)
                 same(step(comm, tensors, *given), found)
         comm.barrier()
 
@@ -218,7 +218,7 @@ def profiled_case(group):
 @pytest.mark.parametrize("size", [2])
 def test_profilers_name_the_kernels(run, size):
     for names in run(size, profiled_case):
-        assert {"keys_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
+        assert {"operands_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
 
 
 def many_calls_case(group, dtype, D, calls):
