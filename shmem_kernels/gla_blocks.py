@@ -220,14 +220,14 @@ def decayed(b_own, b_gates, b_prev):
 @triton.jit
 def load_incoming_state(
     p_state, p_gates, p_prev, p_segment, s, h, i_v,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k=0,
 ):  # fmt: skip
     """The state that enters a segment [BK, BV]: from this rank's tokens, and from the other ranks."""
-    k = tl.arange(0, BK)
+    k = i_k * BK + tl.arange(0, BK)
     b_gates = tl.load(p_gates + (s * H + h) * K + k, mask=k < K, other=0.0)
-    at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+    at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
     b_own = load(p_state, at, inside)
-    at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV)
+    at, inside = state_at(tl.load(p_segment + STATE_INDEX) * H + h, i_v, K, V, BK, BV, i_k)
     return decayed(b_own, b_gates, load(p_prev, at, inside))
 
 

@@ -154,33 +154,35 @@ def state_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, EVERY_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Through the chunks of one segment: S = decay S + x^T y. Forward (x, y = k_out, v): the state. REVERSE (q_in, do),
-    from the last chunk to the first, times scale: the gradient of the state.
+    """Through the chunks of one segment: BK rows and BV columns of S = decay S + x^T y. Forward (x, y = k_out, v): the
+    state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
     From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
     [NS, H, K]). EVERY_CHUNK: from what enters the segment (p_own, p_gates, p_prev), it writes what enters each chunk
     (p_state [NC, H, K, V], p_low: see store_fine).
     """
-    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
+    s, h = tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    k = tl.arange(0, BK)
+    k = i_k * BK + tl.arange(0, BK)
     b_state = tl.zeros([BK, BV], tl.float32)
     if EVERY_CHUNK:
-        b_state = load_incoming_state(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV)
+        b_state = load_incoming_state(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
     b_gates = tl.zeros([BK], tl.float32)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
-        at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK)
+        at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK, i_k)
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
         b_gate = tl.load(p_gate + ((chunk + n) * H + h) * K + k, mask=k < K, other=0.0)
         if EVERY_CHUNK:
-            at, inside = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
+            at, inside = state_at((chunk + n) * H + h, i_v, K, V, BK, BV, i_k)
             store_fine(p_state, p_low, at, inside, b_state, PRECISION)
         b_x, b_y = load(p_x, at_k, inside_k), load(p_y, at_v, inside_v)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)
         b_gates += b_gate
     if not EVERY_CHUNK:
-        at, inside = state_at(s * H + h, i_v, K, V, BK, BV)
+        at, inside = state_at(s * H + h, i_v, K, V, BK, BV, i_k)
         tl.store(p_state + at, b_state * scale if REVERSE else b_state, mask=inside)
         if i_v == 0:
             tl.store(p_segment_gate + (s * H + h) * K + k, b_gates, mask=k < K)

@@ -57,6 +57,10 @@ def test_odd_widths(run, K, V, size=2):
     check(run(size, gla_case, [30, 35], 1, 1, K, V, "mild", F32, F32))
 
 
+def test_many_rows_of_16_bits(run, size=2):
+    check(run(size, gla_case, [130, 70], 1, 1, 160, 33, "mild", BF16, F32), BF16)
+
+
 @pytest.mark.parametrize("kind", ["weak", "mild", "mixed"])
 @pytest.mark.parametrize("dtype, gate_dtype", [(BF16, BF16), (BF16, F32), (F16, F16)])
 def test_16_bit_inputs(run, kind, dtype, gate_dtype, size=2):

@@ -190,32 +190,32 @@ class GLAPlan(Plan):
             scale=self.scale, **self.widths, **self.precision, **self.of_strong,
         )  # fmt: skip
 
-    def _with_state(self, kernel, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
-        """A kernel whose programs have a state [BK, BV] in registers. ``chosen``: by BK for bfloat16."""
-        BV, num_warps, num_stages = self.blocks(chosen)
-        grid = cdiv(self.V, BV), self.layout.num_segments, self.H
-        blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=self.BK, BV=BV)
+    def _with_state(self, kernel, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
+        """A kernel whose programs have BK rows and BV columns of a state in registers. ``chosen``: see blocks."""
+        BV, num_warps, num_stages = self.blocks(BK, chosen)
+        grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
+        blocks = dict(scale=self.scale, **self.widths, **self.precision, V=self.V, BK=BK, BV=BV)
         self.launch(kernel, grid, *args, **blocks, num_warps=num_warps, num_stages=num_stages, **options)
 
-    def blocks(self, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
-        """(BV, num_warps, num_stages)."""
-        BV = (16384 if self.narrow else 8192) // max(128, self.BK)
-        stages = max(1, min(self.num_stages, 512 // self.BK))
+    def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
+        """(BV, num_warps, num_stages); of bfloat16 inputs those that are ``chosen`` for BK."""
+        BV = (16384 if self.narrow else 8192) // max(128, BK)
+        stages = max(1, min(self.num_stages, 512 // BK))
         if chosen is OUTPUTS_REVERSE:
             BV, stages = min(64, BV), min(2, stages)
-        default = BV, 8 if self.BK * BV > 8192 else 4, stages
-        BV, num_warps, stages = chosen.get(self.BK, default) if self.narrow else default
+        default = BV, 8 if BK * BV > 8192 else 4, stages
+        BV, num_warps, stages = chosen.get(BK, default) if self.narrow else default
         BV = min(BV, self.widest)
         segments = max(1, self.shape.B * self.shape.T // self.shape.segment)  # about, and the same for every layout
-        while BV > 32 and self.BK <= 64 and cdiv(self.V, BV) * segments * self.H < FEW[self.shape.device]:
+        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < FEW[self.shape.device]:
             BV //= 2
-        return BV, num_warps if self.BK * BV > 8192 else 4, stages
+        return BV, num_warps if BK * BV > 8192 else 4, stages
 
     def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
         sums = self.empty(self.layout.num_segments, self.H, self.K)
         self._with_state(
-            state_kernel, {}, x, y, gate, self.segments, states, states, sums, states, sums, states,
+            state_kernel, min(128, self.BK), {}, x, y, gate, self.segments, states, states, sums, states, sums, states,
             REVERSE=self.reverse, EVERY_CHUNK=False,
         )  # fmt: skip
         return sums
@@ -251,7 +251,7 @@ class GLAPlan(Plan):
     def outputs(self, x, y, z, a, gate, entering, o, chunks) -> None:
         """See output_kernel; ``chunks``: states, low, dstates, passed."""
         self._with_state(
-            output_kernel, OUTPUTS_REVERSE if self.reverse else OUTPUTS,
+            output_kernel, self.BK, OUTPUTS_REVERSE if self.reverse else OUTPUTS,
             x, y, z, a, gate, self.segments, *entering, o, *chunks, REVERSE=self.reverse,
         )  # fmt: skip
 
@@ -260,7 +260,7 @@ class GLAPlan(Plan):
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, short=True) if self.narrow else states
         self._with_state(
-            state_kernel, OF_CHUNKS, x, y, gate, self.segments, states, low, gate, *entering,
+            state_kernel, min(128, self.BK), OF_CHUNKS, x, y, gate, self.segments, states, low, gate, *entering,
             REVERSE=False, EVERY_CHUNK=True,
         )  # fmt: skip
         return states, low
@@ -344,7 +344,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     states, low = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()
     chunk_dstates = plan.of_chunks(plan.dtype)
-    passed = plan.empty(*plan.by_chunks, cdiv(plan.V, plan.blocks(OUTPUTS_REVERSE)[0]), plan.K)
+    passed = plan.empty(*plan.by_chunks, cdiv(plan.V, plan.blocks(plan.BK, OUTPUTS_REVERSE)[0]), plan.K)
     chunks = states, low, chunk_dstates, passed
     plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
     plan.free_short()  # low; and k_out, q_in, a, unless they were kept
