@@ -41,8 +41,8 @@ CLOSED, OPEN, SKIP = 0, 1, 2  # what a gate says: wait; go; do nothing at all
 
 
 @triton.jit
-def _wait_at_gate(p_gate, p_delay):
-    """Whether to go on, when the gate is open and this launch's delay is over."""
+def _wait_at_gate(p_gate, p_delay, p_start):
+    """Whether to go on, when the gate is open and this launch's delay is over. Notes when the last program saw it."""
     seen = tl.atomic_add(p_gate, 0, sem="acquire", scope="sys")
     polls = 1
     while seen == 0:
@@ -52,6 +52,7 @@ def _wait_at_gate(p_gate, p_delay):
         delay = tl.load(p_delay)
         # a thread for itself: what follows begins with a barrier of the block, or waits for nobody
         start = clock_ns()
+        tl.atomic_max(p_start, start)
         while clock_ns() - start < delay:
             backoff(polls)
         tl.debug_barrier()
@@ -66,11 +67,11 @@ def _note_end(p_end):
 
 @triton.jit
 def gated_scan_kernel(
-    p_state, p_decay, p_initial, p_out, channel, p_gate, p_delay, p_end, stride_g, stride_k, K: tl.constexpr,
+    p_state, p_decay, p_initial, p_out, channel, p_gate, p_delay, p_start, p_end, stride_g, stride_k, K: tl.constexpr,
     V: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
     """scan_kernel behind a gate."""
-    if _wait_at_gate(p_gate, p_delay):
+    if _wait_at_gate(p_gate, p_delay, p_start):
         scan_kernel(
             p_state, p_decay, p_initial, p_out, channel, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL, False
         )
@@ -80,12 +81,12 @@ def gated_scan_kernel(
 @triton.jit
 def gated_rails_kernel(
     p_state, p_decay, p_initial, p_out, node, rail, p_table, p_given, p_given_arrived, p_decays, p_decays_arrived,
-    p_gate, p_delay, p_end, stride_g, stride_k, K: tl.constexpr, V: tl.constexpr, HAS_DECAY: tl.constexpr,
+    p_gate, p_delay, p_start, p_end, stride_g, stride_k, K: tl.constexpr, V: tl.constexpr, HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SLICE: tl.constexpr, BD: tl.constexpr, LINK: tl.constexpr, ROUNDS: tl.constexpr,
     ROUND_LINK: tl.constexpr,
 ):  # fmt: skip
     """rails_kernel behind a gate."""
-    if _wait_at_gate(p_gate, p_delay):
+    if _wait_at_gate(p_gate, p_delay, p_start):
         rails_kernel(
             p_state, p_decay, p_initial, p_out, node, rail, p_table, p_given, p_given_arrived, p_decays,
             p_decays_arrived, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL, SLICE, BD, LINK, ROUNDS, ROUND_LINK,
@@ -94,13 +95,12 @@ def gated_rails_kernel(
 
 
 @triton.jit
-def open_kernel(p_gate, p_start, p_word):
-    """Opens the gate when the host has set the word, after 10 seconds at the latest, and notes when."""
+def open_kernel(p_gate, p_word):
+    """Opens the gate when the host has set the word, after 10 seconds at the latest."""
     first = clock_ns()
     polls = 1
     while (tl.load(p_word, volatile=True) == 0) & (clock_ns() - first < 10_000_000_000):
         backoff(polls)
-    tl.store(p_start, clock_ns())
     tl.debug_barrier()
     tl.atomic_xchg(p_gate, 1, sem="release", scope="sys")
 
@@ -233,7 +233,7 @@ class VirtualRanks:
 
     def _launch(self, rank, states, decays, outs, reverse, initial, delays_ns, gate) -> None:
         delay = self._no_delay if delays_ns is None else delays_ns[2 * rank : 2 * rank + 1]
-        gates = (self._open if gate is None else gate, delay, self.end)
+        gates = (self._open if gate is None else gate, delay, self.start, self.end)
         given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
         channel = self._channels[rank][reverse]
@@ -244,20 +244,21 @@ class VirtualRanks:
             gated_scan_kernel[(self.programs,)](*given, channel, *gates, **fixed, num_warps=warps_of(self.spec.tile))
 
     def timed(self, states: torch.Tensor, decays: torch.Tensor, **options: Any) -> tuple[float, torch.Tensor]:
-        """(Microseconds by the GPU's clock from the opening of the gate, when all ranks' programs are there, to the end
-        of the last, what each rank gets)."""
+        """(Microseconds by the GPU's clock, from when the last of all ranks' programs has seen that its gate is open to
+        the last end, what each rank gets)."""
         gate = torch.zeros(1, dtype=torch.int64, device=self.device)
         word = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self.scan(states, decays, **options)  # compiled and loaded, as is the next one
-        open_kernel[(1,)](gate, self.start, word)
+        open_kernel[(1,)](gate, word)
         self._synchronize()
+        self.start.zero_()
         self.end.zero_()
         gate.zero_()
         word.zero_()
         self._synchronize()
         # It runs before the others are launched: a hardware queue may end in a launch that cannot begin yet
         with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)):
-            open_kernel[(1,)](gate, self.start, word)
+            open_kernel[(1,)](gate, word)
         outs = self.scan(states, decays, gate=gate, **options)
         time.sleep(0.05)
         word.fill_(1)

@@ -136,7 +136,7 @@ def test_a_rank_that_never_comes_is_named(one, algorithm, nodes, rank):
 
 
 def timed(algorithm, nodes, kind, shape, tile, programs):
-    """Median over 15 of the time from the opening of the gate to the last end, in us, and the largest error."""
+    """Median over 15 of VirtualRanks.timed, in us, and the largest error."""
     size = sum(nodes)
     ranks = VirtualRanks(size, shape, nodes=nodes, algorithm=algorithm, tile=tile, programs=programs)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -151,13 +151,12 @@ def timed(algorithm, nodes, kind, shape, tile, programs):
 
 
 def test_where_nothing_passes_a_chain_takes_one_hop(one):
-    """32 ranks, all of them there when the gate opens; a program has one tile, of 32 KiB. (With 8 KiB a hop through one
-    GPU's memory takes 1 us, and one hop from the gate to its end 6.6, most of which is not the hop's.)"""
+    """32 ranks, all of them behind a gate; a program has one tile, of 32 KiB."""
     arguments = (4, 64, 128), (64, 128), 4
     (slow, error_of_slow), (fast, error_of_fast) = (
         one.run(timed, "chain", (32,), kind, *arguments)[0] for kind in ("1", "0")
     )
-    print(f"chain of 32 ranks, gate to last end: decays 1 {slow:.1f} us, decays 0 {fast:.1f} us")
+    print(f"chain of 32 ranks: decays 1 {slow:.1f} us, decays 0 {fast:.1f} us")
     assert max(error_of_slow, error_of_fast) < 1e-4
     assert slow >= 8 * fast, (slow, fast)
 
