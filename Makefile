@@ -23,12 +23,14 @@ export PYTHONPATH := $(CURDIR)
 
 venv: $(VENV)/ready
 
+# Triton is last, since torch's wheel for CUDA asks for another one, which the tests do not count registers of.
 # Megatron-core's wheels ask for Python 3.12; what is tested of it runs on earlier ones, too (without it: tests skipped)
 $(VENV)/ready: setup.py
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --upgrade 'setuptools>=64' wheel
-	$(VENV)/bin/python -m pip install -q 'torch==2.13.0' 'triton==3.6.0'
+	$(VENV)/bin/python -m pip install -q 'torch==2.13.0'
 	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[test,bench]'
+	$(VENV)/bin/python -m pip install -q --no-deps 'triton==3.6.0'
 	-$(VENV)/bin/python -m pip install -q --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \
 	  megatron-core==0.19.2 --target "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
