@@ -18,6 +18,8 @@ from ..first_call import get_or_create_scan
 from ..order import PendingBackward, pending_backwards, zigzag_channels
 from ..plan import Buffer, Plan
 
+HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
+
 
 class StateCarrier(Protocol):
     """An exclusive scan over the ranks, as zeco_gla_by uses it."""
@@ -43,6 +45,10 @@ class StateCarrier(Protocol):
     ) -> None:  # fmt: skip
         """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: :func:`record_call`, or
         something quicker."""
+
+    def expected_us(self, words: int, zigzag: bool) -> float:
+        """About how long ``carry`` takes with states of so many words in all: so much work is left to run beside it. 0
+        where nothing runs beside it."""
 
     def pending(self, shape, zigzag: bool) -> list[PendingBackward]:
         """For the backward that a forward call is to have."""
@@ -98,6 +104,10 @@ class AllScanCarrier:
             given = dict(adjoint_of=ticket) if reverse else dict(ticket=ticket)
             channel, parts = scan.channel_of_scan(reverse, **given), (x.flatten(0, 2) for x in (state, decay))
             scan.scan(*parts, reverse=reverse, out=out.view(scan.shape), channel=channel)
+
+    def expected_us(self, words, zigzag):
+        hops = (self.comm.size - 1) * (1 + zigzag)
+        return hops * HOP_US + words * WORD_US if hops else 0.0
 
     def pending(self, shape, zigzag):
         known = cached_on(self.comm, "scans of operators")

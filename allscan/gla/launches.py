@@ -32,9 +32,7 @@ from .carrier import StateCarrier
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
-# In us: a hop of the scan, a word of a state over a link, and q_in and A of a word of q. What is left for the time of
-# the scan takes about as long.
-HOP_US, WORD_US, QUERIES_US = 5.0, 1.5e-5, 3.7e-6
+QUERIES_US = 3.7e-6  # that q_in and A of a word of q take
 
 # Programs that look for chunks of strong decay, as many as there is room for at once, and how many they look at
 LOOKERS = {"cuda": 264, "cpu": 2}
@@ -155,15 +153,12 @@ class GLAPlan(Plan):
         """States."""
         return self.empty(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
-    def left_for_the_scan(self, ranks: int) -> int:
-        """How many chunks, the last ones, have their q_in and A made beside the scan over so many ranks."""
-        if ranks == 1:
-            return 0
+    def left_for_the_scan(self, carrier: StateCarrier) -> int:
+        """How many chunks, the last ones, have their q_in and A made beside the scan: for as long as it takes."""
+        us = carrier.expected_us(self.shape.states * self.H * self.K * self.V, self.shape.zigzag)
         if self.shape.device == "cpu":
-            return self.num_chunks // 2
-        hops = (ranks - 1) * (1 + self.shape.zigzag)
-        scan = hops * HOP_US + WORD_US * self.shape.states * self.H * self.K * self.V
-        return min(self.num_chunks, math.ceil(scan / (QUERIES_US * self.BT * self.H * self.K)))
+            return self.num_chunks // 2 if us else 0
+        return min(self.num_chunks, math.ceil(us / (QUERIES_US * self.BT * self.H * self.K)))
 
     def keys(self, first: int, q, k, g, gate, strong, q_in, k_out, a) -> None:
         """Of the chunks from ``first`` on: see keys_kernel."""
@@ -310,7 +305,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
     operands, first_left = (q, k, g, gate, strong, q_in, k_out, a), layout.num_chunks
-    first_left -= plan.left_for_the_scan(carrier.comm.size)
+    first_left -= plan.left_for_the_scan(carrier)
     plan.operands(0, first_left, True, *operands)
     plan.keys(first_left, *operands)
     plan.strong_operands(*operands)
