@@ -64,7 +64,7 @@ NUM_POINTERS = Channel._fields.index("num_tiles")  # fields of a channel that ar
 class Launch:
     """A kernel, its grid, and those of its arguments that are the same at every call; called with the others.
 
-        keys = Launch(keys_kernel, (chunks, H), H=H, K=K, BT=64, BR=4, BK=128, RANGE=115.0, num_warps=1)
+        keys = Launch(keys_kernel, (chunks, H), first=0, H=H, K=K, BT=64, BR=4, BK=128, RANGE=115.0, num_warps=1)
         keys(k, g, table, k_out, gate, strong)
 
     The first call goes through Triton, which compiles the kernel for what it is given. Later ones hand the addresses to

@@ -381,6 +381,8 @@ class Job(NamedTuple):
     kind: str = "one rank"
     beta: torch.dtype = torch.float32
     normalized: tuple[int, ...] = ()
+    K: int = 128  # of "gla" alone
+    V: int = 128
 
     def run(self, T: int, device: torch.device) -> None:
         """Every kernel of fla's that a rank launches. Of Gated DeltaNet's backward what zeco_gated_delta_rule takes."""
@@ -411,7 +413,7 @@ class Job(NamedTuple):
     def _gla(self, T: int, device: torch.device) -> None:
         from fla.ops.gla import chunk_gla
 
-        leaves, do = harness.inputs(T, self.H, 128, device)
+        leaves, do = harness.inputs(T, self.H, self.K, device, V=self.V)
         chunk_gla(*leaves)[0].backward(do)
 
 

@@ -5,7 +5,8 @@
 
 Results are checked first: both against the float64 recurrence on 512 tokens of the same widths, up to 2 heads. Times
 are of CUDA graphs of one call, inputs the same for both: medians over samples of 10 replays one after another. (Packed
-sequences: of 10 calls one after another, because chunk_gla then waits for the GPU in between.) The floors of a
+sequences: of 10 calls one after another, because chunk_gla then waits for the GPU in between.) fla's configurations are
+compiled and chosen ahead (bench/delta.py), each timed for 15 ms. The floors of a
 kernel are the bytes that it must move over the memory's bandwidth and its products' FLOPs (counted once, without the
 second products that keep precision) over the tensor cores' rate; "of floor" is the larger of the two over the time.
 """
@@ -25,6 +26,7 @@ import torch
 import allscan
 from allscan.packing import CHUNK_TOKENS, segment_length
 from allscan.reference import gla_reference
+from bench.delta import Job, compile_ahead
 from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
 
 # B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
@@ -151,7 +153,7 @@ def kernels(call, shape) -> list:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
-    parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: fla's first calls take minutes")
+    parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: choosing fla's configurations takes minutes")
     parser.add_argument("--first-call", action="store_true", help="only the seconds of zeco_gla's first call")
     parser.add_argument("--csv", default=results("local.csv"))
     options = parser.parse_args(arguments)
@@ -163,6 +165,8 @@ def main(arguments=None) -> int:
             nbytes, flops = (sum(column) for column in zip(*work(*shape).values()))
             print(f"{'x'.join(map(str, shape)):22} {nbytes / 1e6:8.0f} MB {flops / 1e9:8.0f} GFLOP  {floor:8.0f} us")
         return 0
+    if not options.no_fla and not options.first_call:
+        compile_ahead([Job("gla", H, K=K, V=V) for H, K, V in dict.fromkeys(shape[2:] for shape in shapes)])
     comm = allscan.Communicator()
     if options.first_call:
         print(first_call(comm, "zeco_gla", shapes[0])[0])
