@@ -153,7 +153,9 @@ def kernels(call, shape) -> list:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
-    parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: choosing fla's configurations takes minutes")
+    parser.add_argument(
+        "--no-fla", action="store_true", help="zeco_gla alone: choosing fla's configurations takes minutes"
+    )
     parser.add_argument("--first-call", action="store_true", help="only the seconds of zeco_gla's first call")
     parser.add_argument("--csv", default=results("local.csv"))
     options = parser.parse_args(arguments)
