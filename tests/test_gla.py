@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 
 import pytest
 import torch
@@ -50,6 +51,17 @@ def test_gradients_and_values(run, size):
 @pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed", "spots"])
 def test_every_gate_is_exact(run, size, kind):
     check(run(size, gla_case, [66, 270][:size], 2, 1, 32, 16, kind, F32, F32))
+
+
+def silent_case(group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return gla_case(group, [100], 1, 1, 16, 16, "strong", F32, F32)
+
+
+@pytest.mark.cpu
+def test_what_overflows_and_is_not_used_does_so_in_silence(run):
+    check(run(1, silent_case))
 
 
 @pytest.mark.parametrize("K, V", [(17, 5), (48, 80), (160, 33), (256, 16), (320, 24), (16, 300)])
