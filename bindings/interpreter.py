@@ -4,8 +4,8 @@ same results.
 As it is (Triton 3.6 and 3.7), it puts its own functions into ``triton.language`` again at every call of a device
 function from another one, works out every block's type and shape again at every operation, and makes each operation on
 integers a second time to see whether it overflows. Here the former are remembered, and the last is left out, as in
-compiled kernels. The commonest operations are one call of numpy (interpreter_operations.py). What needs an attribute
-that a version of Triton lacks is left as it is.
+compiled kernels, and numpy's warnings of floats that overflow. The commonest operations are one call of numpy
+(interpreter_operations.py). What needs an attribute that a version of Triton lacks is left as it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _patch_languages_once(interpreter) -> None:
 
     def grid_call(self, *args, **kwargs):
         patched.clear()
-        return launch(self, *args, **kwargs)
+        with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs say nothing of Inf and NaN
+            return launch(self, *args, **kwargs)
 
     def device_call(self, *args, **kwargs):
         wanted = languages_of(self.fn)

@@ -71,7 +71,7 @@ class Shape:
     gate_dtype: torch.dtype
     device: str
     zigzag: bool
-    keeps: bool  # forward keeps k_out, q_in and A for backward, which makes them again otherwise
+    keeps: bool  # forward keeps what is `made` of the chunks for backward, which makes it again otherwise
 
     @functools.cached_property
     def segment(self) -> int:
@@ -89,18 +89,18 @@ class Shape:
         shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
         return [(shape, torch.float32) for shape in shapes]
 
-    def operands(self, reverse: bool) -> list[Stored]:
-        """k_out, q_in, A."""
+    def made(self, chunks: int, reverse: bool) -> list[Stored]:
+        """The gates of the chunks, which of them are strong, k_out, q_in, A."""
         tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
         of_a = A_FOR_DV[self.dtype] if reverse or self.keeps else dtype
-        return [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
+        operands = [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
+        return [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32), *operands]
 
     def all_kept(self, segments: int, chunks: int) -> list[Stored]:
-        """What backward takes from forward: the numbers of its scans, what enters, the gates of the chunks, which of
-        them are strong, and the operands or nothing."""
+        """What backward takes from forward and does not write to: the numbers of its scans, what enters, and what is
+        made of the chunks, or nothing."""
         tickets: list[Stored] = [((TICKETS,), torch.int64)]
-        of_chunks = [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32)]
-        return tickets + self.entering(segments) + of_chunks + (self.operands(False) if self.keeps else [])
+        return tickets + self.entering(segments) + (self.made(chunks, False) if self.keeps else [])
 
     @functools.cached_property
     def kept(self) -> list[int]:
@@ -286,15 +286,16 @@ class GLAPlan(Plan):
         )  # fmt: skip
 
     def kept_parts(self, kept: Buffer):
-        """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. Operands that are not
-        kept have memory of the run."""
-        stored = self.shape.all_kept(self.layout.num_segments, self.layout.num_chunks)
+        """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept has
+        memory of the run."""
+        stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
         parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
-        operands = parts[6:] or [
-            self.empty(*shape, dtype=dtype, short=self.reverse) for shape, dtype in self.shape.operands(self.reverse)
+        made = parts[4:] or [
+            self.empty(*shape, dtype=dtype, short=self.reverse and i > 1)  # backward takes gate and strong to the end
+            for i, (shape, dtype) in enumerate(self.shape.made(self.num_chunks, self.reverse))
         ]
-        return parts[0], parts[1:4], *parts[4:6], operands
+        return parts[0], parts[1:4], *made[:2], made[2:]
 
 
 def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
@@ -329,7 +330,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
     dv = plan.output_like(v)
-    if not shape.keeps:  # the sums of gates are made again, too, and what is strong
+    if not shape.keeps:
         operands = q, k, g, gate, strong, q_in, k_out, a
         plan.operands(0, layout.num_chunks, True, *operands)
         plan.strong_operands(*operands)

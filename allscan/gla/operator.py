@@ -51,8 +51,8 @@ def zeco_gla(
         travel instead of one: that of the first halves over the ranks, then that of the second halves back.
         first_token is that of the first half; final_state is rank 0's.
     recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False: they
-        are kept from forward, which takes B * T * H * (4 * K + 256) bytes until backward for bfloat16 inputs, 8 * K +
-        256 for others, and spares backward two kernels. Without gradients nothing is kept either way. Each rank may
+        are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16 inputs, 8 *
+        K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either way. Each rank may
         choose for itself.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has

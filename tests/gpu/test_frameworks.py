@@ -52,6 +52,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Of relative errors to one rank in torch and float32: times those of one rank in that dtype, with the same operators
 # (float32) or in torch, whose functions are float32 inside (bfloat16), and beyond that
 TIMES, BEYOND = 3.0, {"float32": 1e-4, "bfloat16": 3e-2}
+ALONE = {"float32": 1e-2, "bfloat16": 1.0}  # what one rank's may be; in float32 8e-4 were measured
 CURVE = {"float32": 1e-4, "bfloat16": 1e-2}  # of each loss of ten steps
 TRAINED = ["kimi_linear", "qwen3_next"]
 CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for packed in (False, True)]
@@ -205,7 +206,7 @@ def check(errors, dtype):
     worst = max(errors, key=lambda name: errors[name][0])
     print(f"largest error {errors[worst][0]:.1e} ({worst}; one rank in this dtype {errors[worst][1]:.1e})")
     limits = {name: TIMES * b + BEYOND[dtype] for name, (_, b) in errors.items()}
-    wrong = {name: pair for name, pair in errors.items() if not pair[0] < limits[name]}
+    wrong = {name: pair for name, pair in errors.items() if not (pair[0] < limits[name] and pair[1] < ALONE[dtype])}
     assert len(errors) > 10 and not wrong, wrong
 
 
