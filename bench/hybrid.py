@@ -7,6 +7,7 @@ more would take the memory), bfloat16, T tokens a rank, DistributedDataParallel 
 each other:
 
 * allscan: allscan.integrations.transformers; a state travels, softmax layers gather their latents;
+* allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states travel;
 * heads: all-to-all turns tokens into heads around fla's chunk_kda and around sdpa (Ulysses; as Megatron-core and
   ms-swift do); gates travel in the model's dtype, and convolutions take allscan.halo, which is less than those send;
 * gathered: each KDA layer has the hidden states of the whole sequence on every rank and keeps its part (as slime and
@@ -37,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allscan
 from allscan.tools.ranks import Ranks, on_first
+from allscan.zigzag import zigzag_positions
 from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
@@ -54,12 +56,29 @@ STATE = ("delta_states_kernel", "transition_kernel")
 def seen(layers, recurrent) -> dict:
     """Of each method what a step must run, and how often (None: at all), and what it must not."""
     softmax = layers - recurrent
+    ours = {STATE[0]: None, "AllGather": softmax, "ReduceScatter": softmax}, ("SendRecv",)
     return {
-        "allscan": ({STATE[0]: None, "AllGather": softmax, "ReduceScatter": softmax}, ("SendRecv",)),
+        "allscan": ours,
+        "allscan, zigzag": ours,
         "heads": ({"SendRecv": 4 * layers}, (*STATE, "AllGather")),
         "gathered": ({"AllGather": layers, "ReduceScatter": layers}, (*STATE, "SendRecv")),
         "data parallel": ({"AllReduce": None}, (*STATE, "SendRecv", "AllGather", "ReduceScatter")),
     }
+
+
+def scans(comm, head) -> tuple:
+    """How many of states [head, head] All-Scan has made on this rank, forward and reverse."""
+    counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) == (head, head)]
+    return tuple(map(sum, zip((0, 0), *counted)))
+
+
+def prove_scans(name, recurrent, before, after) -> None:
+    """AssertionError unless a step made those of the method: for each layer one forward and, in its backward, one in
+    reverse; in the zigzag layout one there and one back in either pass; none for other methods."""
+    wanted = recurrent * {"allscan": 1, "allscan, zigzag": 2}.get(name, 0)
+    made_now = tuple(now - then for now, then in zip(after, before))
+    if made_now != (wanted, wanted):
+        raise AssertionError(f"{name}: All-Scan made {made_now} scans of states in a step, {wanted} each are its own")
 
 
 def made(device, dtype, layers=12, width=2048, heads=16, head=128, vocabulary=VOCABULARY):
@@ -125,7 +144,8 @@ def method(name, model, comm):
 
     attentions = [m for m in model.modules() if type(m) is modeling.KimiLinearAttention]
     recurrent = [m for m in model.modules() if type(m) is modeling.KimiLinearDeltaAttention]
-    integration.sequence_parallel(model, comm=None if name == "data parallel" else comm)
+    layout = "zigzag" if name == "allscan, zigzag" else "contiguous"
+    integration.sequence_parallel(model, comm=None if name == "data parallel" else comm, layout=layout)
     rule = vars(modeling)[RULE]
     try:
         if name == "heads":
@@ -164,16 +184,20 @@ def check(group, T, heads, head) -> dict:
     with allscan.Communicator(group, timeout=120) as comm, functions(comm.device):
         dtype, limit = (torch.float32, 1e-4) if comm.device.type == "cpu" else (torch.bfloat16, 5e-2)
         model = made(comm.device, dtype, 4, 64, heads, head, 97)
-        whole, mine = text(T * comm.size, 97, comm.device, 0)[:, :-1], slice(comm.rank * T, (comm.rank + 1) * T)
+        whole = text(T * comm.size, 97, comm.device, 0)[:, :-1]
+        consecutive = torch.arange(comm.rank * T, (comm.rank + 1) * T, device=comm.device)
         errors, expected = {}, None
         for name in seen(4, 3):
             if name == "data parallel":
                 continue
+            mine = zigzag_positions(T, comm=comm) if name == "allscan, zigzag" else consecutive
             for kind in ("data parallel", name) if expected is None else (name,):
+                before = scans(comm, head)
                 with method(kind, model, comm):
                     part = whole if expected is None else whole[:, mine]
                     loss = model(input_ids=part, labels=part).loss
                     loss.backward()
+                prove_scans(kind, 3, before, scans(comm, head))
                 found = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())]).float()
                 model.zero_grad()
                 if expected is None:
@@ -197,11 +221,6 @@ def measure(group, T, shape, steps) -> dict:
         recurrent = model.config.layer_types.count("linear_attention")
         wanted = seen(shape["layers"], recurrent)
         times, peaks, proofs = {name: [] for name in wanted}, {}, {}
-        state = (shape["head"], shape["head"])
-
-        def scans():
-            counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) == state]
-            return tuple(map(sum, zip((0, 0), *counted)))
 
         def step():
             loss = wrapped(input_ids=data, labels=data).loss
@@ -213,16 +232,14 @@ def measure(group, T, shape, steps) -> dict:
         for turn in range(steps + 2):
             for name in random.Random(turn).sample(list(wanted), len(wanted)):
                 with method(name, model, comm):
-                    before = scans()
+                    before = scans(comm, shape["head"])
                     torch.cuda.reset_peak_memory_stats()
                     comm.barrier()
                     start = time.perf_counter()
                     step()
                     times[name].append(time.perf_counter() - start)
                     peaks[name] = torch.cuda.max_memory_allocated() / (1 << 30)
-                made_now = tuple(now - then for now, then in zip(scans(), before))
-                if made_now != ((recurrent, recurrent) if name == "allscan" else (0, 0)):
-                    raise AssertionError(f"{name}: All-Scan made {made_now} scans of states in a step")
+                prove_scans(name, recurrent, before, scans(comm, shape["head"]))
                 if turn < 2 and comm.rank == 0:
                     print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
         for name in wanted:
@@ -234,12 +251,14 @@ def measure(group, T, shape, steps) -> dict:
 
 
 def jobs(ranks: int, heads: int, tokens) -> list:
-    """What fla is called for: all heads, and a rank's share of them; a rank's tokens, and those of all ranks."""
+    """What fla is called for: all heads, in the zigzag layout as two sequences, and a rank's share of the heads; a
+    rank's tokens, and those of all ranks."""
     from bench.delta import Job
 
     normalized = tuple(T * many for T in (CHECKED, *tokens) for many in (1, ranks))
     return [
         Job("kda", heads, beta=torch.bfloat16, normalized=normalized),
+        Job("kda", heads, "halves", beta=torch.bfloat16),
         Job("kda", heads // ranks, beta=torch.bfloat16),
     ]
 

@@ -167,7 +167,7 @@ def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hybrid"])
     assert hybrid.main() == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["allscan", "heads", "gathered"]
+    assert [line[:22].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"]
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 

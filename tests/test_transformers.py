@@ -22,6 +22,7 @@ pytest.importorskip("transformers", minversion="5.23", reason="needs transformer
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
 
 TOKENS = {1: [20], 2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank
+EVEN = {1: [20], 2: [14, 14], 4: [10] * 4}  # in the zigzag layout: halves of an odd number, too
 CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18, 29]}  # some at the ranks' cuts
 VOCABULARY = 53
 COMMON = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, pad_token_id=0)
@@ -95,25 +96,26 @@ def expected(model, whole, labels, lengths):
     return logits.detach(), loss.detach(), copy.deepcopy(gradients(model))
 
 
-def model_case(group, family, packed, inner, keep=False, **more):
+def model_case(group, family, packed, inner, keep=False, layout="contiguous", **more):
     """Relative errors of logits, loss, and of the gradients together and each; parameters without a gradient."""
     from allscan.integrations.transformers import sequence_parallel
 
+    zigzag = layout == "zigzag"
     with allscan.Communicator(group) as comm:
-        tokens, model = TOKENS[comm.size], made(family, inner, keep, **more)
+        tokens, model = (EVEN if zigzag else TOKENS)[comm.size], made(family, inner, keep, **more)
         names = [name for name, _ in model.named_parameters()]
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)))
         labels = whole.clone()
         labels[:, 3] = -100
-        lengths = CUTS[comm.size] if packed else [0, sum(tokens)]
+        lengths = CUTS[comm.size] if packed and not zigzag else [0, sum(tokens)]
         labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
         logits, loss, grads = expected(model, whole, labels, lengths)
         model.zero_grad()
-        mine = place(comm, tokens)
+        mine = place(comm, tokens, zigzag)
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
         how = {None: {}, "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
                "position_ids": dict(position_ids=positions[:, mine])}[packed]  # fmt: skip
-        assert sequence_parallel(model, comm=comm) is model
+        assert sequence_parallel(model, comm=comm, layout=layout) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
         output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
@@ -143,6 +145,19 @@ def model_case(group, family, packed, inner, keep=False, **more):
 )  # fmt: skip
 def test_models(run, family, size, packed, inner):
     for errors, unused in run(size, model_case, family, packed, inner):
+        assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
+        assert all("experts" in name or "gate" in name for name in unused), unused
+
+
+@pytest.mark.parametrize(
+    "family, size, given, inner",
+    [("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "position_ids", "eager"), ("kimi_linear", 1, None, "sdpa"),
+     ("qwen3_next", 2, "position_ids", "sdpa"), ("qwen3_next", 4, None, "sdpa"), ("qwen3_next", 2, None, "eager"),
+     ("qwen3_5", 2, "position_ids", "sdpa"), ("nemotron_h", 2, None, "eager"), ("nemotron_h", 4, None, "sdpa"),
+     ("bamba", 2, None, "sdpa"), ("granitemoehybrid", 2, None, "eager"), ("falcon_h1", 4, None, "sdpa")],
+)  # fmt: skip
+def test_models_in_zigzag(run, family, size, given, inner):
+    for errors, unused in run(size, model_case, family, given, inner, False, "zigzag"):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
 
@@ -199,16 +214,18 @@ def functions_case(group, family, name, wrapped, packed, **more):
         return model_case(group, family, packed, "sdpa", keep=True, **more)
 
 
-def in_one_call_case(group):
+def in_one_call_case(group, layout):
     from allscan.integrations import transformers as integration
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "of_package", lambda function: function)
-        return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens")
+        packed = None if layout == "zigzag" else "cu_seq_lens"
+        return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, packed, layout=layout)
 
 
-def test_functions_that_take_packed_sequences(run, size=3):
-    for errors, _ in run(size, in_one_call_case):
+@pytest.mark.parametrize("size, layout", [(3, "contiguous"), (2, "zigzag")])
+def test_functions_that_take_packed_sequences(run, size, layout):
+    for errors, _ in run(size, in_one_call_case, layout):
         assert max(errors.values()) < 2e-5, errors
 
 
@@ -219,7 +236,7 @@ RULES = {
 }  # fmt: skip
 
 
-def ours_case(group, family, packed):
+def ours_case(group, family, packed, layout):
     """All-Scan's operator where the model's function is fla's, as on a GPU: (errors, its calls' options, choices)."""
     from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
@@ -233,6 +250,7 @@ def ours_case(group, family, packed):
     @functools.wraps(own)
     def counted(*tensors, **options):
         calls.append(sorted(options))
+        assert options["layout"] == layout
         return own(*tensors, **options)
 
     def chosen(device, **options):
@@ -245,17 +263,20 @@ def ours_case(group, family, packed):
                    integration.ours(own, torch.device("cuda"), {})]  # fmt: skip
         patch.setattr(integration, "on_gpu", lambda device: True)
         patch.setitem(integration.OURS, theirs, counted)
-        errors, _ = functions_case(group, family, name, decorated, packed, **more)
+        errors, _ = functions_case(group, family, name, decorated, packed, layout=layout, **more)
     return errors, calls, choices
 
 
-@pytest.mark.parametrize("family, packed, size", [("kimi_linear", None, 2), ("qwen3_next", "cu_seq_lens", 2),
-                                                  ("qwen3_next", None, 3)])  # fmt: skip
-def test_our_operator_in_place_of_flas(run, family, packed, size):
+@pytest.mark.parametrize(
+    "family, packed, size, layout",
+    [("kimi_linear", None, 2, "contiguous"), ("qwen3_next", "cu_seq_lens", 2, "contiguous"),
+     ("qwen3_next", None, 3, "contiguous"), ("kimi_linear", None, 4, "zigzag"), ("qwen3_next", None, 2, "zigzag")],
+)  # fmt: skip
+def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
     pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
     name = {"kimi_linear": "zeco_kda", "qwen3_next": "zeco_gated_delta_rule"}[family]
-    where = ["comm", "cu_seqlens", "first_token", "output_final_state", "use_qk_l2norm_in_kernel"]
-    for errors, calls, choices in run(size, ours_case, family, packed):
+    where = ["comm", "cu_seqlens", "first_token", "layout", "output_final_state", "use_qk_l2norm_in_kernel"]
+    for errors, calls, choices in run(size, ours_case, family, packed, layout):
         assert max(errors.values()) < 2e-5, errors
         assert calls == [where]  # one layer
         assert choices == [name] * 3 + [None] * 3
@@ -337,7 +358,7 @@ def test_the_last_ranks_cache(run, family, size=4):
     assert found < 1e-5
 
 
-def training_case(group, family, how):
+def training_case(group, family, how, layout):
     """(losses of one rank, losses of the ranks together), ten steps each."""
     from allscan.integrations.transformers import sequence_parallel
 
@@ -346,14 +367,15 @@ def training_case(group, family, how):
         for split in (False, True):
             model = made(family)
             if split:
-                sequence_parallel(model, comm=comm)
+                sequence_parallel(model, comm=comm, layout=layout)
                 if how != "plain":
                     model.gradient_checkpointing_enable()
                 if how == "FSDP":
                     mesh = DeviceMesh.from_group(group, "cpu")
                     for module in (*model.model.layers, model):
                         fully_shard(module, mesh=mesh)
-            part = whole[:, place(comm, [20, 12])] if split else whole
+            zigzag = layout == "zigzag"
+            part = whole[:, place(comm, [16, 16] if zigzag else [20, 12], zigzag)] if split else whole
             optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
             for _ in range(10):
                 comm.step()
@@ -371,9 +393,13 @@ def training_case(group, family, how):
         return curves
 
 
-@pytest.mark.parametrize("family, how", [("qwen3_5", "plain"), ("nemotron_h", "checkpointing"), ("falcon_h1", "FSDP")])
-def test_ten_steps_of_training(run, family, how, size=2):
-    for alone, split in run(size, training_case, family, how):
+@pytest.mark.parametrize(
+    "family, how, layout",
+    [("qwen3_5", "plain", "contiguous"), ("nemotron_h", "checkpointing", "contiguous"),
+     ("falcon_h1", "FSDP", "contiguous"), ("kimi_linear", "checkpointing", "zigzag")],
+)  # fmt: skip
+def test_ten_steps_of_training(run, family, how, layout, size=2):
+    for alone, split in run(size, training_case, family, how, layout):
         assert alone[-1] < alone[0] - 1  # it learns
         assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 1e-4, (alone, split)
 
@@ -404,7 +430,7 @@ def options_case(group):
         patch.setattr(flash_attention, "_flash_attention_forward", flash)
         sequence_parallel(model, comm=comm)
         model.model.forward = functools.partial(
-            model.model.forward.func, *model.model.forward.args[:3], "flash_attention_2"
+            model.model.forward.func, *model.model.forward.args[:-1], "flash_attention_2"
         )
         found = model(input_ids=part, labels=part, num_items_in_batch=7)
         share = found.loss.detach()
@@ -418,7 +444,8 @@ def options_case(group):
             "leave no cache": dict(cu_seq_lens_q=torch.tensor([0, 8, 20]), use_cache=True),
             "output_attentions": dict(output_attentions=True),
             "output_router_logits": dict(output_router_logits=True),
-            "position_ids must be": dict(position_ids=part[None]),
+            "position_ids must be [B, T]": dict(position_ids=part[None]),
+            "T = ": dict(position_ids=part[:, 1:]),
             "must end with the 20 tokens": dict(cu_seq_lens_q=torch.tensor([0, 8, 19])),
             "must rise from 0": dict(cu_seq_lens_q=torch.tensor([0, 12, 8, 20])),
             "cu_seq_lens_q differs": dict(cu_seq_lens_q=torch.tensor([0, 8 + comm.rank, 20])),
@@ -440,6 +467,56 @@ def options_case(group):
 
 def test_options_and_what_is_refused_when_called(run, size=2):
     for error, answers in run(size, options_case):
+        assert error < 1e-5
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+
+
+def zigzag_case(group):
+    """FlashAttention, by a stand-in, and offset positions; what is refused in the zigzag layout."""
+    from transformers.integrations import flash_attention
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=5) as comm, pytest.MonkeyPatch.context() as patch:
+        tokens, answers = [12] * comm.size, {}
+        whole, mine = torch.randint(1, VOCABULARY, (1, sum(tokens))), place(comm, tokens, True)
+        dist.broadcast(whole, 0, group=comm.group)
+        model, part = made("qwen3_next"), whole[:, mine]
+        want = model(input_ids=whole, use_cache=False).logits.detach()[:, mine]
+        patch.setattr(flash_attention, "_flash_attention_forward", flash)
+        sequence_parallel(model, comm=comm, layout="zigzag")
+        ordinary = model.model.forward
+        model.model.forward = functools.partial(ordinary.func, *ordinary.args[:-1], "flash_attention_2")
+        shifted = mine[None] + 5  # which RoPE does not see
+        errors = [relative(model(input_ids=part, **how).logits, want) for how in ({}, dict(position_ids=shifted))]
+        model.model.forward, last = ordinary, comm.rank == comm.size - 1
+        contiguous = torch.arange(12)[None] + 12 * comm.rank
+        refused = {
+            "cu_seq_lens_q: packed sequences are not covered": dict(cu_seq_lens_q=torch.tensor([0, 8, sum(tokens)])),
+            "position_ids begin sequences at tokens": dict(position_ids=torch.where(mine < 9, mine, mine - 9)[None]),
+            "packed sequences are not covered": dict(position_ids=contiguous if last else mine[None]),
+            "on every rank or on none": dict(position_ids=mine[None]) if last else {},
+            "use_cache=True is not covered": dict(use_cache=True),
+            "got rank 0: 12; rank 1: 10": dict(input_ids=part[:, :10] if last else part),
+            "wants an even number of tokens": dict(input_ids=part[:, :11]),
+            "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
+            "half of at least n = 3": dict(input_ids=part[:, :4]),
+        }
+        with torch.no_grad():
+            for text, wrong in refused.items():
+                answers[text] = raised(model, **dict(input_ids=part) | wrong)
+            errors.append(relative(model(input_ids=part).logits, want))
+            sequence_parallel(model, comm=comm, layout="contiguous" if last else "zigzag")
+            answers["layout differs between ranks: rank 0: zigzag; rank 1: contiguous"] = raised(model, input_ids=part)
+            answers["layout must be"] = raised(sequence_parallel, model, comm=comm, layout="ring")
+            sequence_parallel(model, comm=comm, layout="zigzag")
+            errors.append(relative(model(input_ids=part, labels=part).logits, want))
+        return max(errors), answers
+
+
+def test_options_and_what_is_refused_in_zigzag(run, size=2):
+    for error, answers in run(size, zigzag_case):
         assert error < 1e-5
         for text, answer in answers.items():
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)

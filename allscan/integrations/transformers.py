@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import sys
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..checks import boundaries
+from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..packing import TensorKey, boundaries_on_host, cut
 from ..rendezvous import by_rank
-from ..shmem_kernels.gla_blocks import FIRST
 from ..ssd import zeco_ssd
+from ..zigzag import zigzag_positions
 from .recurrent import Piece, convolved, delta_rule
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
@@ -43,7 +44,7 @@ FAMILIES = {
 }
 
 
-def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Module:
+def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: str = "contiguous") -> nn.Module:
     """Let ``model``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
@@ -54,6 +55,10 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Modu
         its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters, their names
         and checkpoints stay as they are.
     comm: the ranks that share a sequence, in the order of its parts; None makes the model an ordinary one again.
+    layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
+        number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
+        chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
+        same on every rank, and halves no shorter than what convolutions look back at; one sequence, without a cache.
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
@@ -61,8 +66,10 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Modu
     :func:`allscan.zeco_gated_delta_rule` instead. Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The
     tokens that short convolutions look back at come from the rank before, so each rank needs at least as many tokens as
     they look back. Softmax layers gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the
-    attention function that the model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank.
-    Each forward pass asks on the host how many tokens the ranks have. Positions go on over the cuts.
+    attention function that the model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank, in
+    zigzag for each half. Each forward pass asks on the host how many tokens the ranks have. Positions go on over the
+    cuts; ``position_ids`` of one's own are those of this rank's tokens, in zigzag
+    :func:`allscan.zigzag.zigzag_positions`.
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
     this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
@@ -77,8 +84,10 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Modu
     Raises ValueError for models of another kind or around one, with a forward that was replaced (hooks that do so come
     after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
     length ("dynamic", "longrope"), a z-loss; when called, for an attention mask that masks anything (pack instead), for
-    a cache that is not empty or of packed sequences, for ``output_attentions`` and ``output_router_logits``.
+    a cache that is not empty or of packed sequences, for ``output_attentions`` and ``output_router_logits``; in zigzag
+    for packed sequences, for ``use_cache=True``, for an odd number of tokens or one that differs between ranks.
     """
+    zigzag = is_zigzag(layout)
     family, bases, heads, layers = _parts(model)
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if comm is None:
@@ -93,11 +102,11 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None) -> nn.Modu
         inner = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         base.allscan_inner = inner
-        base.forward = functools.partial(_model, base, comm, modeling.__name__, inner)
+        base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner)
     for layer in layers:
         layer.forward = functools.partial(_softmax, layer)
     for head in heads:
-        head.loss_function = functools.partial(_loss, comm)
+        head.loss_function = functools.partial(_loss, comm, zigzag)
     return model
 
 
@@ -158,6 +167,22 @@ def _restore(bases, heads, layers):
         vars(head).pop("_loss_function", None)
 
 
+class _Part(NamedTuple):
+    """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the whole that begins with the token
+    ``begin``, and they end before ``last``. half: of the zigzag layout."""
+
+    start: int
+    end: int
+    half: int
+    begin: int
+    last: int
+
+    @property
+    def before(self) -> int:
+        """Tokens of the sequence before these."""
+        return self.last - self.begin - (self.end - self.start)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sequence:
     """What the layers are told: where this rank's tokens lie."""
@@ -166,32 +191,45 @@ class _Sequence:
     tokens: list[int]  # of each rank
     lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
     inner: str  # the attention function that the model had
+    zigzag: bool = False
 
     @property
     def first(self) -> int:
+        """Of the contiguous layout."""
         return sum(self.tokens[: self.comm.rank])
 
     @property
     def own(self) -> int:
         return self.tokens[self.comm.rank]
 
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """(first, end, tokens of it that are before this rank's) of the sequences on this rank that are not empty."""
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(rank, first token, end) of the ranks' parts, in the order of the whole."""
+        return chunks(self.tokens, self.zigzag)
+
+    def parts(self) -> list[_Part]:
+        """Of the sequences on this rank that are not empty."""
         if self.lengths is None:
-            return [(0, self.own, self.first)]
-        lengths = boundaries_on_host(self.lengths)
-        pieces = [p for p in cut(lengths, self.first, self.own) if p.end > p.start]
-        return [(p.start, p.end, 0 if p.flags & FIRST.value else self.first - lengths[p.sequence]) for p in pieces]
+            parts, start = [], 0
+            for half, (first, end) in enumerate((a, b) for rank, a, b in self.chunks() if rank == self.comm.rank):
+                parts.append(_Part(start, start + end - first, half, 0, end))
+                start += end - first
+            return parts
+        lengths, first = boundaries_on_host(self.lengths), self.first
+        pieces = [p for p in cut(lengths, first, self.own) if p.end > p.start]
+        return [_Part(p.start, p.end, 0, lengths[p.sequence], first + p.end) for p in pieces]
 
     def cut(self) -> list[Piece]:
-        return [Piece(end - first, 0, before > 0) for first, end, before in self.pieces()]
+        return [Piece(part.end - part.start, part.half, part.before > 0) for part in self.parts()]
 
     def where(self) -> dict:
-        return dict(cu_seqlens=self.lengths, first_token=None if self.lengths is None else self.first)
+        return dict(
+            cu_seqlens=self.lengths, first_token=None if self.lengths is None else self.first,
+            layout="zigzag" if self.zigzag else "contiguous",
+        )  # fmt: skip
 
 
 def _model(
-    model, comm, home, inner, input_ids=None, *, attention_mask=None, position_ids=None, past_key_values=None,
+    model, comm, zigzag, home, inner, input_ids=None, *, attention_mask=None, position_ids=None, past_key_values=None,
     inputs_embeds=None, use_cache=None, **options,
 ):  # fmt: skip
     """The forward of a text model over this rank's tokens."""
@@ -210,16 +248,22 @@ def _model(
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
             refuse(comm, f"{name} is not covered")
-    if position_ids is not None and position_ids.ndim != 2:
-        refuse(comm, f"position_ids must be [B, T], got {tuple(position_ids.shape)}")
     x = input_ids if inputs_embeds is None else inputs_embeds
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != x.shape[1]):
+        refuse(comm, f"position_ids must be [B, T] with T = {x.shape[1]}, got {tuple(position_ids.shape)}")
     cu_seqlens = options.pop("cu_seq_lens_q", None)
     if cu_seqlens is None and any(options.get(name) is not None for name in ("seq_idx", "cu_seq_lens_k")):
         refuse(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
-    sequence = _sequence(comm, inner, *x.shape[:2], position_ids, cu_seqlens)
+    if zigzag and cu_seqlens is not None:
+        refuse(comm, f"cu_seq_lens_q: {PACKED_ZIGZAG}")
+    if zigzag and use_cache:
+        refuse(comm, "use_cache=True is not covered in the zigzag layout: no rank would have a cache to go on from")
+    sequence = _sequence(comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens)
     if sequence.lengths is not None and use_cache:
         refuse(comm, "packed sequences leave no cache: pass use_cache=False")
-    if position_ids is None:
+    if position_ids is None and zigzag:
+        position_ids = zigzag_positions(sequence.own, comm=comm)[None]
+    elif position_ids is None:
         position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
@@ -229,31 +273,43 @@ def _model(
     )  # fmt: skip
 
 
-def _sequence(comm, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
+PACKED_ZIGZAG = 'packed sequences are not covered in the zigzag layout: cut them with layout="contiguous"'
+
+
+def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
     """Asks the other ranks."""
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
-        begins, edges = [], None
+        rises = None
         if lengths is None and position_ids is not None:
-            breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
-            begins, edges = breaks.tolist(), position_ids[:, [0, -1]].mT.tolist()  # waits for the GPU
-        answers = comm.exchange((B, T, lengths, begins, edges), "the tokens of each rank")
+            rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)]
+        answers = comm.exchange((B, T, lengths, rises, zigzag), "the tokens of each rank")
         tokens = [answer[1] for answer in answers]
+        if len({answer[4] for answer in answers}) > 1:
+            given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
+            raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
+        if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2 or tokens[0] < 2):
+            wanted = "an even number of tokens, the same on every rank"
+            raise comm.order.raised_everywhere(ValueError(f"the zigzag layout wants {wanted}, got {by_rank(tokens)}"))
         if any(list(answer[2] or ()) != list(lengths or ()) for answer in answers):
             given = by_rank(answer[2] for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"cu_seq_lens_q differs between ranks: {given}"))
-        if len({answer[4] is None for answer in answers}) > 1:
+        if len({answer[3] is None for answer in answers}) > 1:
             raise comm.order.raised_everywhere(ValueError("position_ids must be given on every rank or on none"))
-        if edges is not None:
+        if rises is not None:
             found, before = [], None  # where position_ids do not rise by 1
-            for first, (_, _, _, here, (start, end)) in zip(_firsts(tokens), answers, strict=True):
+            halves = [iter(answer[3]) for answer in answers]
+            for rank, first, _ in chunks(tokens, zigzag):
+                here, (start, end) = next(halves[rank])
                 if before is None or any(a != b + 1 for a, b in zip(start, before, strict=True)):
                     found.append(first)
                 found += [first + i for i in here]
                 before = end
             lengths = (*found, sum(tokens)) if len(found) > 1 else None
         problem = None
-        if lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
+        if lengths is not None and zigzag:
+            problem = f"position_ids begin sequences at tokens {lengths[:-1]} of the whole: {PACKED_ZIGZAG}"
+        elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
             problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
         elif lengths is not None and lengths[-1] != sum(tokens):
             problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
@@ -261,11 +317,13 @@ def _sequence(comm, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
             problem = f"packed sequences must be in a batch of one, got {by_rank(answer[0] for answer in answers)}"
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
-        return _Sequence(comm, tokens, None if lengths is None else torch.tensor(lengths), inner)
+        return _Sequence(comm, tokens, None if lengths is None else torch.tensor(lengths), inner, zigzag)
 
 
-def _firsts(tokens):
-    return [first for _, first, _ in chunks(tokens)]
+def _rises(position_ids):
+    """(where they do not rise by 1, (the first of each row, the last)); waits for the GPU."""
+    breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
+    return breaks.tolist(), position_ids[:, [0, -1]].mT.tolist()
 
 
 class _Operator:
@@ -307,8 +365,8 @@ def _state_space(
         if seq_idx is None or of_package(original) is not None:
             return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
         outputs, state = [], None
-        for first, end, _ in sequence.pieces():  # torch's own function takes one sequence
-            y, state = original(*(t[:, first:end] for t in (x, dt)), A, *(t[:, first:end] for t in (B, C)), **options)
+        for start, end, *_ in sequence.parts():  # torch's own function takes one sequence
+            y, state = original(*(t[:, start:end] for t in (x, dt)), A, *(t[:, start:end] for t in (B, C)), **options)
             outputs.append(y)
         return torch.cat(outputs, 1), state
 
@@ -376,7 +434,7 @@ class _Keys:
 
     def update(self, key, value, layer_idx, *arguments, **options):
         both = torch.cat([t.transpose(1, 2).flatten(2) for t in (key, value)], -1)  # [B, T, words]
-        both = gathered(both, chunks(self.sequence.tokens), self.sequence.comm)
+        both = gathered(both, self.sequence.chunks(), self.sequence.comm)
         sizes = [t.shape[1] * t.shape[3] for t in (key, value)]
         key, value = (
             t.unflatten(-1, (like.shape[1], -1)).transpose(1, 2)
@@ -429,16 +487,14 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     device, outputs = query.device.type, []
     if inner == "sdpa" and torch.is_autocast_enabled(device):  # which does not reach through causal_lower_right
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
-    for first, end, before in sequence.pieces():
-        begin, last = sequence.first + first - before, sequence.first + end
-        T, mask = end - first, None
+    for part in sequence.parts():
+        T, before, mask = part.end - part.start, part.before, None
         if inner == "eager" and T > 1:
             mask = query.new_full((T, T + before), torch.finfo(query.dtype).min).triu(before + 1)[None, None]
         elif inner == "sdpa" and T > 1 and before:  # whose own mask begins at token 0
             mask = causal_lower_right(T, T + before)  # its kernels go on without a mask in memory
-        keys = (t[:, :, begin:last] for t in (key, value))
-        options = dict(scaling=scaling, dropout=dropout)
-        outputs.append(function(_Layer(module, inner), query[:, :, first:end], *keys, mask, **options)[0])
+        here, keys = query[:, :, part.start : part.end], (t[:, :, part.begin : part.last] for t in (key, value))
+        outputs.append(function(_Layer(module, inner), here, *keys, mask, scaling=scaling, dropout=dropout)[0])
     return torch.cat(outputs, 1), None
 
 
@@ -452,11 +508,11 @@ AttentionInterface.register(NAME, _attention)
 
 
 def _loss(
-    comm, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options
+    comm, zigzag, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options
 ):  # fmt: skip
     """ForCausalLMLoss, with this rank's share."""
     if shift_labels is None:
-        shift_labels = shifted(labels, ignore_index, comm)
+        shift_labels = shifted(labels, ignore_index, comm, zigzag)
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != ignore_index).sum()
         if comm.size > 1:

@@ -56,6 +56,7 @@ ALONE = {"float32": 1e-2, "bfloat16": 1.0}  # what one rank's may be; in float32
 CURVE = {"float32": 1e-4, "bfloat16": 1e-2}  # of each loss of ten steps
 TRAINED = ["kimi_linear", "qwen3_next"]
 CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for packed in (False, True)]
+CASES += [(family, "bfloat16", "zigzag") for family in TRAINED]  # not packed
 GATED = dict(linear_key_head_dim=32, linear_value_head_dim=32, deterministic_mode=False)
 
 
@@ -150,11 +151,11 @@ def one_rank(family, model, whole, labels, lengths):
     return answers(model, logits, F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()))
 
 
-def split(comm, family, model, tokens, labels, how):
+def split(comm, family, model, tokens, labels, how, layout="contiguous"):
     """What the model gives for this rank's tokens; its operators are checked to be All-Scan's."""
     from allscan.integrations import transformers as integration
 
-    integration.sequence_parallel(model, comm=comm)
+    integration.sequence_parallel(model, comm=comm, layout=layout)
     with recorded(integration) as seen:
         output = model(input_ids=tokens, labels=labels, use_cache=False, **how)
     integration.sequence_parallel(model, comm=None)
@@ -163,16 +164,20 @@ def split(comm, family, model, tokens, labels, how):
 
 
 def model_case(group, family, dtype, packed):
-    """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients."""
+    """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients.
+    packed: False, True, or "zigzag" for that layout, not packed."""
     import_fla(models=False)
+    zigzag = packed == "zigzag"
+    packed = packed and not zigzag
     with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
         tokens, lengths = parts(comm.size)
+        tokens = [182] * comm.size if zigzag else tokens  # no multiple of 16 either
         lengths = lengths if packed else [0, sum(tokens)]
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)), generator=torch.manual_seed(1))
         whole = whole.to(comm.device)
         labels = whole.clone()
         labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
-        model, mine = made(family, comm.device), place(comm, tokens)
+        model, mine = made(family, comm.device), place(comm, tokens, zigzag)
         exact = one_rank(family, model, whole, labels, lengths)
         model = copy.deepcopy(model).to(DTYPES[dtype])
         how = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32, device=comm.device)) if packed else {}
@@ -181,7 +186,8 @@ def model_case(group, family, dtype, packed):
                 alone = split(one, family, model, whole, labels, how)
         else:
             alone = one_rank(family, model, whole, labels, lengths)
-        found = split(comm, family, model, whole[:, mine], labels[:, mine], how)
+        layout = "zigzag" if zigzag else "contiguous"
+        found = split(comm, family, model, whole[:, mine], labels[:, mine], how, layout)
         for name in found.keys() - {"logits"}:
             dist.all_reduce(found[name], group=group)
         exact["logits"], alone["logits"] = (x["logits"][:, mine] for x in (exact, alone))
