@@ -23,7 +23,7 @@ export PYTHONPATH := $(CURDIR)
 
 venv: $(VENV)/ready
 
-# Triton is last, since torch's wheel for CUDA asks for another one, which the tests do not count registers of.
+# Triton 3.6, whose registers the tests count, is last: torch's wheel for CUDA asks for a later one.
 # Megatron-core's wheels ask for Python 3.12; what is tested of it runs on earlier ones, too (without it: tests skipped)
 $(VENV)/ready: setup.py
 	python3 -m venv $(VENV)

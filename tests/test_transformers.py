@@ -465,13 +465,6 @@ def options_case(group):
         return max(errors), answers
 
 
-def test_options_and_what_is_refused_when_called(run, size=2):
-    for error, answers in run(size, options_case):
-        assert error < 1e-5
-        for text, answer in answers.items():
-            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
-
-
 def zigzag_case(group):
     """FlashAttention, by a stand-in, and offset positions; what is refused in the zigzag layout."""
     from transformers.integrations import flash_attention
@@ -515,8 +508,9 @@ def zigzag_case(group):
         return max(errors), answers
 
 
-def test_options_and_what_is_refused_in_zigzag(run, size=2):
-    for error, answers in run(size, zigzag_case):
+@pytest.mark.parametrize("case", [options_case, zigzag_case])
+def test_options_and_what_is_refused_when_called(run, case, size=2):
+    for error, answers in run(size, case):
         assert error < 1e-5
         for text, answer in answers.items():
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)

@@ -305,8 +305,8 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     q, k, v, g, initial, final, kept = given
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
-    operands, first_left = (q, k, g, gate, strong, q_in, k_out, a), layout.num_chunks
-    first_left -= plan.left_for_the_scan(carrier)
+    operands = q, k, g, gate, strong, q_in, k_out, a
+    first_left = layout.num_chunks - plan.left_for_the_scan(carrier)
     plan.operands(0, first_left, True, *operands)
     plan.keys(first_left, *operands)
     plan.strong_operands(*operands)
