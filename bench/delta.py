@@ -18,24 +18,16 @@ by the recurrence in float64, of at most REFERENCE tokens a rank. It is proven a
 call (torch's profiler; column ``proof``, of rank 0). What fails is named, the rest goes on, and the program ends with
 status 1.
 
-fla chooses among hundreds of configurations. Before any rank does, many processes compile them (compile_ahead), then
-one process a GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens, kernels of the same key in one process only.
-fla keeps what it has found in Triton's cache, and all ranks take it from there for all T, as fla's keys do not contain
-T. Configurations that a rank had to time nonetheless are counted on stderr.
+fla's configurations are chosen ahead (bench/tuning.py); those that a rank timed nonetheless are counted on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import multiprocessing
-import os
 import random
 import sys
-import tempfile
 import time
-import traceback
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -48,15 +40,15 @@ import allscan
 from allscan.reference import delta_reference
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
-from bench import harness
 from bench.harness import Table, checked, extra_mib, quantiles, results, sample, slowest
 from bench.proof import kernels, ran
+from bench.tuning import TIMED, Job, compile_ahead, fla_operator, inputs, step, time_quickly
 
 RULES = ("kda", "gated_delta_rule")
 SHAPES = [(16384, 32), (16384, 8), (4096, 32), (4096, 8), (2048, 32), (2048, 8)]  # T tokens a rank, H; K = V = 128
 GATES = {"near 1": 1 / 16, "0": 0.0}
 SAMPLES, CALLS = 15, 5
-TUNED_AT, REFERENCE = 16384, 256  # tokens
+REFERENCE = 256  # tokens
 # of each method: what one call must run, and what it must not
 SEEN = {
     "fla, one rank": ((), ("nccl", "summary_kernel", "chunk_cp")),
@@ -75,33 +67,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def inputs(rule, T, H, gate, device, seed, dtype=torch.bfloat16, K=128):
-    """([q, k, v, g, beta], gradient of o, a state)."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, device=device)
-
-    q, k = (F.normalize(normal(1, T, H, K), dim=-1).to(dtype) for _ in "qk")
-    v, do = (normal(1, T, H, K).to(dtype) for _ in "vo")
-    g = F.logsigmoid(normal(1, T, H, K) if rule == "kda" else normal(1, T, H)) * gate
-    return [q, k, v, g, normal(1, T, H).sigmoid()], do, normal(1, H, K, K)
-
-
-def fla_operator(rule):
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
-
-    return chunk_kda if rule == "kda" else chunk_gated_delta_rule
-
-
 def fla_runs(rule: str, backward: bool) -> bool:
     """See the docstring above."""
     return rule == "kda" or not backward
 
 
 _groups: dict = {}
-_timed = [0]  # configurations, in this process
 
 
 @contextlib.contextmanager
@@ -158,18 +129,6 @@ def methods(rule, comm, one, T) -> dict:
     return found
 
 
-def step(call, given, do, state, backward):
-    """(o, gradients of the five) or (o,). The gradient of a final state that there is is ``state``."""
-    leaves = [x.detach().requires_grad_(backward) for x in given]
-    initial = state.detach().requires_grad_(backward)
-    with torch.set_grad_enabled(backward):
-        o, final = call(*leaves, initial)
-    if not backward:
-        return [o.detach()]
-    outs, ways = ([o], [do]) if final is None else ([o, final], [do, state])
-    return [o.detach(), *torch.autograd.grad(outs, leaves, ways)]
-
-
 def recurrence(*given, initial_state=None, **_):
     o, final = delta_reference(*given, initial_state=initial_state)
     return o.to(given[0].dtype), final.float()
@@ -201,12 +160,12 @@ def check(rule, comm, found, T, H, gate, backward, failed) -> dict:
 @contextlib.contextmanager
 def said(comm, what):
     """The first rank says how long it took: first calls compile, and time configurations that are not known yet."""
-    begin, before = time.monotonic(), _timed[0]
+    begin, before = time.monotonic(), TIMED[0]
     yield
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
         if comm.rank == 0:
-            timed = f", {_timed[0] - before} configurations timed" if _timed[0] > before else ""
+            timed = f", {TIMED[0] - before} configurations timed" if TIMED[0] > before else ""
             print(f"  {what}: {time.monotonic() - begin:.1f} s{timed}", file=sys.stderr, flush=True)
 
 
@@ -357,139 +316,6 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
             for name in random.Random(turn).sample(list(calls), len(calls)):
                 times[name].append(sample(calls[name], CALLS))
         return {name: torch.tensor(values).median().item() for name, values in times.items()}
-
-
-def time_quickly() -> None:
-    """In this process a configuration is timed for 15 ms, after 5; by itself Triton takes 100 after 25."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    def timed(call, quantiles):
-        _timed[0] += 1
-        return do_bench(call, warmup=5, rep=15, quantiles=quantiles)
-
-    Autotuner.do_bench = property(lambda self: timed)
-
-
-class Job(NamedTuple):
-    """What fla is called for ahead. rule: "gla" too. kind: "one rank", with states and without; "cp_context", as a rank
-    in the middle of several; "halves": packed, as zeco's zigzag layout has it. normalized: numbers of tokens whose
-    queries fla normalises by a kernel that depends on it."""
-
-    rule: str
-    H: int
-    kind: str = "one rank"
-    beta: torch.dtype = torch.float32
-    normalized: tuple[int, ...] = ()
-    K: int = 128  # of "gla" alone
-    V: int = 128
-
-    def run(self, T: int, device: torch.device) -> None:
-        """Every kernel of fla's that a rank launches. Of Gated DeltaNet's backward what zeco_gated_delta_rule takes."""
-        if self.rule == "gla":
-            return self._gla(T, device)
-        for tokens in self.normalized:
-            self._normalize(tokens, device)
-        given, do, state = inputs(self.rule, T, self.H, 0.1, device, 1)
-        given[4] = given[4].to(self.beta)
-        operator, options = fla_operator(self.rule), {}
-        if self.kind == "cp_context":
-            options = dict(cp_context=middle_of_three(T, device))
-        if self.kind == "halves":
-            options = dict(cu_seqlens=torch.tensor([0, T // 2, T], device=device))
-        calls = [lambda *x: operator(*x[:5], **options)]
-        if self.kind == "one rank":
-            calls.append(lambda *x: operator(*x[:5], initial_state=x[5], output_final_state=True))
-        with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", refused):
-            for call in calls:
-                step(call, given, do, state, self.rule == "kda" or self.kind == "one rank")
-
-    def _normalize(self, T: int, device: torch.device) -> None:
-        from fla.modules.l2norm import l2norm
-
-        x = torch.zeros(1, T, self.H, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-        l2norm(x).backward(torch.zeros_like(x))
-
-    def _gla(self, T: int, device: torch.device) -> None:
-        from fla.ops.gla import chunk_gla
-
-        leaves, do = harness.inputs(T, self.H, self.K, device, V=self.V)
-        chunk_gla(*leaves)[0].backward(do)
-
-
-def refused(*, q, k, w, g, **_):
-    """In place of the kernel that fla refuses to run."""
-    return tuple(torch.zeros_like(x) for x in (q, k, w, g))
-
-
-def middle_of_three(T: int, device: torch.device):
-    """fla's context of a rank that has others before and behind it, which are made up: it launches all kernels."""
-    from fla.ops.cp import build_cp_context
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
-    bounds = torch.tensor([0, 3 * T], dtype=torch.int32, device=device)
-    return build_cp_context(bounds, dist.group.WORLD)
-
-
-def compile_share(claims: str, jobs: list[Job]) -> list[str]:
-    """Compile the configurations of fla's kernels that no other process has claimed, which then lie in Triton's cache;
-    nothing is launched. What was raised."""
-    from triton.runtime.autotuner import Autotuner
-
-    def claimed_only(self, *args, **kwargs):
-        self.nargs = dict(zip(self.arg_names, args))
-        given = [(n, getattr(x, "dtype", x)) for n, x in (self.nargs | kwargs).items() if n not in ("grid", "warmup")]
-        configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
-        for config in configs:
-            claim = hashlib.sha256(f"{self.base_fn.__name__} {given} {config}".encode()).hexdigest()
-            with contextlib.suppress(Exception):  # what does not compile is left out when configurations are timed
-                open(os.path.join(claims, claim), "x").close()  # raises if there is one
-                kernel = self.fn.run(*args, **kwargs | dict(warmup=True), **config.all_kwargs())
-                if config is configs[0]:
-                    kernel.run  # noqa: B018 - its launcher, the same for all of them, is compiled when it is asked for
-
-    with mock.patch.object(Autotuner, "run", claimed_only):
-        return _each(jobs, os.getpid() % torch.cuda.device_count(), 512)
-
-
-def tune_share(gpu: int, jobs: list[Job]) -> list[str]:
-    """Let fla choose its configurations, which then lie in Triton's cache, too. What was raised."""
-    time_quickly()
-    return _each(jobs, gpu, TUNED_AT)
-
-
-def _each(jobs, gpu, T) -> list[str]:
-    torch.cuda.set_device(gpu)
-    raised = []
-    for job in jobs:
-        try:
-            job.run(T, torch.device("cuda", gpu))
-            torch.cuda.synchronize()
-        except Exception:
-            raised.append(f"{job}: {traceback.format_exc()}")
-    return raised
-
-
-def compile_ahead(jobs: list[Job], meanwhile=lambda: None) -> None:
-    """By many processes, since fla has hundreds of configurations, and would compile one after the other; then chosen
-    by one process a GPU, kernels with the same keys by the same. meanwhile: what is done while they compile."""
-    gpus, begin, raised = torch.cuda.device_count(), time.monotonic(), []
-    count = max(gpus, min(28, (os.cpu_count() or 2) - 4))
-    keys = list(dict.fromkeys(job[1:] for job in jobs))
-    shares = [(gpu, [job for job in jobs if keys.index(job[1:]) % gpus == gpu]) for gpu in range(gpus)]
-    with tempfile.TemporaryDirectory() as claims, multiprocessing.get_context("spawn").Pool(count) as pool:
-        compiling = pool.starmap_async(compile_share, [(claims, jobs)] * count, chunksize=1)
-        meanwhile()
-        raised += compiling.get()
-        compiled = time.monotonic()
-        print(f"{len(os.listdir(claims))} configurations compiled by {count} processes: {compiled - begin:.1f} s",
-              file=sys.stderr, flush=True)  # fmt: skip
-        raised += pool.starmap(tune_share, shares, chunksize=1)
-        print(f"chosen among: {time.monotonic() - compiled:.1f} s", file=sys.stderr, flush=True)
-    for text in dict.fromkeys(sum(raised, [])):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import allscan
 from allscan.tools.ranks import Ranks
-from bench.delta import Job, compile_ahead
 from bench.harness import Table, group_of, inputs, results
+from bench.tuning import Job, compile_ahead
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 H, D = 16, 128

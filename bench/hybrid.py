@@ -43,6 +43,7 @@ from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
 from bench.proof import kernels, ran
+from bench.tuning import Job, compile_ahead
 
 STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
 VOCABULARY, RULE = 32000, "chunk_kimi_delta_attention"
@@ -250,11 +251,9 @@ def measure(group, T, shape, steps) -> dict:
         return {name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name]) for name in wanted}
 
 
-def jobs(ranks: int, heads: int, tokens) -> list:
+def jobs(ranks: int, heads: int, tokens) -> list[Job]:
     """What fla is called for: all heads, in the zigzag layout as two sequences, and a rank's share of the heads; a
     rank's tokens, and those of all ranks."""
-    from bench.delta import Job
-
     normalized = tuple(T * many for T in (CHECKED, *tokens) for many in (1, ranks))
     return [
         Job("kda", heads, beta=torch.bfloat16, normalized=normalized),
@@ -281,8 +280,6 @@ def main() -> int:
                 print(f"{name:22} error {error:.1e}")
         return 0
     if not arguments.tuned:
-        from bench.delta import compile_ahead
-
         compile_ahead(jobs(count, arguments.heads, arguments.tokens))
     shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:

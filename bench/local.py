@@ -6,7 +6,7 @@
 Results are checked first: both against the float64 recurrence on 512 tokens of the same widths, up to 2 heads. Times
 are of CUDA graphs of one call, inputs the same for both: medians over samples of 10 replays one after another. (Packed
 sequences: of 10 calls one after another, because chunk_gla then waits for the GPU in between.) fla's configurations are
-compiled and chosen ahead (bench/delta.py), each timed for 15 ms. The floors of a
+compiled and chosen ahead (bench/tuning.py). The floors of a
 kernel are the bytes that it must move over the memory's bandwidth and its products' FLOPs (counted once, without the
 second products that keep precision) over the tensor cores' rate; "of floor" is the larger of the two over the time.
 """
@@ -26,8 +26,8 @@ import torch
 import allscan
 from allscan.packing import CHUNK_TOKENS, segment_length
 from allscan.reference import gla_reference
-from bench.delta import Job, compile_ahead
 from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
+from bench.tuning import Job, compile_ahead
 
 # B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
 SHAPES = (

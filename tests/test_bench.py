@@ -17,7 +17,21 @@ import allscan
 from allscan import algorithms
 from allscan.communicator import cached_on
 from allscan.tools.ranks import Ranks
-from bench import baselines, delta, harness, host, hybrid, local, model, plots, proof, scaling, timeline, transitions
+from bench import (
+    baselines,
+    delta,
+    harness,
+    host,
+    hybrid,
+    local,
+    model,
+    plots,
+    proof,
+    scaling,
+    timeline,
+    transitions,
+    tuning,
+)
 from bench.harness import results
 from support.gla import F32, LIMIT, NAMES, Whole
 from support.values import place, relative_all
@@ -207,10 +221,10 @@ def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(delta, "_each", each)
+    monkeypatch.setattr(tuning, "_each", each)
     run = Autotuner.run
     for _ in range(2):
-        assert delta.compile_share(str(tmp_path), []) == []
+        assert tuning.compile_share(str(tmp_path), []) == []
     assert Autotuner.run is run and len(list(tmp_path.iterdir())) == 12
     assert len(function.compiled) == len(set(function.compiled)) == 8  # those that can be compiled
 
