@@ -68,25 +68,33 @@ def needs(*packages):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """All GPUs; kernels are compiled before, each kind by a process of its own, since one after the other takes
-    minutes."""
+    """All GPUs."""
     with mock.patch.dict(os.environ, ALLSCAN_HEAP="512M"):
-        if importlib.util.find_spec("transformers") and torch.cuda.is_available():
-            kinds = [(model_case, *case) for case in CASES if case[0] != "nemotron_h"]
-            kinds += [(training_case, family, "bfloat16") for family in TRAINED]
-            ahead = [Ranks(1, "cuda") for _ in kinds]
-            for one, case in zip(ahead, kinds, strict=True):
-                one.start(on_first, 1, *case)
-            begin = time.monotonic()
-            for one in ahead:
-                [(_, error)] = one.results(timeout=max(1.0, begin + 240 - time.monotonic()))
-                if error is not None:  # which is the test's to show
-                    one.processes[0].kill()
-                one.close()
-            print(f"compiled in {time.monotonic() - begin:.0f} s")
         made = Ranks(torch.cuda.device_count(), "cuda")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What transformers' models launch is compiled, each kind by a process of its own: one after the other takes
+    minutes."""
+    needs("transformers", "fla")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    kinds = [(model_case, *case) for case in CASES if case[0] != "nemotron_h"]
+    kinds += [(training_case, family, "bfloat16") for family in TRAINED]
+    with mock.patch.dict(os.environ, ALLSCAN_HEAP="512M"):
+        ahead = [Ranks(1, "cuda") for _ in kinds]
+    for one, case in zip(ahead, kinds, strict=True):
+        one.start(on_first, 1, *case)
+    begin = time.monotonic()
+    for one in ahead:
+        [(_, error)] = one.results(timeout=max(1.0, begin + 240 - time.monotonic()))
+        if error is not None:  # which is the test's to show
+            one.processes[0].kill()
+        one.close()
+    print(f"compiled in {time.monotonic() - begin:.0f} s")
 
 
 def run(ranks, *arguments):
@@ -188,10 +196,15 @@ def model_case(group, family, dtype, packed):
             alone = one_rank(family, model, whole, labels, lengths)
         layout = "zigzag" if zigzag else "contiguous"
         found = split(comm, family, model, whole[:, mine], labels[:, mine], how, layout)
-        for name in found.keys() - {"logits"}:
-            dist.all_reduce(found[name], group=group)
+        summed_over(group, found)
         exact["logits"], alone["logits"] = (x["logits"][:, mine] for x in (exact, alone))
         return {name: (relative(found[name], x), relative(alone[name], x)) for name, x in exact.items() if x.any()}
+
+
+def summed_over(group, found):
+    """In place, but for the logits: in the order of the names, for a set's order is another one in each process."""
+    for name in sorted(found.keys() - {"logits"}):
+        dist.all_reduce(found[name], group=group)
 
 
 @contextlib.contextmanager
@@ -217,8 +230,7 @@ def check(errors, dtype):
 
 
 @pytest.mark.parametrize("family, dtype, packed", CASES)
-def test_transformers(ranks, family, dtype, packed):
-    needs("transformers", "fla")
+def test_transformers(compiled, ranks, family, dtype, packed):
     for errors in run(ranks, model_case, family, dtype, packed):
         check(errors, dtype)
 
@@ -254,8 +266,7 @@ def training_case(group, family, dtype):
 
 @pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ten_steps_of_training(ranks, family, dtype):
-    needs("transformers", "fla")
+def test_ten_steps_of_training(compiled, ranks, family, dtype):
     for alone, split in run(ranks, training_case, family, dtype):
         print("one rank", alone, "ranks", split)
         assert alone[-1] < alone[0] - 0.3  # it learns
@@ -304,8 +315,7 @@ def megatron_case(group, layout, dtype, packed):
         packing = megatron.packing(lengths) if packed else None
         given = embedded[mine].to(next(own.parameters()).dtype)
         found = called(own, [0, 64], given, labels[:, mine], packing)
-        for name in found.keys() - {"logits"}:
-            dist.all_reduce(found[name], group=group)
+        summed_over(group, found)
         exact, alone = kept
         exact["logits"], alone["logits"] = (x["logits"][mine] for x in (exact, alone))
         return {name: (relative(found[name], x), relative(alone[name], x)) for name, x in exact.items() if x.any()}

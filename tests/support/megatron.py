@@ -161,12 +161,14 @@ def model(spec, cp=None, tp=None, **more):
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in made.named_parameters():
+            drawn = torch.empty_like(p, dtype=torch.float32)  # other dtypes have the same, rounded
             if name.endswith("A_log"):
-                p.uniform_(-4, -1)  # states last over some ranks
+                drawn.uniform_(-4, -1)  # states last over some ranks
             elif name.endswith(("dt_bias", ".D", "bias")):
-                p.normal_()
+                drawn.normal_()
             else:
-                p.normal_(std=p.shape[-1] ** -0.5)
+                drawn.normal_(std=p.shape[-1] ** -0.5)
+            p.copy_(drawn)
     return made.cuda() if torch.cuda.is_available() else made
 
 
