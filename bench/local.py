@@ -52,14 +52,22 @@ def work(B, T, H, K, V) -> dict:
     chunks = B * -(-T // BT) * H * K * V * 2
     key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2
     pass_, within, pairs = 2 * n * K * V, 2 * n * BT * K, 2 * n * BT * V
-    return {
-        "operands_kernel": (2 * (4 * key + gate) + 3 * scores, 4 * within),
-        "state_kernel": (3 * (key + value) + 3 * segments + 2 * chunks, 3 * pass_),
-        "carry_kernel": (4 * segments, 0),
-        "da_kernel": (2 * value + 2 * scores, pairs),
-        "output_kernel": (2 * (2 * key + 2 * value + segments) + 3 * scores + 3 * chunks, 4 * pass_ + 2 * pairs),
-        "grad_kernel": (4 * key + 2 * gate + 2 * value + 2 * scores + 2 * chunks, 2 * pass_ + 6 * within),
+    # Backward's A is float32. What enters each chunk takes 3 bytes, the gradient of what leaves it 2.
+    turned = (key + value + segments + 2.5 * chunks, pass_), (key + value + 2 * scores, pass_ + pairs)
+    found = {
+        "operands_kernel": [(2 * (4 * key + gate) + 3 * scores, 4 * within)],
+        "state_kernel": [(3 * (key + value) + 3 * segments + 1.5 * chunks, 3 * pass_)],
+        "carry_kernel": [(4 * segments, 0)],
+        "da_kernel": [(2 * value + 2 * scores, pairs)],
+        "output_kernel": [(2 * key + 2 * value + segments + scores, 2 * pass_ + pairs)],
+        "grad_kernel": [(4 * key + 2 * gate + 2 * value + 2 * scores + 2 * chunks, 2 * pass_ + 6 * within)],
     }
+    if K <= 128:
+        found["output_kernel"] += turned
+    else:  # the latter reads do and the gradients of states again
+        found["state_kernel"] += turned[:1]
+        found["value_grad_kernel"] = [turned[1], (value + chunks, 0)]
+    return {name: tuple(map(sum, zip(*parts))) for name, parts in found.items()}
 
 
 def boundaries(tokens: int):

@@ -274,6 +274,12 @@ def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def passed(b_dstate, b_gate, p_states, p_low, at, inside, PRECISION: tl.constexpr):
+    """decay * sum over columns of dstate * states: what the gates' gradient has from state to state, of these rows."""
+    return exp2(b_gate) * tl.sum(b_dstate * load_fine(p_states, p_low, at, inside, PRECISION), 1)
+
+
+@triton.jit
 def from_states(
     p_y, p_states, n, h, start, end, i_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,

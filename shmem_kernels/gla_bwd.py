@@ -5,7 +5,8 @@
     carry_kernel      REVERSE: over this rank's segments and, by the reverse All-Scan, over the ranks
     da_kernel         dA = scale * do v^T; needs no remote gradient and runs while the tiles travel
     state_kernel      EVERY_CHUNK: S[n]; likewise
-    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below)
+    output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below). K above 128:
+                      state_kernel, REVERSE, EVERY_CHUNK, and for dv value_grad_kernel
     grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives
                       dk = exp(gates after) * (v D^T) + what dA gives
                       dg
@@ -71,6 +72,26 @@ def da_kernel(
     tl.store(p_da + at, b_high, mask=inside)
     if PARTS == 2:
         tl.store(p_da + at + BT, cast(b_da - b_high.to(tl.float32), p_da.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def value_grad_kernel(
+    p_do, p_k_out, p_a, p_chunks, p_dstates, p_dv,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dv = A^T do + k_out D of one chunk, BV columns."""
+    i_v, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    b_dv = tl.zeros([BT, BV], tl.float32)
+    for i_k in range((K + BK - 1) // BK):
+        at_k, inside_k = rows(h, start, end, H, K, BT, BK, i_k)
+        at_s, inside_s = state_at(n * H + h, i_v, K, V, BK, BV, i_k)
+        b_dv = product(load(p_k_out, at_k, inside_k), load(p_dstates, at_s, inside_s), b_dv, PRECISION)
+    at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
+    at, inside = rows(h, start, end, H, V, BT, BV, i_v)
+    b_dv = fine_product(tl.trans(load(p_a, at_a, inside_a)), load(p_do, at, inside), b_dv, PRECISION)
+    tl.store(p_dv + at, cast(b_dv, p_dv.dtype.element_ty), mask=inside)
 
 
 @triton.jit

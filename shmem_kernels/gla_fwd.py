@@ -58,12 +58,12 @@ from .gla_blocks import (
     exp2,
     fine_product,
     load,
-    load_fine,
     load_gates,
     load_incoming_state,
     load_weights,
     loop_bound,
     lower,
+    passed,
     product,
     rows,
     segment,
@@ -150,7 +150,7 @@ def operands_kernel(
 
 @triton.jit
 def state_kernel(
-    p_x, p_y, p_gate, p_segments, p_state, p_low, p_segment_gate, p_own, p_gates, p_prev, scale,
+    p_x, p_y, p_gate, p_segments, p_state, p_low, p_segment_gate, p_own, p_gates, p_prev, p_states, p_passed, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, EVERY_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,8 @@ def state_kernel(
 
     From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
     [NS, H, K]). EVERY_CHUNK: from what enters the segment (p_own, p_gates, p_prev), it writes what enters each chunk
-    (p_state [NC, H, K, V], p_low: see store_fine).
+    (p_state [NC, H, K, V], with p_low: see store_fine) or, REVERSE, what output_kernel would write to p_dstates and,
+    with p_states and p_low, to p_passed.
     """
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
@@ -169,15 +170,23 @@ def state_kernel(
     b_state = tl.zeros([BK, BV], tl.float32)
     if EVERY_CHUNK:
         b_state = load_incoming_state(p_own, p_gates, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, i_k)
+        if REVERSE:
+            b_state = b_state / scale
     b_gates = tl.zeros([BK], tl.float32)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i if REVERSE else i
+        row = (chunk + n) * H + h
         at_k, inside_k = rows(h, start + n * BT, end, H, K, BT, BK, i_k)
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
-        b_gate = tl.load(p_gate + ((chunk + n) * H + h) * K + k, mask=k < K, other=0.0)
+        b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)
         if EVERY_CHUNK:
-            at, inside = state_at((chunk + n) * H + h, i_v, K, V, BK, BV, i_k)
-            store_fine(p_state, p_low, at, inside, b_state, PRECISION)
+            at, inside = state_at(row, i_v, K, V, BK, BV, i_k)
+            if REVERSE:
+                tl.store(p_state + at, cast(b_state * scale, p_state.dtype.element_ty), mask=inside)
+                b_passed = passed(b_state, b_gate, p_states, p_low, at, inside, PRECISION) * scale
+                tl.store(p_passed + (row * V_BLOCKS + i_v) * K + k, b_passed, mask=k < K)
+            else:
+                store_fine(p_state, p_low, at, inside, b_state, PRECISION)
         b_x, b_y = load(p_x, at_k, inside_k), load(p_y, at_v, inside_v)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)
         b_gates += b_gate
@@ -279,7 +288,8 @@ def output_kernel(
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A
     transposed, o is dv, and scale * S the gradient D of what leaves the chunk, which is written to p_dstates
     [NC, H, K, V]. With what entered the chunk (p_states and p_low, see load_fine) p_passed [NC, H, blocks of V, K]
-    becomes decay * sum_v D * states: what dg has from state to state.
+    becomes decay * sum_v D * states: what dg has from state to state. Where K is above 128 a program's part of the
+    state would not fit into registers beside that: state_kernel and value_grad_kernel (gla_bwd.py) do it.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
@@ -293,11 +303,11 @@ def output_kernel(
         at_v, inside_v = rows(h, start + n * BT, end, H, V, BT, BV, i_v)
         at_a, inside_a = rows(h, start + n * BT, end, H, BT, BT, BT)
         row = (chunk + n) * H + h
-        b_decay = exp2(tl.load(p_gate + row * K + k, mask=k < K, other=0.0))
+        b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)
         b_a, b_y, b_z = load(p_a, at_a, inside_a), load(p_y, at_v, inside_v), load(p_z, at_k, inside_k)
         if REVERSE:
             at, inside = state_at(row, i_v, K, V, BK, BV)
-            b_passed = b_decay * tl.sum(b_state * load_fine(p_states, p_low, at, inside, PRECISION), 1) * scale
+            b_passed = passed(b_state, b_gate, p_states, p_low, at, inside, PRECISION) * scale
             tl.store(p_dstates + at, cast(b_state * scale, p_dstates.dtype.element_ty), mask=inside)
             tl.store(p_passed + (row * ((V + BV - 1) // BV) + i_v) * K + k, b_passed, mask=k < K)
             b_a = tl.trans(b_a)
@@ -305,4 +315,4 @@ def output_kernel(
         b_o = fine_product(b_a, b_y, b_o, PRECISION)
         tl.store(p_o + at_v, cast(b_o, p_o.dtype.element_ty), mask=inside_v)
         b_x = load(p_x, at_k, inside_k)
-        b_state = product(tl.trans(b_x), b_y, b_state * b_decay[:, None], PRECISION)
+        b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)

@@ -265,6 +265,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         gla_fwd.keys_kernel, gla_fwd.operands_kernel, gla_fwd.state_kernel, gla_fwd.carry_kernel,
         gla_fwd.final_kernel, gla_fwd.output_kernel, gla_bwd.da_kernel, gla_bwd.grad_kernel,
         gla_strong.strong_decay_kernel, gla_strong.strong_decay_grad_kernel,
+        *([gla_bwd.value_grad_kernel] if K > 128 else []),
     }  # fmt: skip
 
 

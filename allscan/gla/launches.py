@@ -14,7 +14,7 @@ import torch
 from ..order import TICKETS
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from ..plan import WORD, Buffer, Plan
-from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel
+from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ..shmem_kernels.gla_fwd import (
     carry_kernel,
     final_kernel,
@@ -41,6 +41,7 @@ LOOK = {"cuda": 4096, "cpu": 8}
 # Where bfloat16 inputs take others than GLAPlan.blocks works out, by the rows of a state: its columns in a program,
 # warps, and stages of the loop over chunks
 OF_CHUNKS = {128: (128, 8, 2)}  # state_kernel, EVERY_CHUNK
+OF_CHUNKS_REVERSE = {128: (64, 4, 2)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
@@ -211,7 +212,7 @@ class GLAPlan(Plan):
         sums = self.empty(self.layout.num_segments, self.H, self.K)
         self._with_state(
             state_kernel, min(128, self.BK), {}, x, y, gate, self.segments, states, states, sums, states, sums, states,
-            REVERSE=self.reverse, EVERY_CHUNK=False,
+            states, sums, REVERSE=self.reverse, EVERY_CHUNK=False,
         )  # fmt: skip
         return sums
 
@@ -243,12 +244,34 @@ class GLAPlan(Plan):
         if self.has_final and (self.shape.zigzag or not self.alone):
             self.launch(final_kernel, grid, *tensors, **blocks)
 
-    def outputs(self, x, y, z, a, gate, entering, o, chunks) -> None:
-        """See output_kernel; ``chunks``: states, low, dstates, passed."""
+    def outputs(self, x, y, z, a, gate, entering, o) -> None:
+        """See output_kernel."""
         self._with_state(
-            output_kernel, self.BK, OUTPUTS_REVERSE if self.reverse else OUTPUTS,
-            x, y, z, a, gate, self.segments, *entering, o, *chunks, REVERSE=self.reverse,
-        )  # fmt: skip
+            output_kernel, self.BK, OUTPUTS, x, y, z, a, gate, self.segments, *entering, o, o, o, o, o, REVERSE=False
+        )
+
+    def value_gradients(self, do, q_in, k_out, a, gate, entering, dv, states, low) -> tuple[Buffer, Buffer]:
+        """Makes dv; (D, what passes from state to state): see output_kernel."""
+        whole = self.BK <= 128
+        BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
+        dstates = self.of_chunks(self.dtype)
+        passed = self.empty(*self.by_chunks, cdiv(self.V, self.blocks(BK, chosen)[0]), self.K)
+        if whole:
+            self._with_state(
+                output_kernel, BK, chosen, q_in, do, k_out, a, gate, self.segments, *entering, dv, states, low,
+                dstates, passed, REVERSE=True,
+            )  # fmt: skip
+        else:
+            self._with_state(
+                state_kernel, BK, chosen, q_in, do, gate, self.segments, dstates, low, gate, *entering, states, passed,
+                REVERSE=True, EVERY_CHUNK=True,
+            )  # fmt: skip
+            BV = min(128 if self.narrow else 64, self.widest)
+            self.launch(
+                value_grad_kernel, (cdiv(self.V, BV), *self.by_chunks), do, k_out, a, self.chunks, dstates, dv,
+                **self.widths, **self.precision, V=self.V, BK=64, BV=BV, num_warps=4, num_stages=self.num_stages,
+            )  # fmt: skip
+        return dstates, passed
 
     def chunk_states(self, x, y, gate, entering):
         """What enters each chunk [NC, H, K, V], as store_fine has it; ``entering``: own, gates, prev."""
@@ -256,7 +279,7 @@ class GLAPlan(Plan):
         low = self.of_chunks(torch.int8, short=True) if self.narrow else states
         self._with_state(
             state_kernel, min(128, self.BK), OF_CHUNKS, x, y, gate, self.segments, states, low, gate, *entering,
-            REVERSE=False, EVERY_CHUNK=True,
+            states, gate, REVERSE=False, EVERY_CHUNK=True,
         )  # fmt: skip
         return states, low
 
@@ -314,7 +337,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
     plan.operands(first_left, layout.num_chunks, False, *operands)
     plan.join_carry()
-    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o, (o, o, o, o))
+    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o)
     return plan
 
 
@@ -339,11 +362,8 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     of_scores = plan.score_gradients(v, do)
     states, low = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()
-    chunk_dstates = plan.of_chunks(plan.dtype)
-    passed = plan.empty(*plan.by_chunks, cdiv(plan.V, plan.blocks(plan.BK, OUTPUTS_REVERSE)[0]), plan.K)
-    chunks = states, low, chunk_dstates, passed
-    plan.outputs(q_in, do, k_out, a, gate, (dstates, dgates, dprev), dv, chunks)
+    of_dstates = plan.value_gradients(do, q_in, k_out, a, gate, (dstates, dgates, dprev), dv, states, low)
     plan.free_short()  # low; and k_out, q_in, a, unless they were kept
-    of_states = states, chunk_dstates, passed
+    of_states = states, *of_dstates
     plan.gradients(q, k, v, g, do, gate, strong, of_scores, of_states, [plan.output_like(x) for x in (q, k, g)])
     return plan
