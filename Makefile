@@ -9,6 +9,7 @@
 # With CUDA, set PYTHON to the interpreter that has your torch, e.g. make test-gpu PYTHON=python3: no environment is made.
 
 VENV := .venv
+JOBS := 6
 ifdef PYTHON
   READY :=
 else
@@ -48,8 +49,10 @@ test: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -n 2 --dist worksteal
 
+# First what mostly compiles, several at once, with ranks of their own on the same GPUs
 test-gpu: $(READY)
-	$(PYTHON) -m pytest --gpu
+	-$(PYTHON) -m pytest --gpu -m 'not gpu' -n $(JOBS) --dist worksteal
+	$(PYTHON) -m pytest --gpu -m gpu
 
 bench: $(READY)
 	$(PYTHON) -m bench.scan

@@ -120,18 +120,19 @@ def fresh(request):
         group.close()
 
 
-def pytest_sessionfinish(session):
-    options = session.config.option
-    if not options.gpu or not session.testscollected or options.keyword or options.file_or_dir:
-        return  # a part of the tests is no record of the whole
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+def pytest_sessionfinish(session, exitstatus):
+    options, reporter = session.config.option, session.config.pluginmanager.get_plugin("terminalreporter")
+    if not options.gpu or options.keyword or options.file_or_dir or options.collectonly:
+        return  # some tests are no record
+    if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED:
+        return  # of pytest-xdist; not all that were to run
     count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
     import triton
 
     from allscan.tools.provenance import nvshmem_version, source_hash
 
-    record = {
-        "date": time.strftime("%Y-%m-%d"),
+    part = options.markexpr or "all"
+    of = {
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "versions": {
             "python": platform.python_version(),
@@ -139,9 +140,18 @@ def pytest_sessionfinish(session):
             "triton": triton.__version__,
             "nvshmem": nvshmem_version(),
         },
-        **count,
         "sha256": source_hash(),
     }
-    with open(os.path.join(ROOT, "tests", "gpu", "last_run.json"), "w") as file:
+    failed = [x.nodeid for kind in ("failed", "error") for x in reporter.stats.get(kind, [])]
+    path = os.path.join(ROOT, "tests", "gpu", "last_run.json")
+    with open(path) as file:
+        old = json.load(file)
+    if all(old.get(key) == of[key] for key in of) and {part, "all"}.isdisjoint(old["parts"]):  # the other part's
+        count = {kind: number + old[kind] for kind, number in count.items()}
+        parts, failed = [*old["parts"], part], old["tests_that_failed"] + failed
+    else:
+        parts = [part]
+    record = {"date": time.strftime("%Y-%m-%d"), **of, **count, "parts": parts, "tests_that_failed": sorted(failed)}
+    with open(path, "w") as file:
         json.dump(record, file, indent=1)
         file.write("\n")
