@@ -77,9 +77,14 @@ def decay_target(decay, shape, device):
             raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
         return ()
     check_tensor("decay", decay, None, device)
-    rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
+    return _target(decay, shape)
+
+
+def _target(decay, shape):
+    """Of a tensor. Raises ValueError for its shape."""
     if decay.ndim == 0:
         return ()
+    rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
     target = rows if decay.ndim == len(rows) else heads
     if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
         raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
@@ -87,12 +92,13 @@ def decay_target(decay, shape, device):
 
 
 def decay_rows(decay, shape, device):
-    """What a kernel gets of a decay: (float32 tensor or None, (stride of a matrix, stride of a row))."""
-    target = decay_target(decay, shape, device)
-    if target is None:
+    """What a kernel gets of a decay that :func:`decay_target` has seen: (float32 tensor or None, (stride of a matrix,
+    stride of a row))."""
+    if decay is None:
         return None, (0, 0)
     if not isinstance(decay, torch.Tensor):
-        decay = torch.full((), float(decay), dtype=torch.float32, device=device)
+        return torch.full((), float(decay), dtype=torch.float32, device=device), (0, 0)
+    target = _target(decay, shape)
     if not target:
         return decay, (0, 0)
     if decay.shape != target:

@@ -16,7 +16,7 @@ import triton.language as tl
 from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
-from .launching import Launch, bits_of, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
+from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan
 from .rails import Rails
 from .shmem_kernels.channel import Channel
@@ -102,6 +102,7 @@ class AllScan:
         self.spec: Spec = spec
         self.shape, self.tile, self.depth, self.protocol, self.algorithm = spec
         self.K, self.V = self.shape[-2:]
+        self._rows = self.shape[:-1]
         self.num_tiles = spec.num_tiles
         self._channels = self._workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
@@ -109,7 +110,7 @@ class AllScan:
         self._addresses: list[list[tuple[tuple, tuple]]] = [[], []]
         if self._rails is None:
             for adjoint, channels in enumerate((self._channels, self._adjoint_channels)):
-                addresses = [channel_addresses(channel)[0] for channel in channels]
+                addresses = [channel_addresses(channel) for channel in channels]
                 self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
         self._launches: dict[tuple, Launch] = {}
         self._signatures: set[tuple] = set()  # of arguments that were checked
@@ -360,7 +361,7 @@ class AllScan:
         """:meth:`scan` of arguments that were checked. ticket: as for :meth:`channel`, ``of_adjoint`` that of the
         forward launch."""
         one_hop, strides = False, (self.K, 1)
-        if not (isinstance(decay, torch.Tensor) and decay.shape == self.shape[:-1] and decay.is_contiguous()):
+        if not (isinstance(decay, torch.Tensor) and decay.shape == self._rows and decay.is_contiguous()):
             one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0 and self._rails is None
             decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
         state = state.contiguous()
@@ -392,16 +393,17 @@ class AllScan:
         self._before_launch(launch.kernel, reverse)
         tensors = *tensors, self._channels[reverse].ticket if ticket is None else ticket
         addresses = [x.data_ptr() for x in tensors]
-        if self._rails is None and launch.takes(bits_of(addresses)):
+        if self._rails is None and launch.takes(addresses):
             self._at(launch, reverse, adjoint, addresses)
         else:
             self._with_tensors(launch, reverse, adjoint, *tensors)
 
     def _at(self, launch: Launch, reverse: bool, adjoint: bool, addresses: list[int]) -> None:
-        """launch(*tensors, channel), without asking for the channel's addresses again; the last one is the ticket's."""
+        """launch(*tensors, channel), without asking for the channel's addresses again; the last one is the ticket's.
+        Of a kernel that was compiled, which :meth:`_after_launch` has seen."""
         before, behind = self._addresses[adjoint][reverse]
-        *places, ticket = addresses
-        self._after_launch(launch.at((*places, (*before, ticket, *behind))))
+        ticket = addresses.pop()
+        launch.at((*addresses, (*before, ticket, *behind)))
 
     def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: torch.Tensor) -> None:
         """The same; the last one is the ticket."""

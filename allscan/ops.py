@@ -94,7 +94,8 @@ def scan_once(state, decay, comm, transition, initial_state, reverse, out, async
     scan, wanted = _checked(state, decay, comm, transition, initial_state, out, hop)
     if wanted:
         works: list[Work] = []
-        prev = _AllScan.apply(state, decay, transition, initial_state, (scan, reverse, async_op, works))
+        decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
+        prev = _AllScan.apply((scan, reverse, number, async_op, works), state, decay, transition, initial_state)
         return works[0].of(prev) if async_op else prev
     return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
 
@@ -178,17 +179,18 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
 
 class _AllScan(Function):
     @staticmethod
-    def forward(ctx, state, decay, transition, initial_state, how):
-        scan, reverse, async_op, works = how
+    def forward(ctx, how, state, decay, transition, initial_state):
+        scan, reverse, number, async_op, works = how
         ticket = scan.ticket()
-        prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
+        given = number if decay is None else decay
+        prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
             works.append(prev)
             prev = prev.result
-        tensor_decay, of_prev = isinstance(decay, torch.Tensor), any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(decay if tensor_decay else None, transition, prev if of_prev else None)
+        _, _, of_decay, of_transition, _ = ctx.needs_input_grad
+        ctx.save_for_backward(decay, transition, prev if of_decay or of_transition else None)
         pending = None if recomputing() else PendingBackward(scan, reverse)
-        ctx.given = scan, reverse, ticket, None if tensor_decay else decay, pending
+        ctx.given = scan, reverse, ticket, number, pending
         return prev
 
     @staticmethod
@@ -200,9 +202,8 @@ class _AllScan(Function):
             refuse_second_derivative("allscan()")
             decay, transition, prev = ctx.saved_tensors
             given = number if decay is None else decay
-            wanted = ctx.needs_input_grad[1:4]
-            grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
-            return *grads, None
+            wanted = ctx.needs_input_grad[2:]
+            return None, *_gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
 
 
 @dynamo_disabled

@@ -75,11 +75,8 @@ class Order:
         self.made[reverse] += 1
         self.inside, self.everywhere = True, False
 
-    def leave_call(self, reverse: bool, error: BaseException | None, broken: bool) -> None:
-        """It ends, with an ``error`` if there is one: remember that if this rank alone has it."""
-        self.inside = False
-        if error is None:
-            return
+    def failed(self, reverse: bool, error: BaseException, broken: bool) -> None:
+        """A call has ended with an ``error``: remember that if this rank alone has it."""
         if self.everywhere:
             self.made[reverse] -= 1
         elif type(error).__name__ == "_StopRecomputationError":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .graphs import Graphs
-from .launching import Launch, aligned, bits_of, hooked
+from .launching import Launch, aligned, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 64  # words
@@ -212,7 +212,7 @@ class Run:
         self._empty: dict[tuple[int, int], Tensor] = {}  # by memory and offset, where every buffer is a tensor
         self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
         addresses = [x.data_ptr() for x in given]
-        if not aligned(bits_of(addresses)) or not plan.ready() or hooked():
+        if not aligned(addresses) or not plan.ready() or hooked():
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
                 if buffer.memory in (LONG, SHORT) and buffer.number not in plan.divided:
                     self.tensor(buffer.number)

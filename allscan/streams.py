@@ -24,7 +24,9 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self._last: torch.cuda.Stream | None = None
+        self._index = device.index
+        self._last: torch.cuda.Stream | None = None  # where the last launch was, and its handle
+        self._last_number: int | None = None
         self._side: torch.cuda.Stream | None = None
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
@@ -36,7 +38,7 @@ class Streams:
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
-        number = current_stream_of(self.device.index)
+        number = current_stream_of(self._index)
         stream = self._known.get(number)
         if stream is None:
             stream = self._known[number] = torch.cuda.current_stream(self.device)
@@ -49,13 +51,13 @@ class Streams:
 
     def follow(self) -> None:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
-        if not self.cuda:
+        if not self.cuda or current_stream_of(self._index) == self._last_number:
             return
-        stream = self.current()
-        if stream is not self._last and not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
+            stream = self.current()
             if self._last is not None:
                 stream.wait_stream(self._last)
-            self._last = stream
+            self._last, self._last_number = stream, current_stream_of(self._index)
 
     def peek(self, words: torch.Tensor) -> list:
         """What is in this rank's ``words`` now, beside whatever its streams are doing."""
