@@ -29,6 +29,7 @@ from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
 _TICKET = Channel._fields.index("ticket")
+TICKETS_AT_ONCE = 64  # that are allocated
 
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
@@ -205,6 +206,24 @@ class AllScan:
     def ticket(self) -> torch.Tensor:
         """Room for a ticket: see :meth:`channel`."""
         return self._channels[0].ticket.new_empty(1)  # half the time of torch.empty
+
+    def borrow_ticket(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """:meth:`ticket` from the communicator's, which takes no allocation, and the list that it is put back into once
+        no launch that is still to come reads it. Launches of a communicator follow one another, so whoever takes it
+        next writes to it behind those that read it. In a capture a new one: replays use it again."""
+        comm = self.comm
+        if comm.streams.capturing():
+            return self.ticket(), None
+        free = comm.tickets
+        if not free:
+            block = comm.keep(self._channels[0].ticket.new_empty(TICKETS_AT_ONCE, 2))  # at multiples of 16 bytes
+            ticket, *others = block[:, :1].unbind()
+            free += others
+            return ticket, free
+        try:
+            return free.pop(), free
+        except IndexError:  # another thread has taken the last one
+            return self.ticket(), None
 
     def reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""

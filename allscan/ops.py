@@ -71,15 +71,16 @@ def allscan(
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
         >>> prev = work.wait()                                      # after what does not need it
     """
-    if torch.compiler.is_compiling() and isinstance(state, Tensor) and layout == "contiguous" and out is None:
-        if not async_op and (decay is None or isinstance(decay, Tensor | int | float)):
+    if not torch.compiler.is_compiling():
+        return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+    if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
+        if decay is None or isinstance(decay, Tensor | int | float):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
             return _scan(state, given, transition, initial_state, number, reverse, comm.handle)[0]
-    return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+    return _not_traced(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
 
 
-@dynamo_disabled
 def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
     with comm.call(reverse):
         if layout != "contiguous":
@@ -87,6 +88,9 @@ def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, 
         if not isinstance(state, torch.Tensor) and not async_op:
             return _foreign(state, decay, transition, comm, initial_state, reverse, out)
         return scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op)
+
+
+_not_traced = dynamo_disabled(_eager)
 
 
 def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, hop=False):
@@ -181,7 +185,8 @@ class _AllScan(Function):
     @staticmethod
     def forward(ctx, how, state, decay, transition, initial_state):
         scan, reverse, number, async_op, works = how
-        ticket = scan.ticket()
+        again = recomputing()
+        ticket, tickets = (scan.ticket(), None) if again else scan.borrow_ticket()
         given = number if decay is None else decay
         prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
@@ -189,7 +194,7 @@ class _AllScan(Function):
             prev = prev.result
         _, _, of_decay, of_transition, _ = ctx.needs_input_grad
         ctx.save_for_backward(decay, transition, prev if of_decay or of_transition else None)
-        pending = None if recomputing() else PendingBackward(scan, reverse)
+        pending = None if again else PendingBackward(scan, reverse, ticket, tickets)
         ctx.given = scan, reverse, ticket, number, pending
         return prev
 

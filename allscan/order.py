@@ -222,13 +222,18 @@ class PendingBackward:
     If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
     runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
     gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
+
+    ticket, tickets: what the node has of ``AllScan.borrow_ticket``, and the list into which it is put back.
     """
 
-    __slots__ = "_scan", "_reverse", "_backwards", "generation"
+    __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
 
-    def __init__(self, scan: CountsBackwards, reverse: bool) -> None:
+    def __init__(
+        self, scan: CountsBackwards, reverse: bool, ticket: Any = None, tickets: list[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
         self.generation = scan.comm.order.generation
+        self._ticket, self._tickets = ticket, tickets
 
     def run(self) -> None:
         """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
@@ -240,6 +245,8 @@ class PendingBackward:
         scan.backwards += 1
 
     def __del__(self) -> None:
+        if self._tickets is not None:
+            self._tickets.append(self._ticket)
         scan = self._scan()
         if scan is None or scan.comm.order.generation != self.generation:
             return
