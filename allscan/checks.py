@@ -121,11 +121,12 @@ def check_halves(T: int) -> None:
 def check_for_an_operator(what: str, tensors: dict, scale) -> None:
     """Raise for arguments of the operator ``what`` that a custom op does not take as they are; ``tensors`` by name."""
     for name, x in tensors.items():
-        if isinstance(x, torch.Tensor):
-            if x.layout != torch.strided:
-                raise TypeError(f"{name} must be dense, got {x.layout}")
-        elif x is not None or name != "initial_state":
+        if x is None and name == "initial_state":
+            continue
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be dense, got {x.layout}")
     in_dual_level = getattr(forward_ad, "_current_level", 0) >= 0
     if in_dual_level and not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
         raise NotImplementedError(f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)")

@@ -256,7 +256,8 @@ class PendingBackward:
 
 def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
     """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
-    return [PendingBackward(scan, reverse) for reverse in (False, True)[: 1 + zigzag]]
+    there = PendingBackward(scan, False)
+    return [there, PendingBackward(scan, True)] if zigzag else [there]
 
 
 def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:

@@ -16,6 +16,11 @@ from .bindings import cuda_driver
 current_stream_of: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
+# torch.cuda.current_device and is_current_stream_capturing, which look again whether torch knows of GPUs
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 class Streams:
@@ -34,7 +39,7 @@ class Streams:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
-        return self.cuda and torch.cuda.is_current_stream_capturing()
+        return self.cuda and capturing()
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
@@ -53,7 +58,7 @@ class Streams:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
         if not self.cuda or current_stream_of(self._index) == self._last_number:
             return
-        if not torch.cuda.is_current_stream_capturing():
+        if not capturing():
             stream = self.current()
             if self._last is not None:
                 stream.wait_stream(self._last)
@@ -114,7 +119,7 @@ class _Side:
         self._streams, self._stream, self._done = streams, streams.own(), done
 
     def __enter__(self) -> Callable[[], None]:
-        self._current, self._device = self._streams.current(), torch.cuda.current_device()
+        self._current, self._device = self._streams.current(), current_device()
         self._streams.put_behind(self._stream, self._current)
         if self._done is None:
             self._streams.put_behind(self._current, self._stream)
