@@ -216,6 +216,7 @@ class AllScan:
             return self.ticket(), None
         free = comm.tickets
         if not free:
+            comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
             block = comm.keep(self._channels[0].ticket.new_empty(TICKETS_AT_ONCE, 2))  # at multiples of 16 bytes
             ticket, *others = block[:, :1].unbind()
             free += others
