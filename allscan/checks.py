@@ -77,9 +77,14 @@ def decay_target(decay, shape, device):
             raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
         return ()
     check_tensor("decay", decay, None, device)
-    rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
+    return _target(decay, shape)
+
+
+def _target(decay, shape):
+    """Of a tensor. Raises ValueError for its shape."""
     if decay.ndim == 0:
         return ()
+    rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
     target = rows if decay.ndim == len(rows) else heads
     if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
         raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
@@ -87,12 +92,13 @@ def decay_target(decay, shape, device):
 
 
 def decay_rows(decay, shape, device):
-    """What a kernel gets of a decay: (float32 tensor or None, (stride of a matrix, stride of a row))."""
-    target = decay_target(decay, shape, device)
-    if target is None:
+    """What a kernel gets of a decay that :func:`decay_target` has seen: (float32 tensor or None, (stride of a matrix,
+    stride of a row))."""
+    if decay is None:
         return None, (0, 0)
     if not isinstance(decay, torch.Tensor):
-        decay = torch.full((), float(decay), dtype=torch.float32, device=device)
+        return torch.full((), float(decay), dtype=torch.float32, device=device), (0, 0)
+    target = _target(decay, shape)
     if not target:
         return decay, (0, 0)
     if decay.shape != target:
@@ -115,11 +121,12 @@ def check_halves(T: int) -> None:
 def check_for_an_operator(what: str, tensors: dict, scale) -> None:
     """Raise for arguments of the operator ``what`` that a custom op does not take as they are; ``tensors`` by name."""
     for name, x in tensors.items():
-        if isinstance(x, torch.Tensor):
-            if x.layout != torch.strided:
-                raise TypeError(f"{name} must be dense, got {x.layout}")
-        elif x is not None or name != "initial_state":
+        if x is None and name == "initial_state":
+            continue
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be dense, got {x.layout}")
     in_dual_level = getattr(forward_ad, "_current_level", 0) >= 0
     if in_dual_level and not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
         raise NotImplementedError(f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)")

@@ -16,7 +16,7 @@ import triton.language as tl
 from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
-from .launching import Launch, bits_of, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
+from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan
 from .rails import Rails
 from .shmem_kernels.channel import Channel
@@ -29,6 +29,7 @@ from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
 _TICKET = Channel._fields.index("ticket")
+TICKETS_AT_ONCE = 64  # that are allocated
 
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
@@ -102,6 +103,7 @@ class AllScan:
         self.spec: Spec = spec
         self.shape, self.tile, self.depth, self.protocol, self.algorithm = spec
         self.K, self.V = self.shape[-2:]
+        self._rows = self.shape[:-1]
         self.num_tiles = spec.num_tiles
         self._channels = self._workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self._channels)
@@ -109,7 +111,7 @@ class AllScan:
         self._addresses: list[list[tuple[tuple, tuple]]] = [[], []]
         if self._rails is None:
             for adjoint, channels in enumerate((self._channels, self._adjoint_channels)):
-                addresses = [channel_addresses(channel)[0] for channel in channels]
+                addresses = [channel_addresses(channel) for channel in channels]
                 self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
         self._launches: dict[tuple, Launch] = {}
         self._signatures: set[tuple] = set()  # of arguments that were checked
@@ -204,6 +206,25 @@ class AllScan:
     def ticket(self) -> torch.Tensor:
         """Room for a ticket: see :meth:`channel`."""
         return self._channels[0].ticket.new_empty(1)  # half the time of torch.empty
+
+    def borrow_ticket(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """:meth:`ticket` from the communicator's, which takes no allocation, and the list that it is put back into once
+        no launch that is still to come reads it. Launches of a communicator follow one another, so whoever takes it
+        next writes to it behind those that read it. In a capture a new one: replays use it again."""
+        comm = self.comm
+        if comm.streams.capturing():
+            return self.ticket(), None
+        free = comm.tickets
+        if not free:
+            comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
+            block = comm.keep(self._channels[0].ticket.new_empty(TICKETS_AT_ONCE, 2))  # at multiples of 16 bytes
+            ticket, *others = block[:, :1].unbind()
+            free += others
+            return ticket, free
+        try:
+            return free.pop(), free
+        except IndexError:  # another thread has taken the last one
+            return self.ticket(), None
 
     def reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""
@@ -360,7 +381,7 @@ class AllScan:
         """:meth:`scan` of arguments that were checked. ticket: as for :meth:`channel`, ``of_adjoint`` that of the
         forward launch."""
         one_hop, strides = False, (self.K, 1)
-        if not (isinstance(decay, torch.Tensor) and decay.shape == self.shape[:-1] and decay.is_contiguous()):
+        if not (isinstance(decay, torch.Tensor) and decay.shape == self._rows and decay.is_contiguous()):
             one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0 and self._rails is None
             decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
         state = state.contiguous()
@@ -392,16 +413,17 @@ class AllScan:
         self._before_launch(launch.kernel, reverse)
         tensors = *tensors, self._channels[reverse].ticket if ticket is None else ticket
         addresses = [x.data_ptr() for x in tensors]
-        if self._rails is None and launch.takes(bits_of(addresses)):
+        if self._rails is None and launch.takes(addresses):
             self._at(launch, reverse, adjoint, addresses)
         else:
             self._with_tensors(launch, reverse, adjoint, *tensors)
 
     def _at(self, launch: Launch, reverse: bool, adjoint: bool, addresses: list[int]) -> None:
-        """launch(*tensors, channel), without asking for the channel's addresses again; the last one is the ticket's."""
+        """launch(*tensors, channel), without asking for the channel's addresses again; the last one is the ticket's.
+        Of a kernel that was compiled, which :meth:`_after_launch` has seen."""
         before, behind = self._addresses[adjoint][reverse]
-        *places, ticket = addresses
-        self._after_launch(launch.at((*places, (*before, ticket, *behind))))
+        ticket = addresses.pop()
+        launch.at((*addresses, (*before, ticket, *behind)))
 
     def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: torch.Tensor) -> None:
         """The same; the last one is the ticket."""

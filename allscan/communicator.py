@@ -24,6 +24,7 @@ from .runtime import init, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
 
+_SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by handle
 _buffers_kept_alive: list = []  # what kernels of communicators that were not closed may still write to
@@ -122,6 +123,7 @@ class Communicator:
         self._record = self.record.numpy().data  # the same memory, quicker to read
         self.streams = Streams(self.device)
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
+        self.tickets: list[torch.Tensor] = []  # that are free, see AllScan.borrow_ticket
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         self._offsets: set[int] = set()
@@ -170,7 +172,7 @@ class Communicator:
     @property
     def broken(self) -> bool:
         """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
-        return bool(self._record[wait.RECORD_SET.value])
+        return bool(self._record[_SET])
 
     def check(self) -> None:
         """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out
@@ -178,6 +180,8 @@ class Communicator:
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
         """
+        if not (self._closed or self._record[_SET] or self.order.lost is not None):
+            return
         if self._closed:
             raise RuntimeError("this Communicator is closed")
         if self.broken:
@@ -188,8 +192,7 @@ class Communicator:
             if kind == wait.OUT_OF_STEP.value:
                 raise different_tags(rank, neighbour, tile, expected, seen, others, job_ranks)
             raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others, job_ranks)
-        if self.order.lost is not None:
-            raise AllScanOutOfStep(self.order.lost)
+        raise AllScanOutOfStep(str(self.order.lost))
 
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
@@ -400,11 +403,14 @@ class _Call:
         self._comm, self._reverse = comm, reverse
 
     def __enter__(self) -> None:
-        self._comm.check()
-        self._comm.order.enter_call(self._reverse)
+        comm = self._comm
+        comm.check()
+        comm.order.enter_call(self._reverse)
 
-    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        self._comm.order.leave_call(self._reverse, error, error is not None and self._comm.broken)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._comm.order.inside = False
+        if error is not None:
+            self._comm.order.failed(self._reverse, error, self._comm.broken)
 
 
 _INSIDE = contextlib.nullcontext()  # of a call in a call

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from .bindings.cuda_driver import Capture
-from .streams import current_stream_of, private_stream
+from .streams import capturing, current_device, current_stream_of, private_stream
 
 KEPT = 128  # graphs of one sequence of launches, and addresses that came once
 MOST = 1024  # graphs of a process, since each takes memory of the driver
 
+_NEW: Any = False  # addresses that have not come yet
 _one_at_a_time = threading.Lock()  # for _capture_stream
 
 
@@ -28,25 +29,25 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple, Capture | None] = {}  # the newest is last
+        self._known: dict[tuple, Capture | None] = {}  # None for what came once; the newest is last
         self._failed = False
 
     def launch(self, device: int, key: tuple, launches: Callable[..., None], *args: Any) -> None:
         """``launches(*args)`` on the current stream of the GPU ``device``, which launches the same whenever ``key`` is
         the same, and can be called again after an error."""
-        if torch.cuda.current_device() != device or torch.cuda.is_current_stream_capturing():
+        if current_device() != device or capturing():
             return launches(*args)
-        came = key in self._known
-        graph = self._known.pop(key, None)
-        if came and graph is None and not self._failed and Capture.number < MOST:
+        known = self._known
+        graph = known.pop(key, _NEW)
+        if graph is None and not self._failed and Capture.number < MOST:
             graph = self._capture(device, launches, *args)
-        if len(self._known) >= KEPT:
-            del self._known[next(iter(self._known))]
-        self._known[key] = graph
-        if graph is None:
-            launches(*args)
-        else:
+        if len(known) >= KEPT:
+            del known[next(iter(known))]
+        known[key] = graph or None
+        if graph:
             graph.launch(current_stream_of(device))
+        else:
+            launches(*args)
 
     def _capture(self, device: int, launches: Callable[..., None], *args: Any) -> Capture | None:
         """None where it cannot be; nothing was launched then."""

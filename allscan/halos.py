@@ -51,12 +51,14 @@ def halo(
         >>> after = allscan.halo(tokens, 1, comm=comm, reverse=True)     # 0 behind the last rank's
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
+    if not torch.compiler.is_compiling():
+        return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
     xs = x if isinstance(x, tuple) else (x,)
-    if torch.compiler.is_compiling() and _traceable(xs, n, comm, cu_seqlens, layout):
+    if _traceable(xs, n, comm, cu_seqlens, layout):
         edge, T = _edges(xs, n, [0 if reverse else xs[0].shape[1] - n])[0], xs[0].shape[1]
         found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
-    return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+    return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
 
 def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
@@ -72,10 +74,12 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
     )  # fmt: skip
 
 
-@dynamo_disabled
 def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     with comm.call(reverse):
         return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+
+
+_not_traced = dynamo_disabled(_eager_halo)
 
 
 def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):

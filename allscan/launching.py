@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, ParamSpec, TypeVar
@@ -86,17 +86,17 @@ class Launch:
     def __call__(self, *args: Tensor | Channel) -> Any:
         """Launch on the current stream. Returns what Triton does: the compiled kernel, None in the interpreter."""
         if self.ready:
-            addresses, bits = _addresses(args)
-            if self.takes(bits):
-                return self.at(addresses)
+            given, addresses = _addresses(args)
+            if self.takes(addresses):
+                return self.at(given)
         compiled = self.kernel[self.grid](*args, **self.fixed)
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled, len(args))
         return compiled
 
-    def takes(self, bits: int) -> bool:
-        """Whether ``at`` may be called now, with addresses of which ``bits`` are set in any."""
-        return self.ready and aligned(bits) and not hooked()
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Whether ``at`` may be called now, with these addresses."""
+        return self.ready and aligned(addresses) and not hooked()
 
     def _keep(self, compiled: Any, count: int) -> None:
         """For ``at``, a kernel that was compiled for ``count`` addresses, multiples of 16 bytes."""
@@ -122,31 +122,28 @@ def _not_compiled(addresses: Sequence) -> Any:
     raise RuntimeError("this kernel was not compiled yet")
 
 
-def _addresses(args: tuple) -> tuple[list, int]:
-    """(what the compiled kernel takes in place of ``args``, the bits that are set in any address)."""
-    found: list = []
-    bits = 0
+def _addresses(args: tuple) -> tuple[list, list[int]]:
+    """(what the compiled kernel takes in place of ``args``, all addresses in it)."""
+    given: list = []
+    addresses: list[int] = []
     for x in args:
-        address, of_x = channel_addresses(x) if isinstance(x, Channel) else (x.data_ptr(), x.data_ptr())
-        found.append(address)
-        bits |= of_x
-    return found, bits
+        if isinstance(x, Channel):
+            given.append(channel_addresses(x))
+            addresses += given[-1][:NUM_POINTERS]
+        else:
+            given.append(x.data_ptr())
+            addresses.append(given[-1])
+    return given, addresses
 
 
-def channel_addresses(channel: Channel) -> tuple[tuple, int]:
-    """(what a compiled kernel takes in place of ``channel``, the bits that are set in any address)."""
-    addresses = [word.data_ptr() for word in channel[:NUM_POINTERS]]
-    return (*addresses, *channel[NUM_POINTERS:]), bits_of(addresses)
+def channel_addresses(channel: Channel) -> tuple:
+    """What a compiled kernel takes in place of ``channel``."""
+    return (*(word.data_ptr() for word in channel[:NUM_POINTERS]), *channel[NUM_POINTERS:])
 
 
-def bits_of(addresses: Iterable[int]) -> int:
-    """The bits that are set in any address."""
-    return reduce(or_, addresses, 0)
-
-
-def aligned(bits: int) -> bool:
-    """Whether addresses of which ``bits`` are set in any are multiples of 16, as compiled kernels take them."""
-    return not bits & 15
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether they are multiples of 16, as compiled kernels take them."""
+    return not reduce(or_, addresses, 0) & 15
 
 
 def hooked() -> bool:

@@ -71,15 +71,16 @@ def allscan(
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
         >>> prev = work.wait()                                      # after what does not need it
     """
-    if torch.compiler.is_compiling() and isinstance(state, Tensor) and layout == "contiguous" and out is None:
-        if not async_op and (decay is None or isinstance(decay, Tensor | int | float)):
+    if not torch.compiler.is_compiling():
+        return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+    if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
+        if decay is None or isinstance(decay, Tensor | int | float):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
             return _scan(state, given, transition, initial_state, number, reverse, comm.handle)[0]
-    return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+    return _not_traced(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
 
 
-@dynamo_disabled
 def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
     with comm.call(reverse):
         if layout != "contiguous":
@@ -89,12 +90,16 @@ def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, 
         return scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op)
 
 
+_not_traced = dynamo_disabled(_eager)
+
+
 def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, hop=False):
     """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; hop: of halo()."""
     scan, wanted = _checked(state, decay, comm, transition, initial_state, out, hop)
     if wanted:
         works: list[Work] = []
-        prev = _AllScan.apply(state, decay, transition, initial_state, (scan, reverse, async_op, works))
+        decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
+        prev = _AllScan.apply((scan, reverse, number, async_op, works), state, decay, transition, initial_state)
         return works[0].of(prev) if async_op else prev
     return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
 
@@ -178,17 +183,19 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
 
 class _AllScan(Function):
     @staticmethod
-    def forward(ctx, state, decay, transition, initial_state, how):
-        scan, reverse, async_op, works = how
-        ticket = scan.ticket()
-        prev = scan._scan(state, decay, transition, False, initial_state, reverse, None, async_op, ticket)
+    def forward(ctx, how, state, decay, transition, initial_state):
+        scan, reverse, number, async_op, works = how
+        again = recomputing()
+        ticket, tickets = (scan.ticket(), None) if again else scan.borrow_ticket()
+        given = number if decay is None else decay
+        prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)
         if async_op:
             works.append(prev)
             prev = prev.result
-        tensor_decay, of_prev = isinstance(decay, torch.Tensor), any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(decay if tensor_decay else None, transition, prev if of_prev else None)
-        pending = None if recomputing() else PendingBackward(scan, reverse)
-        ctx.given = scan, reverse, ticket, None if tensor_decay else decay, pending
+        _, _, of_decay, of_transition, _ = ctx.needs_input_grad
+        ctx.save_for_backward(decay, transition, prev if of_decay or of_transition else None)
+        pending = None if again else PendingBackward(scan, reverse, ticket, tickets)
+        ctx.given = scan, reverse, ticket, number, pending
         return prev
 
     @staticmethod
@@ -200,9 +207,8 @@ class _AllScan(Function):
             refuse_second_derivative("allscan()")
             decay, transition, prev = ctx.saved_tensors
             given = number if decay is None else decay
-            wanted = ctx.needs_input_grad[1:4]
-            grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
-            return *grads, None
+            wanted = ctx.needs_input_grad[2:]
+            return None, *_gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
 
 
 @dynamo_disabled

@@ -75,11 +75,8 @@ class Order:
         self.made[reverse] += 1
         self.inside, self.everywhere = True, False
 
-    def leave_call(self, reverse: bool, error: BaseException | None, broken: bool) -> None:
-        """It ends, with an ``error`` if there is one: remember that if this rank alone has it."""
-        self.inside = False
-        if error is None:
-            return
+    def failed(self, reverse: bool, error: BaseException, broken: bool) -> None:
+        """A call has ended with an ``error``: remember that if this rank alone has it."""
         if self.everywhere:
             self.made[reverse] -= 1
         elif type(error).__name__ == "_StopRecomputationError":
@@ -225,13 +222,18 @@ class PendingBackward:
     If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
     runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
     gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
+
+    ticket, tickets: what the node has of ``AllScan.borrow_ticket``, and the list into which it is put back.
     """
 
-    __slots__ = "_scan", "_reverse", "_backwards", "generation"
+    __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
 
-    def __init__(self, scan: CountsBackwards, reverse: bool) -> None:
+    def __init__(
+        self, scan: CountsBackwards, reverse: bool, ticket: Any = None, tickets: list[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
         self.generation = scan.comm.order.generation
+        self._ticket, self._tickets = ticket, tickets
 
     def run(self) -> None:
         """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
@@ -243,6 +245,8 @@ class PendingBackward:
         scan.backwards += 1
 
     def __del__(self) -> None:
+        if self._tickets is not None:
+            self._tickets.append(self._ticket)
         scan = self._scan()
         if scan is None or scan.comm.order.generation != self.generation:
             return
@@ -252,7 +256,8 @@ class PendingBackward:
 
 def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
     """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
-    return [PendingBackward(scan, reverse) for reverse in (False, True)[: 1 + zigzag]]
+    there = PendingBackward(scan, False)
+    return [there, PendingBackward(scan, True)] if zigzag else [there]
 
 
 def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:

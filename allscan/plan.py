@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .graphs import Graphs
-from .launching import Launch, aligned, bits_of, hooked
+from .launching import Launch, aligned, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 64  # words
@@ -170,7 +170,8 @@ class Plan:
 
     def ready(self) -> bool:
         """Whether all its kernels are compiled."""
-        self._ready = self._ready or all(launch.ready for launch in self._launches)
+        if not self._ready:
+            self._ready = all(launch.ready for launch in self._launches)
         return self._ready
 
 
@@ -204,15 +205,17 @@ class Part:
 class Run:
     """Memory and streams of one run."""
 
+    __slots__ = "_plan", "context", "tensors", "_beside", "_join", "_empty", "places", "_memory", "device"
+
     def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
         self._plan, self.context = plan, context
         self.tensors = [*given]  # and outputs, once they are made
         self._beside: AbstractContextManager | None = None
         self._join: Callable[[], None] | None = None
-        self._empty: dict[tuple[int, int], Tensor] = {}  # by memory and offset, where every buffer is a tensor
         self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
         addresses = [x.data_ptr() for x in given]
-        if not aligned(bits_of(addresses)) or not plan.ready() or hooked():
+        if not aligned(addresses) or not plan.ready() or hooked():
+            self._empty: dict[tuple[int, int], Tensor] = {}  # by memory and offset
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
                 if buffer.memory in (LONG, SHORT) and buffer.number not in plan.divided:
                     self.tensor(buffer.number)
@@ -220,7 +223,7 @@ class Run:
         empty, words = given[0].new_empty, plan.words
         self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
         self.device = given[0].get_device()
-        self.places = [0 if x is None else x.data_ptr() for x in self._memory] + [0, *addresses]
+        self.places = [*[0 if x is None else x.data_ptr() for x in self._memory], 0, *addresses]
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""

@@ -16,6 +16,11 @@ from .bindings import cuda_driver
 current_stream_of: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
+# torch.cuda.current_device and is_current_stream_capturing, which look again whether torch knows of GPUs
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 class Streams:
@@ -24,7 +29,9 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self._last: torch.cuda.Stream | None = None
+        self._index = device.index
+        self._last: torch.cuda.Stream | None = None  # where the last launch was, and its handle
+        self._last_number: int | None = None
         self._side: torch.cuda.Stream | None = None
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
@@ -32,11 +39,11 @@ class Streams:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
-        return self.cuda and torch.cuda.is_current_stream_capturing()
+        return self.cuda and capturing()
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
-        number = current_stream_of(self.device.index)
+        number = current_stream_of(self._index)
         stream = self._known.get(number)
         if stream is None:
             stream = self._known[number] = torch.cuda.current_stream(self.device)
@@ -49,13 +56,13 @@ class Streams:
 
     def follow(self) -> None:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
-        if not self.cuda:
+        if not self.cuda or current_stream_of(self._index) == self._last_number:
             return
-        stream = self.current()
-        if stream is not self._last and not torch.cuda.is_current_stream_capturing():
+        if not capturing():
+            stream = self.current()
             if self._last is not None:
                 stream.wait_stream(self._last)
-            self._last = stream
+            self._last, self._last_number = stream, current_stream_of(self._index)
 
     def peek(self, words: torch.Tensor) -> list:
         """What is in this rank's ``words`` now, beside whatever its streams are doing."""
@@ -112,7 +119,7 @@ class _Side:
         self._streams, self._stream, self._done = streams, streams.own(), done
 
     def __enter__(self) -> Callable[[], None]:
-        self._current, self._device = self._streams.current(), torch.cuda.current_device()
+        self._current, self._device = self._streams.current(), current_device()
         self._streams.put_behind(self._stream, self._current)
         if self._done is None:
             self._streams.put_behind(self._current, self._stream)

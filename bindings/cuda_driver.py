@@ -56,7 +56,9 @@ class Capture:
 
     def __init__(self, stream: int) -> None:
         self._stream, self._executable = c_void_p(stream), c_void_p()
-        self._launch, self._destroy = _library().cuGraphLaunch, _library().cuGraphExecDestroy
+        self._destroy = _library().cuGraphExecDestroy
+        self._launch = _library().cuGraphLaunch
+        self._launch.argtypes = c_void_p, c_void_p  # so that a number is one
 
     def __enter__(self) -> Capture:
         try:
@@ -80,7 +82,7 @@ class Capture:
                 _library().cuGraphDestroy(graph)
 
     def launch(self, stream: int) -> None:
-        error = self._launch(self._executable, c_void_p(stream))
+        error = self._launch(self._executable, stream)
         if error:
             raise RuntimeError(f"cuGraphLaunch: CUDA error {error}")
 

@@ -132,8 +132,8 @@ launched: list = []
 
 
 def without_a_gpu(monkeypatch, capture):
-    for name, value in dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0).items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in dict(capturing=lambda: False, current_device=lambda: 0).items():
+        monkeypatch.setattr(graphs, name, value)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(graphs, "Capture", capture)
     monkeypatch.setattr(graphs, "current_stream_of", lambda device: 0)
@@ -160,7 +160,7 @@ def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
     assert runs(some, "a", "b", "a", "a", "b") == ["launched", "launched", "graph", "graph", "graph"]
     assert runs(some, "c", "d", "b") == ["launched", "launched", "graph"]  # of three that are kept a was the oldest
     assert runs(some, "a", "a", "d") == ["launched", "graph", "graph"]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(graphs, "capturing", lambda: True)
     assert runs(some, "a", "d") == ["launched", "launched"]
 
 
@@ -184,7 +184,7 @@ def test_a_capture_that_fails_is_no_error(monkeypatch):
     assert runs(some, "a") == ["launched"]
     monkeypatch.setattr(Recorded, "number", 0)
     assert runs(some, "a", "a") == ["graph", "graph"]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(graphs, "current_device", lambda: 1)
     assert runs(some, "a") == ["launched"]
 
 

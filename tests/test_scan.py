@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.collective import TICKETS_AT_ONCE
 from allscan.reference import allscan_reference
 from allscan.tiling import transition_tile
 from support.scans import scan_case
@@ -492,6 +493,25 @@ def channel_case(group):
 
 def test_channels_of_others(run):
     run(2, channel_case)
+
+
+def tickets_case(group):
+    """Calls that wait for their backward have tickets of their own, of which later calls have some again."""
+    with allscan.Communicator(group) as comm:
+        leaf = torch.ones(2, 8, device=comm.device, requires_grad=True)
+        for _ in range(2):
+            kept = [allscan.allscan(leaf, comm=comm) for _ in range(TICKETS_AT_ONCE + 2)]
+            tickets = [prev.grad_fn.given[2] for prev in kept]
+            assert len({x.data_ptr() for x in tickets}) == len(kept) and not any(x.data_ptr() % 16 for x in tickets)
+            for prev in reversed(kept):
+                (gradient,) = torch.autograd.grad(prev, leaf, torch.ones_like(prev))
+                assert torch.equal(gradient, torch.full_like(leaf, comm.size - 1 - comm.rank))
+            del kept, tickets, prev
+        assert len({x.data_ptr() for x in comm.tickets}) == 2 * TICKETS_AT_ONCE == len(comm.tickets)
+
+
+def test_tickets(run):
+    run(2, tickets_case)
 
 
 def mesh_case(group):

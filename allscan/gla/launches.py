@@ -112,6 +112,11 @@ class Shape:
         )
         return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_kept(*most)]
 
+    @functools.cached_property
+    def kept_words(self) -> int:
+        """Of all of them together."""
+        return sum(self.kept)
+
 
 shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that it is quick to look up
 

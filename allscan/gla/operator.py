@@ -148,7 +148,8 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
 
 def _carried_shape(q, v):
     """Of what travels over the ranks."""
-    return q.shape[0] * q.shape[2], q.shape[3], v.shape[3]
+    B, _, H, K = q.shape
+    return B * H, K, v.shape[3]
 
 
 def _state_shape(q, v, cu_seqlens):
@@ -196,7 +197,7 @@ def _forward(
 
 def _made(q, v, cu_seqlens, final, shape):
     """(final_state or None, and uninitialised, for backward, Shape.kept)."""
-    return _zeros(q, v, cu_seqlens, final), q.new_empty(sum(shape.kept), dtype=torch.float32)
+    return _zeros(q, v, cu_seqlens, final), q.new_empty(shape.kept_words, dtype=torch.float32)
 
 
 def _zeros(q, v, cu_seqlens, wanted):
