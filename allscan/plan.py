@@ -45,9 +45,13 @@ class Plan:
     addresses in them, and launches; the second allocation is given back by :meth:`free_short`. Launches between two
     changes of memory are one CUDA graph where the same addresses have come before, see :class:`allscan.graphs.Graphs`.
     In the interpreter, and where a :class:`Launch` has to go through Triton, every buffer is a tensor of its own.
+
+    at_once: outputs are made before all launches, and short-lived buffers live to the end: no memory changes between
+    launches, so that they are one graph. For runs that take so little memory that time counts more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.buffers: list[Buffer] = []
         self.divided: set[int] = set()  # buffers of which there are parts
         self.tables: dict[int, Tensor] = {}  # by number of the buffer
@@ -72,7 +76,7 @@ class Plan:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
         """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""
-        memory = SHORT if short else LONG
+        memory = SHORT if short and not self.at_once else LONG
         offset, words = self.words[memory], max(1, -(-math.prod(shape) * dtype.itemsize // WORD))
         self.words[memory] += -(-words // ALIGNMENT) * ALIGNMENT
         return self._buffer(memory, offset * WORD, shape, dtype)
@@ -85,15 +89,20 @@ class Plan:
 
     def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
         """A new tensor, made here, which a run returns."""
-        self._steps.append(lambda run: run.add_output(run.tensors[0].new_empty(shape, dtype=dtype)))
+        self._change(lambda run: run.add_output(run.tensors[0].new_empty(shape, dtype=dtype)))
         return self._tensor(shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
         assert x.memory >= FIRST_TENSOR
         given = x.memory - FIRST_TENSOR
-        self._steps.append(lambda run: run.add_output(torch.empty_like(run.tensors[given])))
+        self._change(lambda run: run.add_output(torch.empty_like(run.tensors[given])))
         return self._tensor(x.shape, x.dtype)
+
+    def _change(self, step: Callable[[Run], None]) -> None:
+        """Of memory; a plan that is ``at_once`` has one part, the last of its steps."""
+        behind = self.at_once and bool(self._steps) and isinstance(self._steps[-1], Part)
+        self._steps.insert(len(self._steps) - behind, step)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         self._tensors += 1
@@ -158,7 +167,8 @@ class Plan:
 
     def free_short(self) -> None:
         """Give the memory of short-lived buffers back."""
-        self._steps.append(lambda run: run.free_short())
+        if not self.at_once:
+            self._change(lambda run: run.free_short())
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
         """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step

@@ -16,7 +16,7 @@ import triton.language as tl
 from allscan import graphs
 from allscan.launching import Launch
 from allscan.packing import Layout, Piece
-from allscan.plan import Plan
+from allscan.plan import Part, Plan
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 
@@ -33,21 +33,25 @@ def sum_of(plan, x, y, out, scale):
 
 def launches_in_order(group):
     """x + 2 y + 3 table, by way of memory of a run; twice, with other tensors."""
-    table, plan = torch.ones(8), Plan()
-    x, y = plan.given(table), plan.given(torch.zeros(2, 8))
-    t = plan.empty(8)
-    first, second = plan.part(y, 0, 8), plan.part(y, 8, 8)
-    sum_of(plan, x, first, t, 2.0)
-    plan.free_short()
-    out = plan.output_like(x)
-    sum_of(plan, t, plan.table(table), out, 3.0)
-    same = plan.output_like(x)
-    sum_of(plan, second, second, same, 0.0)
-    for i in range(2):
-        given, pair = torch.randn(8), torch.randn(2, 8)
-        found = plan.run(None, given, pair)
-        assert torch.equal(found[0], given + 2 * pair[0] + 3 * table), i
-        assert torch.equal(found[1], pair[1])
+    for at_once, parts in ((False, 3), (True, 1)):
+        table, plan = torch.ones(8), Plan(at_once)
+        x, y = plan.given(table), plan.given(torch.zeros(2, 8))
+        t, other = plan.empty(8), plan.empty(8, short=True)
+        first, second = plan.part(y, 0, 8), plan.part(y, 8, 8)
+        sum_of(plan, x, first, t, 2.0)
+        sum_of(plan, t, t, other, 0.0)
+        plan.free_short()
+        out = plan.output_like(x)
+        sum_of(plan, t, plan.table(table), out, 3.0)
+        same = plan.output_like(x)
+        sum_of(plan, second, second, same, 0.0)
+        assert sum(isinstance(step, Part) for step in plan._steps) == parts
+        assert plan.words == ([128, 0] if at_once else [64, 64])
+        for i in range(2):
+            given, pair = torch.randn(8), torch.randn(2, 8)
+            found = plan.run(None, given, pair)
+            assert torch.equal(found[0], given + 2 * pair[0] + 3 * table), i
+            assert torch.equal(found[1], pair[1])
 
 
 def parts_of_a_runs_memory_are_one(group):

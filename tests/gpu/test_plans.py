@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from triton import knobs
 
 import allscan
 from allscan.communicator import cached_on
+from allscan.gla import launches
 from allscan.graphs import Graphs
 from allscan.plan import Part
 from support.values import relative
@@ -163,10 +165,11 @@ def graphs_of(comm):
     return [graph for part in parts for graph in part._graphs._known.values() if graph is not None]
 
 
-def graphs_case(group, recompute):
+def graphs_case(group, recompute, at_once):
     """Launched as a graph: nothing else, with the same bits, also in a graph of the caller's and after an error."""
     once = functools.partial(step, recompute=recompute)
-    with allscan.Communicator(group) as comm:
+    words = mock.patch.dict(launches.AT_ONCE, {} if at_once else {"cuda": 0})
+    with words, allscan.Communicator(group) as comm:
         tensors = leaves(comm.device)
         # without its autograd graph, in which torch keeps that the leaves were used on another stream
         expected = [x.detach() for x in once(comm, tensors)]
@@ -198,9 +201,9 @@ def graphs_case(group, recompute):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_what_comes_again_is_a_graph(run, size, recompute):
-    run(size, graphs_case, recompute)
+@pytest.mark.parametrize("recompute, at_once", [(True, True), (True, False), (False, True)])
+def test_what_comes_again_is_a_graph(run, size, recompute, at_once):
+    run(size, graphs_case, recompute, at_once)
 
 
 def profiled_case(group):
