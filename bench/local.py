@@ -180,8 +180,8 @@ def main(arguments=None) -> int:
         print(first_call(comm, "zeco_gla", shapes[0])[0])
         return 0
     cases = [(shape, False) for shape in shapes]
-    if not options.shapes:
-        cases.insert(1, (shapes[0], True))
+    if SHAPES[0] in shapes:
+        cases.insert(1 + shapes.index(SHAPES[0]), (SHAPES[0], True))
     with Table(options.csv, COLUMNS) as table:
         for shape, packed in cases:
             for name in METHODS:

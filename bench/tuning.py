@@ -1,9 +1,8 @@
 """The configurations of flash-linear-attention's kernels, compiled and chosen before anything is measured.
 
 fla chooses among hundreds of configurations. Before any rank does, many processes compile them (compile_ahead), then
-one process a GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens, kernels of the same key in one process only.
-fla keeps what it has found in Triton's cache, and all ranks take it from there for all T, as fla's keys do not contain
-T.
+one process a GPU times each for 15 ms (Triton: 100) with TUNED_AT tokens. fla keeps what it has found in Triton's
+cache, and all ranks take it from there for all T and, with most kernels, all H: fla's keys do not contain them.
 """
 
 from __future__ import annotations
@@ -135,25 +134,34 @@ def middle_of_three(T: int, device: torch.device):
     return build_cp_context(bounds, dist.group.WORLD)
 
 
-def compile_share(claims: str, jobs: list[Job]) -> list[str]:
+def compile_share(claims: str, shares: list[tuple[int, list[Job]]]) -> list[str]:
     """Compile the configurations of fla's kernels that no other process has claimed, which then lie in Triton's cache;
-    nothing is launched. What was raised."""
+    nothing is launched. Of each share what Triton would time: for arguments with keys that have come before, and be it
+    with another number of heads, it takes the choice that it has. What was raised."""
     from triton.runtime.autotuner import Autotuner
+
+    share = [0]
 
     def claimed_only(self, *args, **kwargs):
         self.nargs = dict(zip(self.arg_names, args))
-        given = [(n, getattr(x, "dtype", x)) for n, x in (self.nargs | kwargs).items() if n not in ("grid", "warmup")]
+        given = self.nargs | {name: x for name, x in kwargs.items() if name in self.arg_names}
+        key = [given[name] for name in self.keys if name in given]
+        key += [str(x.dtype) for x in given.values() if hasattr(x, "dtype")]
         configs = self.prune_configs(kwargs) if len(self.configs) > 1 else self.configs
         for config in configs:
-            claim = hashlib.sha256(f"{self.base_fn.__name__} {given} {config}".encode()).hexdigest()
+            claim = f"{share[0]} {self.base_fn.__module__} {self.base_fn.__name__} {key} {config}"
             with contextlib.suppress(Exception):  # what does not compile is left out when configurations are timed
-                open(os.path.join(claims, claim), "x").close()  # raises if there is one
+                place = os.path.join(claims, hashlib.sha256(claim.encode()).hexdigest())
+                open(place, "x").close()  # raises if there is one
                 kernel = self.fn.run(*args, **kwargs | dict(warmup=True), **config.all_kwargs())
                 if config is configs[0]:
                     kernel.run  # noqa: B018 - its launcher, the same for all of them, is compiled when it is asked for
 
+    raised = []
     with mock.patch.object(Autotuner, "run", claimed_only):
-        return _each(jobs, os.getpid() % torch.cuda.device_count(), 512)
+        for share[0], jobs in shares:
+            raised += _each(jobs, os.getpid() % torch.cuda.device_count(), 512)
+    return raised
 
 
 def tune_share(gpu: int, jobs: list[Job]) -> list[str]:
@@ -176,13 +184,13 @@ def _each(jobs, gpu, T) -> list[str]:
 
 def compile_ahead(jobs: list[Job], meanwhile=lambda: None) -> None:
     """By many processes, since fla has hundreds of configurations, and would compile one after the other; then chosen
-    by one process a GPU, kernels with the same keys by the same. meanwhile: what is done while they compile."""
+    by one process a GPU, of the same K and V by the same. meanwhile: what is done while they compile."""
     gpus, begin, raised = torch.cuda.device_count(), time.monotonic(), []
     count = max(gpus, min(28, (os.cpu_count() or 2) - 4))
-    keys = list(dict.fromkeys(job[1:] for job in jobs))
-    shares = [(gpu, [job for job in jobs if keys.index(job[1:]) % gpus == gpu]) for gpu in range(gpus)]
+    widths = list(dict.fromkeys((job.K, job.V) for job in jobs))
+    shares = [(gpu, [job for job in jobs if widths.index((job.K, job.V)) % gpus == gpu]) for gpu in range(gpus)]
     with tempfile.TemporaryDirectory() as claims, multiprocessing.get_context("spawn").Pool(count) as pool:
-        compiling = pool.starmap_async(compile_share, [(claims, jobs)] * count, chunksize=1)
+        compiling = pool.starmap_async(compile_share, [(claims, shares)] * count, chunksize=1)
         meanwhile()
         raised += compiling.get()
         compiled = time.monotonic()

@@ -199,34 +199,41 @@ def test_what_ran():
 @pytest.mark.quick
 def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
     class Function:
-        arg_names, compiled = ["x", "BLOCK"], []
+        arg_names, compiled = ["x", "H", "W", "BLOCK"], []
 
         def fn(self):
             pass
 
         fn = staticmethod(fn)
 
-        def run(self, x, *, BLOCK, grid, warmup, **options):
-            assert warmup and BLOCK != 32
-            self.compiled.append((x.dtype, BLOCK, options["num_warps"]))
+        def run(self, x, H, W, *, BLOCK, grid, warmup, **options):
+            assert warmup and BLOCK != 32 and H == 4
+            self.compiled.append((x.dtype, W, BLOCK, options["num_warps"]))
             return self
 
     function = Function()
     configs = [triton.Config({"BLOCK": block}, num_warps=warps) for block in (16, 32, 64) for warps in (1, 2)]
-    tuner = Autotuner(function, function.arg_names, configs, ["x"], None, None)
+    tuner = Autotuner(function, function.arg_names, configs, ["W"], None, None)
 
     def each(jobs, *_):
-        for dtype in (torch.float32, torch.bfloat16, torch.float32):  # the last as the first
-            tuner[(1,)](torch.ones(1, dtype=dtype))
+        for dtype, H, W in (
+            (torch.float32, 4, 1),
+            (torch.bfloat16, 4, 1),
+            (torch.float32, 4, 2),
+            (torch.float32, 8, 1),
+        ):
+            tuner[(1,)](torch.ones(1, dtype=dtype), H, W)  # the last has the key of the first
         return []
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(tuning, "_each", each)
     run = Autotuner.run
     for _ in range(2):
-        assert tuning.compile_share(str(tmp_path), []) == []
-    assert Autotuner.run is run and len(list(tmp_path.iterdir())) == 12
-    assert len(function.compiled) == len(set(function.compiled)) == 8  # those that can be compiled
+        assert tuning.compile_share(str(tmp_path), [(0, [])]) == []
+    assert Autotuner.run is run and len(list(tmp_path.iterdir())) == 18
+    assert len(function.compiled) == len(set(function.compiled)) == 12  # those that can be compiled
+    assert tuning.compile_share(str(tmp_path), [(1, [])]) == []
+    assert len(function.compiled) == 24  # those of another GPU's share
 
 
 @pytest.mark.cpu

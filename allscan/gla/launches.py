@@ -33,6 +33,7 @@ SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
 QUERIES_US = 3.7e-6  # that q_in and A of a word of q take
+WARPS = 132 * 8  # of operands_kernel at once: 255 registers
 
 # Programs that look for chunks of strong decay, as many as there is room for at once, and how many they look at
 LOOKERS = {"cuda": 264, "cpu": 2}
@@ -139,6 +140,7 @@ class GLAPlan(Plan):
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.widest = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
+        self.operand_warps = 2 if narrow else 4
         self.columns = min(64, self.widest)  # of V, where there is no state
         self.num_stages = 3 if narrow else 1
         self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
@@ -163,11 +165,17 @@ class GLAPlan(Plan):
         return self.empty(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
     def left_for_the_scan(self, carrier: StateCarrier) -> int:
-        """How many chunks, the last ones, have their q_in and A made beside the scan: for as long as it takes."""
+        """How many chunks, the last ones, have their q_in and A made beside the scan: for as long as it takes, and so
+        many that the others fill the GPU a whole number of times, for a program more takes as long as a full GPU."""
         us = carrier.expected_us(self.shape.states * self.H * self.K * self.V, self.shape.zigzag)
+        if not us:
+            return 0
         if self.shape.device == "cpu":
-            return self.num_chunks // 2 if us else 0
-        return min(self.num_chunks, math.ceil(us / (QUERIES_US * self.BT * self.H * self.K)))
+            return self.num_chunks // 2
+        least = math.ceil(us / (QUERIES_US * self.BT * self.H * self.K))
+        at_once = WARPS // self.operand_warps
+        before = max(0, self.num_chunks - least) * self.H // at_once * at_once
+        return self.num_chunks - before // self.H
 
     def keys(self, first: int, q, k, g, gate, strong, q_in, k_out, a) -> None:
         """Of the chunks from ``first`` on: see keys_kernel."""
@@ -184,7 +192,7 @@ class GLAPlan(Plan):
             self.launch(
                 operands_kernel, (end - first, self.H), q, k, g, self.chunks, self.weights, gate, strong, q_in, k_out,
                 a, scale=self.scale, first=first, **self.widths, **self.precision, BK=min(32, self.BK), KEYS=keys,
-                RANGE=self.range, num_warps=2 if self.narrow else 4, num_stages=3,
+                RANGE=self.range, num_warps=self.operand_warps, num_stages=3,
             )  # fmt: skip
 
     def strong_operands(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
