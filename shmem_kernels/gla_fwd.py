@@ -5,11 +5,10 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     operands_kernel   k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
                       q_in: every query decayed from the beginning of its chunk;
                       A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
-    keys_kernel       k_out and the sum alone, of the last chunks, whose q_in and A are left for the time of the scan
+    keys_kernel       or: k_out and the sum alone, and operands_kernel beside the scan, where the scan takes long
     state_kernel      each segment alone, from a zero state: what it leaves, and the sum of its gates
     carry_kernel      what enters each segment from this rank's own tokens; what the rank leaves of them
     scan_kernel       (scan.py) All-Scan of that over the ranks: what enters this rank
-    operands_kernel   meanwhile: q_in and A of the last chunks
     output_kernel     a segment at a time, its state in registers, beginning with what enters it from this rank and,
                       decayed, from the others:
                       o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
@@ -73,18 +72,18 @@ from .gla_blocks import (
 )
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def keys_kernel(
-    p_k, p_g, p_chunks, p_k_out, p_gate, p_strong, first,
+    p_k, p_g, p_chunks, p_k_out, p_gate, p_strong,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk, counted from ``first``: k_out, the sum of its gates, and whether its decay is strong: below
+    """Of one chunk: k_out, the sum of its gates, and whether its decay is strong: below
     2 ** -RANGE.
 
     A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
     over tokens cost least with these.
     """
-    n, h = first + tl.program_id(0), tl.program_id(1)
+    n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
     k = tl.arange(0, BK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     b_gate = tl.zeros([BK // 4, 4], tl.float32)
@@ -102,20 +101,20 @@ def keys_kernel(
     tl.store(p_strong + n * H + h, (tl.min(b_gate) < -RANGE).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def operands_kernel(
-    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_strong, p_q_in, p_k_out, p_a, scale, first,
+    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_strong, p_q_in, p_k_out, p_a, scale,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in and A of one chunk, counted from ``first``, and with KEYS what keys_kernel makes, which is given otherwise.
-    What it makes of a strong chunk, or does not make, strong_decay_kernel makes.
+    """q_in and A of one chunk, and with KEYS what keys_kernel makes, which is given otherwise. What it makes, or does
+    not make, of a strong chunk, strong_decay_kernel makes.
 
     With b_t half the difference of the gates up to t and behind t, A is the product of q exp(b) and k exp(-b), both
     within half of the chunk's range, of which q_in and k_out lack the other half; an error of b, at most RANGE *
     2 ** -18 ("bf16"), is one of each decay.
     """
-    n, h = first + tl.program_id(0), tl.program_id(1)
+    n, h = tl.program_id(0), tl.program_id(1)
     if not KEYS:
         if tl.load(p_strong + n * H + h) != 0:
             return

@@ -47,8 +47,8 @@ class StateCarrier(Protocol):
         something quicker."""
 
     def expected_us(self, words: int, zigzag: bool) -> float:
-        """About how long ``carry`` takes with states of so many words in all: so much work is left to run beside it. 0
-        where nothing runs beside it."""
+        """About how long ``carry`` takes with states of so many words in all, if it runs beside others: where that is
+        long, forward leaves more for this time."""
 
     def pending(self, shape, zigzag: bool) -> list[PendingBackward]:
         """For the backward that a forward call is to have."""

@@ -32,8 +32,7 @@ from .carrier import StateCarrier
 SUB_BLOCK = {"cuda": 16, "cpu": 32}
 STEP = {"cuda": 4, "cpu": 16}
 
-QUERIES_US = 3.7e-6  # that q_in and A of a word of q take
-WARPS = 132 * 8  # of operands_kernel at once: 255 registers
+APART_US = 1.75e-6  # that forward takes longer, a word of q, with keys in a kernel of their own
 
 # Programs that look for chunks of strong decay, as many as there is room for at once, and how many they look at
 LOOKERS = {"cuda": 264, "cpu": 2}
@@ -140,7 +139,6 @@ class GLAPlan(Plan):
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.widest = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
-        self.operand_warps = 2 if narrow else 4
         self.columns = min(64, self.widest)  # of V, where there is no state
         self.num_stages = 3 if narrow else 1
         self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
@@ -164,36 +162,28 @@ class GLAPlan(Plan):
         """States."""
         return self.empty(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
-    def left_for_the_scan(self, carrier: StateCarrier) -> int:
-        """How many chunks, the last ones, have their q_in and A made beside the scan: for as long as it takes, and so
-        many that the others fill the GPU a whole number of times, for a program more takes as long as a full GPU."""
-        us = carrier.expected_us(self.shape.states * self.H * self.K * self.V, self.shape.zigzag)
-        if not us:
-            return 0
-        if self.shape.device == "cpu":
-            return self.num_chunks // 2
-        least = math.ceil(us / (QUERIES_US * self.BT * self.H * self.K))
-        at_once = WARPS // self.operand_warps
-        before = max(0, self.num_chunks - least) * self.H // at_once * at_once
-        return self.num_chunks - before // self.H
+    def keys_apart(self, carrier: StateCarrier) -> bool:
+        """Whether forward makes keys in a kernel of their own, and q_in and A beside the scan: where the scan takes
+        longer than that costs."""
+        shape = self.shape
+        us = carrier.expected_us(shape.states * self.H * self.K * self.V, shape.zigzag)
+        return us > APART_US * shape.B * shape.T * self.H * self.K
 
-    def keys(self, first: int, q, k, g, gate, strong, q_in, k_out, a) -> None:
-        """Of the chunks from ``first`` on: see keys_kernel."""
-        if first < self.num_chunks:
-            self.launch(
-                keys_kernel, (self.num_chunks - first, self.H), k, g, self.chunks, k_out, gate, strong, first=first,
-                **self.widths, BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1), BK=self.BK,
-                num_warps=max(1, self.BK // 128), RANGE=self.range,
-            )  # fmt: skip
+    def keys(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
+        """See keys_kernel."""
+        self.launch(
+            keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
+            **self.widths, BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1), BK=self.BK,
+            num_warps=max(1, self.BK // 128), RANGE=self.range,
+        )  # fmt: skip
 
-    def operands(self, first: int, end: int, keys: bool, q, k, g, gate, strong, q_in, k_out, a) -> None:
-        """Of the chunks first .. end - 1: see operands_kernel."""
-        if first < end:
-            self.launch(
-                operands_kernel, (end - first, self.H), q, k, g, self.chunks, self.weights, gate, strong, q_in, k_out,
-                a, scale=self.scale, first=first, **self.widths, **self.precision, BK=min(32, self.BK), KEYS=keys,
-                RANGE=self.range, num_warps=self.operand_warps, num_stages=3,
-            )  # fmt: skip
+    def operands(self, keys: bool, q, k, g, gate, strong, q_in, k_out, a) -> None:
+        """See operands_kernel."""
+        self.launch(
+            operands_kernel, self.by_chunks, q, k, g, self.chunks, self.weights, gate, strong, q_in, k_out,
+            a, scale=self.scale, **self.widths, **self.precision, BK=min(32, self.BK), KEYS=keys,
+            RANGE=self.range, num_warps=2 if self.narrow else 4, num_stages=3,
+        )  # fmt: skip
 
     def strong_operands(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
         """See strong_decay_kernel."""
@@ -345,13 +335,15 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
     operands = q, k, g, gate, strong, q_in, k_out, a
-    first_left = layout.num_chunks - plan.left_for_the_scan(carrier)
-    plan.operands(0, first_left, True, *operands)
-    plan.keys(first_left, *operands)
+    if apart := plan.keys_apart(carrier):
+        plan.keys(*operands)
+    else:
+        plan.operands(True, *operands)
     plan.strong_operands(*operands)
     sums = plan.segment_states(k_out, v, gate, states)
     plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
-    plan.operands(first_left, layout.num_chunks, False, *operands)
+    if apart:
+        plan.operands(False, *operands)
     plan.join_carry()
     plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o)
     return plan
@@ -371,7 +363,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     dv = plan.output_like(v)
     if not shape.keeps:
         operands = q, k, g, gate, strong, q_in, k_out, a
-        plan.operands(0, layout.num_chunks, True, *operands)
+        plan.operands(True, *operands)
         plan.strong_operands(*operands)
     sums = plan.segment_states(q_in, do, gate, dstates)
     plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
