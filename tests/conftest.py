@@ -120,6 +120,23 @@ def fresh(request):
         group.close()
 
 
+class FailuresAtOnce:
+    """Shows them when they come: a run on GPUs may be cut."""
+
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.reporter.write_line(f"\nFAILED {report.nodeid}\n{report.longreprtext[-4000:]}")
+
+
+def pytest_sessionstart(session):
+    manager = session.config.pluginmanager
+    if session.config.option.gpu and manager.get_plugin("terminalreporter"):
+        manager.register(FailuresAtOnce(manager.get_plugin("terminalreporter")))
+
+
 def pytest_sessionfinish(session, exitstatus):
     options, reporter = session.config.option, session.config.pluginmanager.get_plugin("terminalreporter")
     if not options.gpu or options.keyword or options.file_or_dir or options.collectonly:
