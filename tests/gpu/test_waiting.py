@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -204,6 +205,36 @@ def test_nothing_waits_for_the_first_rank_through_decays_of_0():
             ranks.scan(states, factors, ranks=[0])
         torch.cuda.synchronize()
         assert bool(ranks.faults()) != done and (outs[1:] == 1).all() == done
+
+
+def late_backward_case(group, size, us):
+    """Microseconds of a step of this rank, without and with the last rank late by ``us`` between forward and backward.
+    The ranks begin each step together."""
+    with allscan.Communicator(harness.group_of(size)) as comm:
+        latency, _ = harness.stopwatches(size)
+        leaves, do = harness.inputs(16384, 16, 128, comm.device, comm.rank)
+        cycles = round(us * 1e6 / harness.sample(lambda: torch.cuda._sleep(1_000_000)))
+
+        def step(late):
+            o, _ = allscan.zeco_gla(*leaves, comm=comm)
+            if late and comm.rank == comm.size - 1:
+                torch.cuda._sleep(cycles)
+            return torch.autograd.grad(o, leaves, do)
+
+        step(False)
+        comm.barrier()
+        found = [latency(functools.partial(step, late)).median().item() for late in (False, True)]
+        comm.barrier()
+        return found
+
+
+def test_backward_has_100_us_of_work_for_a_late_neighbour(run, pool):
+    if pool.size < 2:
+        pytest.skip("needs two GPUs")
+    *others, last = run(pool.size, late_backward_case, pool.size, 100.0)
+    print("on time, late:", *others, last)
+    assert last[1] - last[0] > 80
+    assert all(late - on_time < 15 for on_time, late in others), others
 
 
 def proof_case(group):
