@@ -44,6 +44,7 @@ setup(
             "nvidia-nvshmem-cu13==3.4.5",
             "flash-linear-attention==0.6.0",
             "transformers==5.23.0",
+            "accelerate>=1.15,<2",  # transformers' Trainer, in an example
             "megatron-core==0.19.2; python_version >= '3.12'",  # for earlier ones see the Makefile
         ],
     },

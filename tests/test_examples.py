@@ -13,11 +13,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @pytest.mark.parametrize(
     "command",
-    ["own_kernel.py", "any_recurrence.py", "prefill_decode.py", "hybrid.py", "train_fsdp.py",
+    ["own_kernel.py", "any_recurrence.py", "prefill_decode.py", "hybrid.py", "train_fsdp.py", "train_transformers.py",
      "train_text.py --steps 2 --length 64 --out {folder}/train"],
 )  # fmt: skip
 def test_example(command, tmp_path):
     script, *options = command.format(folder=tmp_path).split()
+    if script == "train_transformers.py":
+        pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+        pytest.importorskip("accelerate", reason="needs accelerate")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])  # a bare checkout
     result = subprocess.run(

@@ -1,0 +1,97 @@
+"""transformers' Trainer over a split sequence: a Qwen3-Next of 3 layers of Gated DeltaNet and 1 of softmax attention.
+
+    pip install 'allscan[transformers]' accelerate
+    python examples/train_transformers.py         # on all GPUs, or on 4 CPU processes in Triton's interpreter
+
+What the split needs of a Trainer: every rank gets the same batch and takes its part of each sequence, and the loss, a
+share of the whole one, is multiplied by the number of ranks, since DistributedDataParallel averages gradients. Prints
+the losses of one rank and of all; above 1e-4 of difference the exit status is 1.
+"""
+
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from train_text import text_bytes
+
+if not torch.cuda.is_available():
+    sys.modules["fla"] = None  # type: ignore[assignment]  # transformers then takes its own functions in torch
+
+import transformers  # noqa: E402
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, Trainer, TrainingArguments  # noqa: E402
+
+import allscan  # noqa: E402
+from allscan.integrations.transformers import sequence_parallel  # noqa: E402
+from allscan.tools.ranks import Ranks, on_first  # noqa: E402
+
+STEPS, LENGTH = 10, 240
+CONFIG = dict(
+    vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16, mlp_only_layers=[0, 1, 2, 3], bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    attn_implementation="sdpa",
+)  # fmt: skip
+
+
+class SequenceParallelTrainer(Trainer):
+    def __init__(self, comm, **options):
+        super().__init__(**options)
+        self.comm = comm
+
+    def get_train_dataloader(self):
+        """Not cut over the ranks, as Trainer's own would be."""
+        return DataLoader(self.train_dataset, self.args.per_device_train_batch_size)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        n = LENGTH // self.comm.size
+        mine = inputs["input_ids"][:, self.comm.rank * n : (self.comm.rank + 1) * n]
+        output = model(input_ids=mine, labels=mine, use_cache=False)  # labels are shifted across the cuts
+        loss = output.loss * self.comm.size
+        return (loss, output) if return_outputs else loss
+
+
+def train(group):
+    """The loss of each step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    known = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
+    os.environ |= {name: str(value) for name, value in known.items()}  # what torchrun would set, for accelerate
+    transformers.logging.set_verbosity_error()
+    with allscan.Communicator(group) as comm, tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = sequence_parallel(Qwen3NextForCausalLM(Qwen3NextConfig(**CONFIG)), comm=comm)
+        tokens = text_bytes()[: 2 * STEPS * LENGTH].view(-1, LENGTH).long()
+        arguments = TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=3e-3, lr_scheduler_type="constant",
+            logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
+            use_cpu=comm.device.type == "cpu", ddp_backend=None if comm.device.type == "cuda" else "gloo",
+            ddp_find_unused_parameters=False,
+        )  # fmt: skip
+        trainer = SequenceParallelTrainer(
+            comm, model=model, args=arguments, train_dataset=[dict(input_ids=x) for x in tokens]
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        comm.barrier()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> int:
+    gpus = torch.cuda.device_count()
+    count, device = (gpus, "cuda") if gpus > 1 else (4, "cpu")
+    curves = []
+    for ranks in (1, count):
+        with Ranks(ranks, device) as group:
+            curves.append(group.run(on_first, ranks, train)[0])
+    print(f"loss by step: 1 rank, {count} ranks")
+    for alone, split in zip(*curves, strict=True):
+        print(f"  {alone:.6f}  {split:.6f}")
+    worst = max(abs(split / alone - 1) for alone, split in zip(*curves, strict=True))
+    print(f"largest relative difference: {worst:.1e}")
+    return int(not worst < 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
