@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import allscan
 from allscan.collective import TICKETS_AT_ONCE
@@ -512,6 +515,41 @@ def tickets_case(group):
 
 def test_tickets(run):
     run(2, tickets_case)
+
+
+def dispatch_modes_case(group):
+    """Tickets are lent forward and not in a recomputation, and the last of some only now and then."""
+    save_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        decay = torch.full((3,), 0.5, device=comm.device, requires_grad=True)
+        gradients = []
+        for how in ("kept", "made again", "made again, first tickets"):
+            if how.endswith("first tickets"):
+                comm.tickets.clear()
+            leaf = torch.full((3, 4), 1.0 + comm.rank, device=comm.device, requires_grad=True)
+
+            def call(x):
+                return allscan.allscan(x.sin(), decay, comm=comm)
+
+            again = functools.partial(checkpoint, call, use_reentrant=False, context_fn=save_products)
+            (call if how == "kept" else again)(leaf).square().sum().backward()
+            gradients.append((leaf.grad, decay.grad))
+            decay.grad = None
+        for found in gradients[1:]:
+            assert all(map(torch.equal, found, gradients[0]))
+        if comm.device.type == "cuda":
+            return
+        comm.tickets.clear()
+        with FakeTensorMode(), pytest.raises((RuntimeError, TypeError)):  # whose tensors cannot be launched with
+            allscan.allscan(torch.ones(3, 4, requires_grad=True), 0.5, comm=comm)
+        comm.resync()
+        leaf = torch.ones(3, 4, requires_grad=True)
+        allscan.allscan(leaf, comm=comm).sum().backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, comm.size - 1 - comm.rank))
+
+
+def test_tickets_and_torchs_dispatch_modes(run):
+    run(2, dispatch_modes_case)
 
 
 def mesh_case(group):
