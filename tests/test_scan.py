@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -511,6 +512,17 @@ def tickets_case(group):
                 assert torch.equal(gradient, torch.full_like(leaf, comm.size - 1 - comm.rank))
             del kept, tickets, prev
         assert len({x.data_ptr() for x in comm.tickets}) == 2 * TICKETS_AT_ONCE == len(comm.tickets)
+        prev = allscan.allscan(leaf, comm=comm)
+        for _ in range(2):  # a backward that may run again has its ticket
+            torch.autograd.grad(prev, leaf, torch.ones_like(prev), retain_graph=True)
+            assert prev.grad_fn.given[2].data_ptr() not in [x.data_ptr() for x in comm.tickets]
+        comm.resync()
+        del prev
+        assert len({x.data_ptr() for x in comm.tickets}) == 2 * TICKETS_AT_ONCE == len(comm.tickets)
+        with mock.patch.object(comm.streams, "capturing", lambda: True):  # replays use the ticket again
+            prev = allscan.allscan(leaf, comm=comm)
+        assert len(comm.tickets) == 2 * TICKETS_AT_ONCE
+        prev.sum().backward()
 
 
 def test_tickets(run):
@@ -535,6 +547,7 @@ def dispatch_modes_case(group):
             (call if how == "kept" else again)(leaf).square().sum().backward()
             gradients.append((leaf.grad, decay.grad))
             decay.grad = None
+            assert len(comm.tickets) == TICKETS_AT_ONCE
         for found in gradients[1:]:
             assert all(map(torch.equal, found, gradients[0]))
         if comm.device.type == "cuda":
@@ -550,6 +563,30 @@ def dispatch_modes_case(group):
 
 def test_tickets_and_torchs_dispatch_modes(run):
     run(2, dispatch_modes_case)
+
+
+def one_gradient_case(group, dense):
+    """That of one input alone is the same as with those of the others."""
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(comm.device)
+
+        given = [normal(2, 16, 8), normal(2, 16, 16) / 8 if dense else normal(2, 16).sigmoid(), normal(2, 16, 8)]
+        weights, found = normal(2, 16, 8), []
+        for wanted in ([0, 1, 2], [0], [1], [2]):
+            leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(given)]
+            factor = dict(transition=leaves[1]) if dense else dict(decay=leaves[1])
+            prev = allscan.allscan(leaves[0], **factor, initial_state=leaves[2], comm=comm)
+            found.append(torch.autograd.grad((prev * weights).sum(), [leaves[i] for i in wanted]))
+        for i in range(3):
+            assert torch.equal(found[1 + i][0], found[0][i])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_gradient_of_one_input_alone(run, dense):
+    run(2, one_gradient_case, dense)
 
 
 def mesh_case(group):
