@@ -51,8 +51,8 @@ test: $(READY)
 
 # First what mostly compiles, several at once, with ranks of their own on the same GPUs
 test-gpu: $(READY)
-	-$(PYTHON) -m pytest --gpu -m 'not gpu' -n $(JOBS) --dist worksteal
-	$(PYTHON) -m pytest --gpu -m gpu
+	$(PYTHON) -m pytest --gpu -m 'not gpu' -n $(JOBS) --dist worksteal; first=$$?; \
+	$(PYTHON) -m pytest --gpu -m gpu && exit $$first
 
 bench: $(READY)
 	$(PYTHON) -m bench.scan

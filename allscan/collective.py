@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 
 import torch
 import triton.language as tl
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, signature_of
 from .communicator import Communicator
@@ -205,7 +206,16 @@ class AllScan:
 
     def ticket(self) -> torch.Tensor:
         """Room for a ticket: see :meth:`channel`."""
-        return self._channels[0].ticket.new_empty(1)  # half the time of torch.empty
+        return self._new_tickets(1)
+
+    def _new_tickets(self, *shape: int) -> torch.Tensor:
+        """Where there are torch dispatch modes they do not see it. Selective activation checkpointing refuses operators
+        in a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
+        new_empty = self._channels[0].ticket.new_empty  # half the time of torch.empty
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return new_empty(shape)
+        with _disable_current_modes():
+            return new_empty(shape)
 
     def borrow_ticket(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """:meth:`ticket` from the communicator's, which takes no allocation, and the list that it is put back into once
@@ -217,8 +227,9 @@ class AllScan:
         free = comm.tickets
         if not free:
             comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
-            block = comm.keep(self._channels[0].ticket.new_empty(TICKETS_AT_ONCE, 2))  # at multiples of 16 bytes
-            ticket, *others = block[:, :1].unbind()
+            block = comm.keep(self._new_tickets(TICKETS_AT_ONCE, 2))  # at multiples of 16 bytes
+            with _disable_current_modes():
+                ticket, *others = block[:, :1].unbind()
             free += others
             return ticket, free
         try:

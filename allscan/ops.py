@@ -188,7 +188,12 @@ class _AllScan(Function):
         again = recomputing()
         ticket, tickets = (scan.ticket(), None) if again else scan.borrow_ticket()
         given = number if decay is None else decay
-        prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)
+        try:
+            prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)
+        except BaseException:
+            if tickets is not None:
+                tickets.append(ticket)
+            raise
         if async_op:
             works.append(prev)
             prev = prev.result

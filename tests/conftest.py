@@ -139,16 +139,17 @@ def pytest_sessionstart(session):
 
 def pytest_sessionfinish(session, exitstatus):
     options, reporter = session.config.option, session.config.pluginmanager.get_plugin("terminalreporter")
-    if not options.gpu or options.keyword or options.file_or_dir or options.collectonly:
+    chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob"
+    part = options.markexpr or "all"
+    if not options.gpu or any(getattr(options, name, None) for name in chosen) or part not in ("all", "not gpu", "gpu"):
         return  # some tests are no record
-    if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED:
-        return  # of pytest-xdist; not all that were to run
+    if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED or session.shouldfail:
+        return  # of pytest-xdist; not all that were to run, the last one after --exitfirst
     count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
     import triton
 
     from allscan.tools.provenance import nvshmem_version, source_hash
 
-    part = options.markexpr or "all"
     of = {
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "versions": {
@@ -163,7 +164,8 @@ def pytest_sessionfinish(session, exitstatus):
     path = os.path.join(ROOT, "tests", "gpu", "last_run.json")
     with open(path) as file:
         old = json.load(file)
-    if all(old.get(key) == of[key] for key in of) and {part, "all"}.isdisjoint(old["parts"]):  # the other part's
+    if all(old.get(key) == of[key] for key in of) and {part, *old["parts"]} == {"not gpu", "gpu"} != {*old["parts"]}:
+        # the other part's
         count = {kind: number + old[kind] for kind, number in count.items()}
         parts, failed = [*old["parts"], part], old["tests_that_failed"] + failed
     else:

@@ -64,6 +64,12 @@ def test_what_overflows_and_is_not_used_does_so_in_silence(run):
     check(run(1, silent_case))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_states_that_last_with_many_rows(run, dtype, size=2):
+    """Above 128 rows dg has what passes from state to state from another kernel; with mild gates that is nothing."""
+    check(run(size, gla_case, [100, 72], 1, 1, 200, 20, "weak", dtype, F32), dtype)
+
+
 @pytest.mark.parametrize("K, V", [(17, 5), (48, 80), (160, 33), (256, 16), (320, 24), (16, 300)])
 def test_odd_widths(run, K, V, size=2):
     check(run(size, gla_case, [30, 35], 1, 1, K, V, "mild", F32, F32))

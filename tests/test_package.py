@@ -6,10 +6,13 @@ import ast
 import glob
 import graphlib
 import inspect
+import json
 import os
 import subprocess
 import sys
+import types
 
+import conftest
 import pytest
 
 import allscan
@@ -166,3 +169,39 @@ def test_doctor():
     for word in ("torch", "triton", "NVSHMEM", "transport   shm", "GPU tests", "self-test   2 ranks on cpu"):
         assert word in done.stdout
     assert subprocess.run([sys.executable, "-m", "allscan"], cwd=ROOT, capture_output=True).returncode == 2
+
+
+@pytest.mark.cpu
+def test_the_record_of_gpu_tests(tmp_path, monkeypatch):
+    """Its two parts add up; of a run that was cut, or of other tests, there is none."""
+    path = tmp_path / "tests" / "gpu" / "last_run.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"parts": ["all"], "sha256": "of others"}))
+    monkeypatch.setattr(conftest, "ROOT", str(tmp_path))
+
+    def record(marks, passed, exitstatus=0, shouldfail=False, **options):
+        empty = dict(keyword="", file_or_dir=[], collectonly=False)
+        reporter = types.SimpleNamespace(stats={"passed": [None] * passed})
+        config = types.SimpleNamespace(
+            option=types.SimpleNamespace(gpu=True, markexpr=marks, **empty | options),
+            pluginmanager=types.SimpleNamespace(get_plugin=lambda name: reporter),
+        )
+        conftest.pytest_sessionfinish(types.SimpleNamespace(config=config, shouldfail=shouldfail), exitstatus)
+        found = json.loads(path.read_text())
+        return found["parts"], found.get("passed")
+
+    both = ["not gpu", "gpu"], 5
+    assert record("not gpu", 2) == (["not gpu"], 2) and record("gpu", 3) == both
+    assert record("gpu", 1, exitstatus=2) == record("gpu", 1, 1, "stopping after 1 failures") == both
+    assert record("quick", 1) == record("gpu", 1, lf=True) == record("gpu", 1, deselect=["test_gla.py"]) == both
+    assert record("gpu", 4, exitstatus=1) == (["gpu"], 4) and record("", 7) == (["all"], 7)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("first, second", [(0, 0), (1, 0), (0, 1)])
+def test_make_test_gpu_fails_where_either_part_does(tmp_path, first, second):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"not gpu"*) exit {first};; esac\necho second\nexit {second}\n')
+    python.chmod(0o755)
+    made = subprocess.run(["make", "-s", "test-gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
+    assert "second" in made.stdout and bool(made.returncode) == bool(first or second)

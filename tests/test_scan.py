@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import allscan
 from allscan.collective import TICKETS_AT_ONCE
@@ -496,6 +500,14 @@ def test_channels_of_others(run):
     run(2, channel_case)
 
 
+def all_are_back(comm):
+    """All tickets of two blocks, once; on GPUs torch's backward thread may have a node a moment longer."""
+    deadline = time.monotonic() + 10
+    while len(comm.tickets) < 2 * TICKETS_AT_ONCE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len({x.data_ptr() for x in comm.tickets}) == 2 * TICKETS_AT_ONCE == len(comm.tickets)
+
+
 def tickets_case(group):
     """Calls that wait for their backward have tickets of their own, of which later calls have some again."""
     with allscan.Communicator(group) as comm:
@@ -508,14 +520,89 @@ def tickets_case(group):
                 (gradient,) = torch.autograd.grad(prev, leaf, torch.ones_like(prev))
                 assert torch.equal(gradient, torch.full_like(leaf, comm.size - 1 - comm.rank))
             del kept, tickets, prev
-            deadline = time.monotonic() + 10
-            while len(comm.tickets) % TICKETS_AT_ONCE and time.monotonic() < deadline:
-                time.sleep(0.01)  # torch's backward thread still has the last node
-        assert len({x.data_ptr() for x in comm.tickets}) == 2 * TICKETS_AT_ONCE == len(comm.tickets)
+        assert all_are_back(comm)
+        prev = allscan.allscan(leaf, comm=comm)
+        for _ in range(2):  # a backward that may run again has its ticket
+            torch.autograd.grad(prev, leaf, torch.ones_like(prev), retain_graph=True)
+            assert prev.grad_fn.given[2].data_ptr() not in [x.data_ptr() for x in comm.tickets]
+        comm.resync()
+        del prev
+        assert all_are_back(comm)
+        with (
+            mock.patch.object(allscan.AllScan, "_scan", side_effect=torch.OutOfMemoryError),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            allscan.allscan(leaf, comm=comm)
+        assert all_are_back(comm)
+        comm.resync()
+        with mock.patch.object(comm.streams, "capturing", lambda: True):  # replays use the ticket again
+            prev = allscan.allscan(leaf, comm=comm)
+        assert len(comm.tickets) == 2 * TICKETS_AT_ONCE
+        prev.sum().backward()
 
 
 def test_tickets(run):
     run(2, tickets_case)
+
+
+def dispatch_modes_case(group):
+    """Tickets are lent forward and not in a recomputation, and the last of some only now and then."""
+    save_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        decay = torch.full((3,), 0.5, device=comm.device, requires_grad=True)
+        gradients = []
+        for how in ("kept", "made again", "made again, first tickets"):
+            if how.endswith("first tickets"):
+                comm.tickets.clear()
+            leaf = torch.full((3, 4), 1.0 + comm.rank, device=comm.device, requires_grad=True)
+
+            def call(x):
+                return allscan.allscan(x.sin(), decay, comm=comm)
+
+            again = functools.partial(checkpoint, call, use_reentrant=False, context_fn=save_products)
+            (call if how == "kept" else again)(leaf).square().sum().backward()
+            gradients.append((leaf.grad, decay.grad))
+            decay.grad = None
+            assert len(comm.tickets) == TICKETS_AT_ONCE
+        for found in gradients[1:]:
+            assert all(map(torch.equal, found, gradients[0]))
+        if comm.device.type == "cuda":
+            return
+        comm.tickets.clear()
+        with FakeTensorMode(), pytest.raises((RuntimeError, TypeError)):  # whose tensors cannot be launched with
+            allscan.allscan(torch.ones(3, 4, requires_grad=True), 0.5, comm=comm)
+        comm.resync()
+        leaf = torch.ones(3, 4, requires_grad=True)
+        allscan.allscan(leaf, comm=comm).sum().backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, comm.size - 1 - comm.rank))
+
+
+def test_tickets_and_torchs_dispatch_modes(run):
+    run(2, dispatch_modes_case)
+
+
+def one_gradient_case(group, dense):
+    """That of one input alone is the same as with those of the others."""
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(comm.device)
+
+        given = [normal(2, 16, 8), normal(2, 16, 16) / 8 if dense else normal(2, 16).sigmoid(), normal(2, 16, 8)]
+        weights, found = normal(2, 16, 8), []
+        for wanted in ([0, 1, 2], [0], [1], [2]):
+            leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(given)]
+            factor = dict(transition=leaves[1]) if dense else dict(decay=leaves[1])
+            prev = allscan.allscan(leaves[0], **factor, initial_state=leaves[2], comm=comm)
+            found.append(torch.autograd.grad((prev * weights).sum(), [leaves[i] for i in wanted]))
+        for i in range(3):
+            assert torch.equal(found[1 + i][0], found[0][i])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_gradient_of_one_input_alone(run, dense):
+    run(2, one_gradient_case, dense)
 
 
 def mesh_case(group):

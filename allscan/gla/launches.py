@@ -46,7 +46,7 @@ OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
 
-# Words of q up to which a pass is one CUDA graph, and its memory, about 9 times theirs, is given back at its end
+# Words of q or v up to which a pass is one CUDA graph, and all of its memory is given back at its end
 AT_ONCE = {"cuda": 1 << 23, "cpu": 1 << 14}
 
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
@@ -133,7 +133,7 @@ class GLAPlan(Plan):
 
     def __init__(self, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool, final: bool,
                  alone: bool):  # fmt: skip
-        super().__init__(at_once=shape.B * shape.T * shape.H * shape.K <= AT_ONCE[shape.device])
+        super().__init__(at_once=shape.B * shape.T * shape.H * max(shape.K, shape.V) <= AT_ONCE[shape.device])
         self.shape, self.scale, self.layout = shape, scale, layout
         self.reverse, self.has_outside, self.has_final, self.alone = reverse, outside, final, alone
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
