@@ -120,6 +120,16 @@ def fresh(request):
         group.close()
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Which frameworks the tests had; without one of the first, its tests are skipped."""
+    from allscan.tools.provenance import installed_version
+
+    names = ("torch", "triton", "flash-linear-attention", "transformers", "accelerate", "megatron-core", "mamba-ssm",
+             "causal-conv1d", "transformer-engine")  # fmt: skip
+    found = [f"{name} {installed_version(name) or 'missing'}" for name in names]
+    terminalreporter.write_line(f"with {', '.join(found)}")
+
+
 class FailuresAtOnce:
     """Shows them when they come: a run on GPUs may be cut."""
 
