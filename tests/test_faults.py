@@ -42,10 +42,8 @@ def never_calls_case(absent):
     return answer, good
 
 
-def test_a_rank_that_never_calls(fresh, request):
-    if request.config.getoption("--gpu") and torch.cuda.device_count() < 3:
-        pytest.skip("needs 3 ranks")
-    answers = fresh(3).run(never_calls_case, 1, timeout=120)
+def test_a_rank_that_never_calls(fresh, size=3):
+    answers = fresh(size).run(never_calls_case, 1, timeout=120)
     assert all(good for _, good in answers)
     for rank, neighbour, expected in ((0, 1, 1), (2, 1, 1)):
         seconds, record, message, again, closing = answers[rank][0]

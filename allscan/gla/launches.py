@@ -250,11 +250,12 @@ class GLAPlan(Plan):
         if self.has_final and (self.shape.zigzag or not self.alone):
             self.launch(final_kernel, grid, *tensors, **blocks)
 
-    def outputs(self, x, y, z, a, gate, entering, o) -> None:
-        """See output_kernel."""
+    def outputs(self, k_out, v, q_in, a, gate, entering, o) -> None:
+        """See output_kernel; forward has no use for what comes behind o."""
         self._with_state(
-            output_kernel, self.BK, OUTPUTS, x, y, z, a, gate, self.segments, *entering, o, o, o, o, o, REVERSE=False
-        )
+            output_kernel, self.BK, OUTPUTS, k_out, v, q_in, a, gate, self.segments, *entering, o, o, o, o, o,
+            REVERSE=False,
+        )  # fmt: skip
 
     def value_gradients(self, do, q_in, k_out, a, gate, entering, dv, states, low) -> tuple[Buffer, Buffer]:
         """Makes dv; (D, what passes from state to state): see output_kernel."""

@@ -228,9 +228,7 @@ def late_backward_case(group, size, us):
         return found
 
 
-def test_backward_has_100_us_of_work_for_a_late_neighbour(run, pool):
-    if pool.size < 2:
-        pytest.skip("needs two GPUs")
+def test_backward_has_100_us_of_work_for_a_late_neighbour(run, pool, size=2):
     *others, last = run(pool.size, late_backward_case, pool.size, 100.0)
     print("on time, late:", *others, last)
     assert last[1] - last[0] > 80
