@@ -9,7 +9,7 @@
 # With CUDA, set PYTHON to the interpreter that has your torch, e.g. make test-gpu PYTHON=python3: no environment is made.
 
 VENV := .venv
-JOBS := 6
+JOBS := 8
 ifdef PYTHON
   READY :=
 else
@@ -49,10 +49,10 @@ test: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -n 2 --dist worksteal
 
-# First what mostly compiles, several at once, with ranks of their own on the same GPUs
+# First, several at once with ranks of their own on the same GPUs, all but what others would disturb
 test-gpu: $(READY)
-	$(PYTHON) -m pytest --gpu -m 'not gpu' -n $(JOBS) --dist worksteal; first=$$?; \
-	$(PYTHON) -m pytest --gpu -m gpu && exit $$first
+	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) --dist worksteal; first=$$?; \
+	$(PYTHON) -m pytest --gpu -m alone && exit $$first
 
 bench: $(READY)
 	$(PYTHON) -m bench.scan

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
+from .tiling import cdiv
 
 T_ = TypeVar("T_")
 
@@ -87,13 +88,16 @@ def to_device(table: torch.Tensor, device) -> torch.Tensor:
     return table.to(device, non_blocking=True)
 
 
-def segment_length(tokens: int, H: int, K: int, cuda: bool) -> int:
-    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments to fill a GPU, on which
-    there is room for more of them the fewer rows their states have."""
+def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, cuda: bool) -> int:
+    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments for the programs of
+    output_kernel to fill a GPU. Of more than 1,024 tokens so many that they fill it twice, lest their time double where
+    others use a few multiprocessors; of packed sequences, which are of many lengths, four times."""
     if not cuda:
         return 2 * CHUNK_TOKENS
-    length, least, enough = (1024, 2, 256) if K <= 64 else (1024, 4, 128)
-    while length > least * CHUNK_TOKENS and tokens * H // length < enough:
+    at_once = 128 if 64 < K <= 128 and V > 64 else 256  # programs, which then have 8 or 4 warps
+    programs = B * H * cdiv(V, 64 if K > 128 else 128)  # of a segment of each sequence
+    length, least = 4096, CHUNK_TOKENS * (2 if K <= 64 else 4)
+    while length > least and programs * cdiv(T, length) < at_once * (4 if packed else 2 if length > 1024 else 1):
         length //= 2
     return length
 

@@ -13,7 +13,7 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                       decayed, from the others:
                       o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
-In block sizes: rank > piece (of one sequence) > segment (up to 1,024 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
+In block sizes: rank > piece (of one sequence) > segment (up to 4,096 tokens) > chunk (BT = 64 tokens) > sub-block (BC,
 strong-decay chunks only); BK and BV columns of K and V, BR tokens a step of keys_kernel, BS columns of K at a time.
 
 The gates are read by operands_kernel and keys_kernel (strong_decay_kernel, gla_strong.py) alone; what follows are

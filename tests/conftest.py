@@ -37,6 +37,9 @@ QUICK = (
 )  # fmt: skip
 
 
+PARTS = {"not alone", "alone"}  # of the tests on GPUs, as make test-gpu has them
+
+
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
     parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
@@ -151,7 +154,7 @@ def pytest_sessionfinish(session, exitstatus):
     options, reporter = session.config.option, session.config.pluginmanager.get_plugin("terminalreporter")
     chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob"
     part = options.markexpr or "all"
-    if not options.gpu or any(getattr(options, name, None) for name in chosen) or part not in ("all", "not gpu", "gpu"):
+    if not options.gpu or any(getattr(options, name, None) for name in chosen) or part not in ("all", *PARTS):
         return  # some tests are no record
     if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED or session.shouldfail:
         return  # of pytest-xdist; not all that were to run, the last one after --exitfirst
@@ -174,7 +177,7 @@ def pytest_sessionfinish(session, exitstatus):
     path = os.path.join(ROOT, "tests", "gpu", "last_run.json")
     with open(path) as file:
         old = json.load(file)
-    if all(old.get(key) == of[key] for key in of) and {part, *old["parts"]} == {"not gpu", "gpu"} != {*old["parts"]}:
+    if all(old.get(key) == of[key] for key in of) and {part, *old["parts"]} == PARTS != {*old["parts"]}:
         # the other part's
         count = {kind: number + old[kind] for kind, number in count.items()}
         parts, failed = [*old["parts"], part], old["tests_that_failed"] + failed

@@ -190,18 +190,18 @@ def test_the_record_of_gpu_tests(tmp_path, monkeypatch):
         found = json.loads(path.read_text())
         return found["parts"], found.get("passed")
 
-    both = ["not gpu", "gpu"], 5
-    assert record("not gpu", 2) == (["not gpu"], 2) and record("gpu", 3) == both
-    assert record("gpu", 1, exitstatus=2) == record("gpu", 1, 1, "stopping after 1 failures") == both
-    assert record("quick", 1) == record("gpu", 1, lf=True) == record("gpu", 1, deselect=["test_gla.py"]) == both
-    assert record("gpu", 4, exitstatus=1) == (["gpu"], 4) and record("", 7) == (["all"], 7)
+    both = ["not alone", "alone"], 5
+    assert record("not alone", 2) == (["not alone"], 2) and record("alone", 3) == both
+    assert record("alone", 1, exitstatus=2) == record("alone", 1, 1, "stopping after 1 failures") == both
+    assert record("quick", 1) == record("alone", 1, lf=True) == record("alone", 1, deselect=["test_gla.py"]) == both
+    assert record("alone", 4, exitstatus=1) == (["alone"], 4) and record("", 7) == (["all"], 7)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("first, second", [(0, 0), (1, 0), (0, 1)])
 def test_make_test_gpu_fails_where_either_part_does(tmp_path, first, second):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *"not gpu"*) exit {first};; esac\necho second\nexit {second}\n')
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"not alone"*) exit {first};; esac\necho second\nexit {second}\n')
     python.chmod(0o755)
     made = subprocess.run(["make", "-s", "test-gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
     assert "second" in made.stdout and bool(made.returncode) == bool(first or second)

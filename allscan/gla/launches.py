@@ -40,8 +40,8 @@ LOOK = {"cuda": 4096, "cpu": 8}
 
 # Where bfloat16 inputs take others than GLAPlan.blocks works out, by the rows of a state: its columns in a program,
 # warps, and stages of the loop over chunks
-OF_CHUNKS = {128: (128, 8, 2)}  # state_kernel, EVERY_CHUNK
-OF_CHUNKS_REVERSE = {128: (64, 4, 2)}
+OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, EVERY_CHUNK
+OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
@@ -80,7 +80,8 @@ class Shape:
     @functools.cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
-        return segment_length(self.B * self.T, self.H, self.K, self.device == "cuda")
+        packed = self.sequences > self.B
+        return segment_length(self.B, self.T, self.H, self.K, self.V, packed, self.device == "cuda")
 
     @property
     def states(self) -> int:
@@ -208,7 +209,7 @@ class GLAPlan(Plan):
         default = BV, 8 if BK * BV > 8192 else 4, stages
         BV, num_warps, stages = chosen.get(BK, default) if self.narrow else default
         BV = min(BV, self.widest)
-        segments = max(1, self.shape.B * self.shape.T // self.shape.segment)  # about, and the same for every layout
+        segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # about, and the same for every layout
         while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < FEW[self.shape.device]:
             BV //= 2
         return BV, num_warps if BK * BV > 8192 else 4, stages

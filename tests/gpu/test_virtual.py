@@ -150,6 +150,7 @@ def timed(algorithm, nodes, kind, shape, tile, programs):
     return sorted(times)[7], worst
 
 
+@pytest.mark.alone
 def test_where_nothing_passes_a_chain_takes_one_hop(one):
     """32 ranks, all of them behind a gate; a program has one tile, of 32 KiB."""
     arguments = (4, 64, 128), (64, 128), 4
@@ -161,6 +162,7 @@ def test_where_nothing_passes_a_chain_takes_one_hop(one):
     assert slow >= 8 * fast, (slow, fast)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("algorithm, nodes", KINDS[:3])
 def test_times(one, algorithm, nodes):
     """Printed, for the model (bench.scaling): one GPU's memory in place of links."""

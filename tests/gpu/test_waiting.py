@@ -19,7 +19,7 @@ from bench import harness
 from bench.proof import Method
 from support.values import late
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def beside_nccl_case(group, how, mib, nccl_mib):
