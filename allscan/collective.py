@@ -12,7 +12,6 @@ from typing import Any, Literal, overload
 
 import torch
 import triton.language as tl
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, signature_of
 from .communicator import Communicator
@@ -25,12 +24,12 @@ from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel
 from .shmem_kernels.scan import scan_kernel
 from .shmem_kernels.transition import transition_kernel
+from .tickets import new_tickets
 from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
 from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
 _TICKET = Channel._fields.index("ticket")
-TICKETS_AT_ONCE = 64  # that are allocated
 
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
@@ -206,36 +205,7 @@ class AllScan:
 
     def ticket(self) -> torch.Tensor:
         """Room for a ticket: see :meth:`channel`."""
-        return self._new_tickets(1)
-
-    def _new_tickets(self, *shape: int) -> torch.Tensor:
-        """Where there are torch dispatch modes they do not see it. Selective activation checkpointing refuses operators
-        in a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
-        new_empty = self._channels[0].ticket.new_empty  # half the time of torch.empty
-        if torch._C._len_torch_dispatch_stack() == 0:
-            return new_empty(shape)
-        with _disable_current_modes():
-            return new_empty(shape)
-
-    def borrow_ticket(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """:meth:`ticket` from the communicator's, which takes no allocation, and the list that it is put back into once
-        no launch that is still to come reads it. Launches of a communicator follow one another, so whoever takes it
-        next writes to it behind those that read it. In a capture a new one: replays use it again."""
-        comm = self.comm
-        if comm.streams.capturing():
-            return self.ticket(), None
-        free = comm.tickets
-        if not free:
-            comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
-            block = comm.keep(self._new_tickets(TICKETS_AT_ONCE, 2))  # at multiples of 16 bytes
-            with _disable_current_modes():
-                ticket, *others = block[:, :1].unbind()
-            free += others
-            return ticket, free
-        try:
-            return free.pop(), free
-        except IndexError:  # another thread has taken the last one
-            return self.ticket(), None
+        return new_tickets(self.comm, 1)
 
     def reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""

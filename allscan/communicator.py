@@ -123,7 +123,7 @@ class Communicator:
         self._record = self.record.numpy().data  # the same memory, quicker to read
         self.streams = Streams(self.device)
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
-        self.tickets: list[torch.Tensor] = []  # that are free, see AllScan.borrow_ticket
+        self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         self._offsets: set[int] = set()

@@ -22,6 +22,7 @@ from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
 from .operators import Function, ordered, refuse_second_derivative, wants_gradient
 from .order import PendingBackward, recomputing
+from .tickets import borrow_ticket
 from .tiling import transition_tile
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
@@ -186,7 +187,7 @@ class _AllScan(Function):
     def forward(ctx, how, state, decay, transition, initial_state):
         scan, reverse, number, async_op, works = how
         again = recomputing()
-        ticket, tickets = (scan.ticket(), None) if again else scan.borrow_ticket()
+        ticket, tickets = (scan.ticket(), None) if again else borrow_ticket(scan.comm)
         given = number if decay is None else decay
         try:
             prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)

@@ -23,7 +23,6 @@ from .errors import REMEDY, AllScanOutOfStep, names_of
 from .rendezvous import Refused, Rendezvous, by_rank
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
-TICKETS = 4  # words of the tickets of a call in the zigzag layout: two, each at a multiple of 16 bytes
 SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether all have
 
 
@@ -223,7 +222,7 @@ class PendingBackward:
     runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
     gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
 
-    ticket, tickets: what the node has of ``AllScan.borrow_ticket``, and the list into which it is put back.
+    ticket, tickets: what the node has of ``borrow_ticket`` (tickets.py), and the list into which it is put back.
     """
 
     __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
@@ -258,11 +257,3 @@ def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
     """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
     there = PendingBackward(scan, False)
     return [there, PendingBackward(scan, True)] if zigzag else [there]
-
-
-def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:
-    """For AllScan.there_and_back of both halves; ``ticket``: int64 [TICKETS], with room for one of each."""
-    make = scan.channel_of_scan
-    if adjoint:  # of the halves in the other order
-        return make(False, adjoint_of=ticket[2:]), make(True, adjoint_of=ticket[:2])
-    return make(False, ticket=ticket[:2]), make(True, ticket=ticket[2:])

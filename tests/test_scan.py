@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import allscan
-from allscan.collective import TICKETS_AT_ONCE
 from allscan.reference import allscan_reference
+from allscan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from allscan.tiling import transition_tile
 from support.scans import scan_case
 from support.values import error, inputs, late, raised

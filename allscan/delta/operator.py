@@ -14,8 +14,9 @@ from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import check_first, checked, find_layout
 from ..operators import Operator, refuse_second_derivative
-from ..order import TICKETS, pending_backwards, recomputing
+from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
+from ..tickets import TICKETS
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
 

@@ -12,7 +12,6 @@ from ..collective import AllScan
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import get_or_create_scan
-from ..order import zigzag_channels
 from ..packing import CHUNK_TOKENS, KEPT, Layout
 from ..plan import Plan
 from ..shmem_kernels.delta import (
@@ -22,6 +21,7 @@ from ..shmem_kernels.delta import (
     scalar_gradient_kernel,
     summary_kernel,
 )
+from ..tickets import zigzag_channels
 from ..tiling import cdiv, next_power_of_2, transition_tile
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches

@@ -15,8 +15,9 @@ from ..collective import AllScan
 from ..communicator import Communicator, cached_on, communicator_of
 from ..errors import Problem
 from ..first_call import get_or_create_scan
-from ..order import PendingBackward, pending_backwards, zigzag_channels
+from ..order import PendingBackward, pending_backwards
 from ..plan import Buffer, Plan
+from ..tickets import zigzag_channels
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..order import TICKETS
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from ..plan import WORD, Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
@@ -24,6 +23,7 @@ from ..shmem_kernels.gla_fwd import (
     state_kernel,
 )
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
+from ..tickets import TICKETS
 from ..tiling import cdiv, default_tile, next_power_of_2
 from .carrier import StateCarrier
 

@@ -1,0 +1,52 @@
+"""Tickets: device words in which a forward launch leaves its number for its backward (shmem_kernels/channel.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+TICKETS = 4  # words of the tickets of a call in the zigzag layout: two, each at a multiple of 16 bytes
+AT_ONCE = 64  # that are allocated
+
+
+def new_tickets(comm: Communicator, *shape: int) -> torch.Tensor:
+    """Where there are torch dispatch modes they do not see it. Selective activation checkpointing refuses operators in
+    a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
+    new_empty = comm.step_word.new_empty  # half the time of torch.empty
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return new_empty(shape)
+    with _disable_current_modes():
+        return new_empty(shape)
+
+
+def borrow_ticket(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """A ticket of the communicator's, which takes no allocation, and the list that it is put back into once no launch
+    that is still to come reads it. Launches of a communicator follow one another, so whoever takes it next writes to it
+    behind those that read it. In a capture a new one: replays use it again."""
+    if comm.streams.capturing():
+        return new_tickets(comm, 1), None
+    free = comm.tickets
+    if not free:
+        comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
+        block = comm.keep(new_tickets(comm, AT_ONCE, 2))  # at multiples of 16 bytes
+        with _disable_current_modes():
+            ticket, *others = block[:, :1].unbind()
+        free += others
+        return ticket, free
+    try:
+        return free.pop(), free
+    except IndexError:  # another thread has taken the last one
+        return new_tickets(comm, 1), None
+
+
+def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:
+    """For AllScan.there_and_back of both halves; ``ticket``: int64 [TICKETS], with room for one of each."""
+    make = scan.channel_of_scan
+    if adjoint:  # of the halves in the other order
+        return make(False, adjoint_of=ticket[2:]), make(True, adjoint_of=ticket[:2])
+    return make(False, ticket=ticket[:2]), make(True, ticket=ticket[2:])
