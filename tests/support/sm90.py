@@ -1,4 +1,4 @@
-"""Compile a kernel for sm_90 without a GPU and look at what comes out."""
+"""Compile a kernel for sm_90, or another GPU, without one and look at what comes out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, D
 class Compiled:
     """PTX, registers and spilled bytes of one kernel."""
 
-    def __init__(self, kernel, arguments: dict, constants: dict, num_warps=4, extern_libs=None, **options):
+    def __init__(
+        self, kernel, arguments: dict, constants: dict, num_warps=4, extern_libs=None, capability=90, **options
+    ):  # fmt: skip
         """``arguments``: name -> Triton type or Channel type; ``constants``: name -> value, a channel's in a dict."""
         names = kernel.arg_names
         values, attributes = {}, {}
@@ -48,7 +50,7 @@ class Compiled:
         options |= {"num_warps": num_warps}
         if extern_libs:
             options["extern_libs"] = extern_libs
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx, self.cubin, self.shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
         usage = self._tool("cuobjdump", "--dump-resource-usage")
         found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
