@@ -205,8 +205,9 @@ class NoCarrier:
         return 1.0
 
 
-def compiled_launches(most_spilled=None, blackwell=False):
-    """(kernel, Compiled) of each different launch that was made. blackwell: each is compiled for sm_100, too."""
+def compiled_launches(most_spilled=None, more_on_sm_100=None):
+    """(kernel, Compiled) of each different launch that was made. more_on_sm_100: compiled for that, too, each
+    may spill as many bytes a thread more."""
     kinds = {
         torch.float32: "*fp32",
         torch.bfloat16: "*bf16",
@@ -227,9 +228,12 @@ def compiled_launches(most_spilled=None, blackwell=False):
         assert compiled.shared <= 227 << 10
         assert not compiled.unset_registers(), (kernel, options)
         assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
-        if blackwell:  # by other rules: at most 80 bytes a thread more are spilled
+        if more_on_sm_100 is not None:
             other = Compiled(kernel, arguments, options, **launch, capability=100)
-            assert other.shared <= 227 << 10 and other.spilled_bytes <= compiled.spilled_bytes + 80, (kernel, options)
+            assert other.shared <= 227 << 10 and other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (
+                kernel,
+                options,
+            )
         yield kernel, compiled
 
 
@@ -260,7 +264,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         _, final, *kept = operator._forward(q, k, v, g, initial, None, *how)
         operator._backward(do, final, q, k, v, g, None, *kept, *how)
     seen = set()
-    for kernel, compiled in compiled_launches(blackwell=dtype == torch.bfloat16 and not keeps):
+    for kernel, compiled in compiled_launches(more_on_sm_100=64 if dtype == torch.bfloat16 and not keeps else None):
         seen.add(kernel)
         if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
@@ -309,7 +313,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         states.gradients(narrow, narrow, wide, narrow, sums, wide, wide, chunks, chunks, 0.1)
         kernels.add(delta.scalar_gradient_kernel)
     seen = set()
-    for kernel, compiled in compiled_launches(most_spilled, blackwell=True):
+    for kernel, compiled in compiled_launches(most_spilled, more_on_sm_100=216):
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
     assert seen == kernels
