@@ -20,6 +20,7 @@ from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan
 from .rails import Rails
+from .runtime import outside_inference_mode
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel
@@ -85,6 +86,7 @@ class AllScan:
         ...     prev = scan.scan(state, decay)
     """
 
+    @outside_inference_mode
     def __init__(
         self, comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
         tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,

@@ -20,7 +20,7 @@ from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
 from .rendezvous import Abandoned, Rendezvous, by_rank
-from .runtime import init, resolve_transport, symmetric_heap
+from .runtime import init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
 
@@ -91,6 +91,7 @@ class Communicator:
         ...     prev = allscan.allscan(state, decay, comm=comm)
     """
 
+    @outside_inference_mode
     def __init__(
         self, group: Any = None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
         max_ctas: int | None = None, nodes: Sequence[int] | None = None, algorithm: str = "auto",
@@ -117,7 +118,7 @@ class Communicator:
                 raise ValueError(f"the arena lies on {self.heap.device}, the current device is {self.device}")
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self.max_ctas = processors // 2 if max_ctas is None else max_ctas
-        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
+        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._record = self.record.numpy().data  # the same memory, quicker to read

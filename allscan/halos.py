@@ -274,4 +274,4 @@ def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
         begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
         places = range(end, end + n) if reverse else range(first - n, first)
         table += [[begin <= t < finish] for t in places]
-    return to_device(torch.tensor(table), device)
+    return to_device(torch.tensor(table, device="cpu"), device)
