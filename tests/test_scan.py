@@ -494,7 +494,11 @@ def channel_case(group):
         for channel in (scan.channel(reverse=True), other.channel()):
             with pytest.raises(ValueError, match="of this AllScan and of the direction"):
                 scan.scan(state, channel=channel)
-        assert torch.equal(scan.scan(state, channel=scan.channel(ticket=scan.ticket())), comm.rank * state)
+        ticket = scan.ticket()
+        for options in (dict(ticket=state), dict(adjoint_of=ticket.int()), dict(ticket=ticket, adjoint_of=ticket)):
+            with pytest.raises(ValueError, match="ticket"):
+                scan.channel(**options)
+        assert torch.equal(scan.scan(state, channel=scan.channel(ticket=ticket)), comm.rank * state)
 
 
 def test_channels_of_others(run):
