@@ -23,7 +23,7 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
     """cu_seqlens as a tensor of integers [N + 1]. Raises TypeError or ValueError."""
     if not isinstance(cu_seqlens, torch.Tensor):
         try:
-            cu_seqlens = torch.as_tensor(cu_seqlens)
+            cu_seqlens = torch.as_tensor(cu_seqlens, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"cu_seqlens must be a tensor or a list of integers: {error}") from error
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -19,6 +19,7 @@ from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan
 from .rails import Rails
+from .runtime import outside_inference_mode
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel
@@ -84,6 +85,7 @@ class AllScan:
         ...     prev = scan.scan(state, decay)
     """
 
+    @outside_inference_mode
     def __init__(
         self, comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
         tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,
@@ -187,10 +189,16 @@ class AllScan:
         For a kernel that has a backward pass of its own: ``ticket``, int64 [1] on the device, takes the number of this
         launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
-        Raises ValueError where the algorithm is not a chain.
+        Raises ValueError where the algorithm is not a chain, for both of them, and for a ticket that is none.
         """
         if self._rails is not None:
             raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
+        if ticket is not None and adjoint_of is not None:
+            raise ValueError("a launch has a ticket or is the adjoint of one, not both")
+        given = adjoint_of if ticket is None else ticket
+        if given is not None and (given.dtype != torch.int64 or given.device != self.comm.device or not given.numel()):
+            wanted = f"int64 [1] on {self.comm.device}"
+            raise ValueError(f"a ticket must be {wanted}, got {given.dtype} {list(given.shape)} on {given.device}")
         return self.channel_of_scan(reverse, ticket, adjoint_of)
 
     def channel_of_scan(
@@ -388,7 +396,7 @@ class AllScan:
             return out
         with self.comm.streams.beside() as join:
             self._launch(launch, tensors, reverse, ticket, of_adjoint)
-        return Work(self.comm, out, join, tensors)
+        return Work(self.comm, out, join, (*tensors, ticket))  # the ticket's memory is used there, too
 
     def _launch(self, launch: Any, tensors: tuple, reverse: bool, ticket: torch.Tensor | None, adjoint: bool) -> None:
         self._before_launch(launch.kernel, reverse)

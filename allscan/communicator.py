@@ -20,7 +20,7 @@ from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
 from .rendezvous import Abandoned, Rendezvous, by_rank
-from .runtime import init, resolve_transport, symmetric_heap
+from .runtime import init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
 
@@ -63,7 +63,7 @@ class Communicator:
         long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run beside it.
     nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a node
         must reach each other by loads and stores. The same on every rank.
-    algorithm: how allscan(), zeco_gla() and ``AllScan`` go over several nodes: "chain", "rails", "doubling"
+    algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` go over several nodes: "chain", "rails", "doubling"
         (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a table that a model has
         made. The same on every rank.
 
@@ -91,6 +91,7 @@ class Communicator:
         ...     prev = allscan.allscan(state, decay, comm=comm)
     """
 
+    @outside_inference_mode
     def __init__(
         self, group: Any = None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
         max_ctas: int | None = None, nodes: Sequence[int] | None = None, algorithm: str = "auto",
@@ -117,7 +118,7 @@ class Communicator:
                 raise ValueError(f"the arena lies on {self.heap.device}, the current device is {self.device}")
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self.max_ctas = processors // 2 if max_ctas is None else max_ctas
-        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
+        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._record = self.record.numpy().data  # the same memory, quicker to read
@@ -202,7 +203,7 @@ class Communicator:
 
     def call(self, reverse: bool = False) -> AbstractContextManager[None]:
         """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
-        return _INSIDE if self.order.inside else _Call(self, reverse)
+        return _INSIDE if self.order.inside else _Call(self, bool(reverse))
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.

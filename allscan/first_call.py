@@ -12,6 +12,7 @@ from .communicator import Communicator, cached_on
 from .errors import Problem
 from .packing import MOST_CHUNKS, Layout, Piece, boundaries_on_host, cut, zigzag_cut
 from .rendezvous import by_rank
+from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
 KEPT = 256  # partitions of cu_seqlens, and tables, that a communicator keeps
@@ -121,7 +122,7 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T
     if value is None:
         if capturing:
             raise RuntimeError(NOT_IN_CAPTURE)
-        value = make()
+        value = outside_inference_mode(make)()
         if len(tables) >= KEPT:
             oldest = next((k for k, (_, held) in tables.items() if not held), None)
             tables.pop(oldest, None)

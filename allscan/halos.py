@@ -12,7 +12,7 @@ from torch import Tensor
 from .checks import boundaries, check_halves, integer, is_zigzag, signature_of
 from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
-from .first_call import cached_table, get_or_create_scan, partition_start
+from .first_call import KEPT, cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
 from .operators import ordered
 from .ops import scan_once, scan_zigzag
@@ -91,6 +91,8 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     if not cached or signature not in known:
         n, cu_seqlens, first_token = _check_halo(xs, n, comm, cu_seqlens, first_token, layout)
         if cached:
+            if len(known) >= 16 * KEPT:  # of ever new lengths
+                known.clear()
             known[signature] = True
     zigzag, T = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
@@ -274,4 +276,4 @@ def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
         begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
         places = range(end, end + n) if reverse else range(first - n, first)
         table += [[begin <= t < finish] for t in places]
-    return to_device(torch.tensor(table), device)
+    return to_device(torch.tensor(table, device="cpu"), device)

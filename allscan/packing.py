@@ -58,9 +58,11 @@ class Layout:
         self._derived: dict = {}
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         self.segments, self.chunks, self.first_segments = (
-            to_device(torch.tensor(table, dtype=torch.int32), device) for table in (segments, chunks, begins)
+            to_device(torch.tensor(table, dtype=torch.int32, device="cpu"), device)
+            for table in (segments, chunks, begins)
         )
-        distance = torch.arange(BT)[:, None] - torch.arange(BT)  # what gla_blocks.load_weights takes
+        places = torch.arange(BT, device="cpu")
+        distance = places[:, None] - places  # what gla_blocks.load_weights takes
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
         self.weights = to_device(torch.stack([w.to(torch.bfloat16) for w in weights]), device)
 

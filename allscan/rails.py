@@ -183,7 +183,7 @@ class Rails:
         for words_of_round, info in rounds:
             table += words_of_round
             infos.append(info)
-        p_table = self._keep(torch.tensor(table, dtype=torch.int64).to(comm.device))
+        p_table = self._keep(torch.tensor(table, dtype=torch.int64, device="cpu").to(comm.device))
         info = self._keep(torch.stack(infos).flatten().to(comm.device))
         node = Channel(
             inbox=mine("inbox"), next_inbox=mine("inbox"), outbox=mine("inbox"), arrived=mine("arrived"),
@@ -205,7 +205,7 @@ class Rails:
 
     def _info(self, rank: int, other: int, following: int | None = None) -> torch.Tensor:
         """Of a link: who sends to ``rank`` by it, and to whom that sends."""
-        comm, info = self.comm, torch.zeros(wait.INFO_WORDS, dtype=torch.int64)
+        comm, info = self.comm, torch.zeros(wait.INFO_WORDS, dtype=torch.int64, device="cpu")
         following = other if following is None else following
         info[wait.INFO_RANK.value] = rank
         info[wait.INFO_PREV.value], info[wait.INFO_NEXT.value] = other, following

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +18,29 @@ from .bindings.shared_memory import SharedMemoryHeap
 from .bindings.transport import SymmetricHeap
 from .rendezvous import Rendezvous
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _heap: SymmetricHeap | None = None
 _job: Any = None  # torch.distributed's default group when the heap was made
 _users: weakref.WeakSet = weakref.WeakSet()  # communicators that were made since
 
 
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which makes tensors that later calls use. Those made in torch.inference_mode could neither be
+    written outside of it nor be saved for a backward pass."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **options)
+
+    return call
+
+
+@outside_inference_mode
 def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     """Make this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
 

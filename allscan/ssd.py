@@ -249,7 +249,7 @@ def _spans(comm, x, lengths, first_token, zigzag):
         key = ("ssd", batch, T, first, lengths, zigzag)
 
     def make():
-        numbers = torch.repeat_interleave(torch.tensor([s.end - s.start for s in spans]))
+        numbers = torch.repeat_interleave(torch.tensor([s.end - s.start for s in spans], device="cpu"))
         return to_device(numbers.to(torch.int32).expand(batch, -1).contiguous(), comm.device)
 
     seq_idx = cached_table(comm, key, make) if sum(s.end > s.start for s in spans) > 1 else None

@@ -203,7 +203,7 @@ def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step
             return comm.heap.symmetric(base + offset, dtype)
         return comm.heap.view(comm.pe(rank), base + offset, numel, dtype)
 
-    info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64)
+    info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64, device="cpu")
     info[wait.INFO_RANK.value] = comm.rank
     info[wait.INFO_PREV.value] = prev
     info[wait.INFO_NEXT.value] = next_

@@ -494,7 +494,11 @@ def channel_case(group):
         for channel in (scan.channel(reverse=True), other.channel()):
             with pytest.raises(ValueError, match="of this AllScan and of the direction"):
                 scan.scan(state, channel=channel)
-        assert torch.equal(scan.scan(state, channel=scan.channel(ticket=scan.ticket())), comm.rank * state)
+        ticket = scan.ticket()
+        for options in (dict(ticket=state), dict(adjoint_of=ticket.int()), dict(ticket=ticket, adjoint_of=ticket)):
+            with pytest.raises(ValueError, match="ticket"):
+                scan.channel(**options)
+        assert torch.equal(scan.scan(state, channel=scan.channel(ticket=ticket)), comm.rank * state)
 
 
 def test_channels_of_others(run):
@@ -580,6 +584,55 @@ def dispatch_modes_case(group):
 
 def test_tickets_and_torchs_dispatch_modes(run):
     run(2, dispatch_modes_case)
+
+
+def evaluation_first_case(group):
+    """Communicator, workspaces and tables that were made in inference mode are good for training."""
+    with torch.inference_mode():
+        comm = allscan.Communicator(group, timeout=5.0)
+    with comm:
+        T, K = 8, 16
+        cu_seqlens = [0, 5, T * comm.size]
+        x = torch.full((1, T, K), 1.0 + comm.rank, device=comm.device)
+        q = x.unflatten(2, (1, K))
+
+        def calls(x, q):
+            around = allscan.halo(x, 2, comm=comm, cu_seqlens=cu_seqlens), allscan.allscan(x, 0.5, comm=comm)
+            return *around, allscan.zeco_gla(q, q, q, -q, comm=comm, cu_seqlens=cu_seqlens)[0]
+
+        with torch.inference_mode():
+            expected = calls(x, q)
+        for _ in range(2):
+            comm.step()
+            leaves = [t.clone().requires_grad_() for t in (x, q)]
+            found = calls(*leaves)
+            assert all(map(torch.equal, found, expected))
+            sum(y.sum() for y in found).backward()
+            assert all(leaf.grad.isfinite().all() for leaf in leaves)
+            comm.resync()
+
+
+def test_evaluation_first(run):
+    run(2, evaluation_first_case)
+
+
+def default_device_case(group):
+    """torch.set_default_device is for the caller's tensors; "meta" has no memory."""
+    own = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    with torch.device("cuda" if own.type == "cuda" else "meta"), allscan.Communicator(group) as comm:
+        T, K = 8, 16
+        cu_seqlens = [0, 5, T * comm.size]
+        x = torch.full((1, T, K), 1.0 + comm.rank, device=own)
+        q = x.unflatten(2, (1, K))
+        before = allscan.halo(x, 1, comm=comm, cu_seqlens=cu_seqlens)
+        assert before.device == own and torch.equal(before, torch.full_like(before, comm.rank))
+        for packed in (None, cu_seqlens):
+            o, _ = allscan.zeco_gla(q, q, q, -q, comm=comm, cu_seqlens=packed)
+            assert o.device == own and o.isfinite().all()
+
+
+def test_default_device(run):
+    run(2, default_device_case)
 
 
 def one_gradient_case(group, dense):

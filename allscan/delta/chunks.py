@@ -33,7 +33,7 @@ def local(layout: Layout, packed: bool, device) -> Local:
     if layout.fla is None:
         pieces = list(pairwise(layout.boundaries))
         indices = [(i, n) for i, (a, b) in enumerate(pieces) for n in range(-(-(b - a) // CHUNK_TOKENS))]
-        tables = (torch.tensor(table, dtype=torch.int64) for table in (layout.boundaries, indices))
+        tables = (torch.tensor(table, dtype=torch.int64, device="cpu") for table in (layout.boundaries, indices))
         layout.fla = Local(*(to_device(table, device) for table in tables))
     return cast(Local, layout.fla)
 

@@ -239,9 +239,9 @@ class _Pieces(NamedTuple):
 
 def _pieces(device, first, end, lengths) -> _Pieces:
     here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
-    begin, before = here[0][0], torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32)
-    queries = torch.tensor([0, *(min(b, end) - first for _, b in here)], dtype=torch.int32)
-    keys = torch.tensor([0, *(min(b, end) - begin for _, b in here)], dtype=torch.int32)
+    begin, before = here[0][0], torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32, device="cpu")
+    queries = torch.tensor([0, *(min(b, end) - first for _, b in here)], dtype=torch.int32, device="cpu")
+    keys = torch.tensor([0, *(min(b, end) - begin for _, b in here)], dtype=torch.int32, device="cpu")
     queries, keys, offsets = (to_device(x, device) for x in (queries, keys, before))
     return _Pieces(begin, queries, keys, offsets, max(b - a for a, b in here))
 
@@ -289,7 +289,7 @@ def _lengths_here(device, first, lengths, n, T, halves):
     for begin in (first, lengths[-1] - first - part)[:halves]:
         inside = sorted({n + c - begin for c in lengths if begin < c < begin + part})
         cuts += [cuts[-1] + c for c in (*inside, n + part)]
-    return to_device(torch.tensor(cuts, dtype=torch.int32), device)
+    return to_device(torch.tensor(cuts, dtype=torch.int32, device="cpu"), device)
 
 
 def _loss(

@@ -41,8 +41,9 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
     first state, give how both depend on it.
     """
     (batch, _, HV, V), K, halves = v.shape, k.shape[-1], _halves(pieces)
-    zeros = torch.zeros(batch, HV, K, V + K, device=v.device)
-    unit = torch.cat([zeros[..., :V], torch.eye(K, device=v.device).expand(batch, HV, K, K)], -1)
+    zeros = torch.zeros(batch, HV, K, V + K, dtype=torch.float32, device=v.device)
+    identity = torch.eye(K, dtype=torch.float32, device=v.device)
+    unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
     wide = [i in (some[0] for some in halves) and piece.entered for i, piece in enumerate(pieces)]
     outputs, states = [], []
     for more, *tensors in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):

@@ -317,7 +317,7 @@ def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
             problem = f"packed sequences must be in a batch of one, got {by_rank(answer[0] for answer in answers)}"
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
-        return _Sequence(comm, tokens, None if lengths is None else torch.tensor(lengths), inner, zigzag)
+        return _Sequence(comm, tokens, None if lengths is None else torch.tensor(lengths, device="cpu"), inner, zigzag)
 
 
 def _rises(position_ids):

@@ -123,7 +123,7 @@ class VirtualRank:
     def __init__(self, rank: int, size: int, nodes: tuple[int, ...], device: torch.device, timeout: float) -> None:
         self.rank, self.size, self.nodes, self.device, self.timeout = rank, size, nodes, device, timeout
         cuda = device.type == "cuda"
-        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
+        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=device)
         self.streams = Streams(device)
@@ -247,7 +247,7 @@ class VirtualRanks:
         """(Microseconds by the GPU's clock, from when the last of all ranks' programs has seen that its gate is open to
         the last end, what each rank gets)."""
         gate = torch.zeros(1, dtype=torch.int64, device=self.device)
-        word = torch.ones(1, dtype=torch.int64, pin_memory=True)
+        word = torch.ones(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self.scan(states, decays, **options)  # compiled and loaded, as is the next one
         open_kernel[(1,)](gate, word)
         self._synchronize()
