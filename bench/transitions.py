@@ -9,6 +9,7 @@ scan is only checked, on 3 CPU ranks.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 
@@ -90,7 +91,10 @@ def point(ranks: int, heads: int, K: int, V: int) -> list:
     return rows
 
 
-def main() -> int:
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", default=results("transitions.csv"))
+    options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
     if gpus < 2:
         print("No two GPUs here: a check of All-Scan on 3 CPU ranks.")
@@ -98,7 +102,7 @@ def main() -> int:
             for row in ranks.run(point, 3, 2, 40, 16)[2]:
                 print(f"{row['method']:18} max error {row['max_error']:.1e}")
         return 0
-    with Table(results("transitions.csv"), COLUMNS, digits=4) as table, Ranks(gpus, "cuda") as ranks:
+    with Table(options.csv, COLUMNS, digits=4) as table, Ranks(gpus, "cuda") as ranks:
         for count in sorted({2, gpus}):
             for shape in SHAPES:
                 for same in zip(*ranks.run(point, count, *shape)[:count]):

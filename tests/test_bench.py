@@ -158,7 +158,7 @@ def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
 
 @pytest.mark.cpu
 def test_transitions_are_checked_on_cpu_ranks(capsys):
-    assert transitions.main() == 0
+    assert transitions.main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 

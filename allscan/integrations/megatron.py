@@ -47,7 +47,8 @@ def sequence_parallel(
     per_document: of packed sequences in the zigzag layout: whether each of them is cut, as Megatron does by default
         and its attention wants it, or the row of all (its use_per_sequence_balancing).
     comm: the ranks of context parallelism in their order; by default one for each process group, made with the first
-        mixer of it, which is collective on the host; the first of a job over all of its ranks (:func:`allscan.init`).
+        mixer of it and kept to the end of the process; making it is collective on the host, the first of a job over all
+        of its ranks (:func:`allscan.init`).
 
     Parameters, their names and checkpoints are those of Megatron's mixers. With one rank of context parallelism the
     mixers are Megatron's own. With more, each rank has all heads: their number, and that of groups, does not bound the
