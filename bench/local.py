@@ -174,7 +174,9 @@ def main(arguments=None) -> int:
             print(f"{'x'.join(map(str, shape)):22} {nbytes / 1e6:8.0f} MB {flops / 1e9:8.0f} GFLOP  {floor:8.0f} us")
         return 0
     if not options.no_fla and not options.first_call:
-        compile_ahead([Job("gla", H, K=K, V=V) for H, K, V in dict.fromkeys(shape[2:] for shape in shapes)])
+        jobs = [Job("gla", H, K=K, V=V) for H, K, V in dict.fromkeys(shape[2:] for shape in shapes)]
+        H, K, V = SHAPES[0][2:]
+        compile_ahead(jobs + [Job("gla", H, "packed", K=K, V=V)] * (SHAPES[0] in shapes))
     comm = allscan.Communicator()
     if options.first_call:
         print(first_call(comm, "zeco_gla", shapes[0])[0])

@@ -74,8 +74,8 @@ def time_quickly() -> None:
 
 class Job(NamedTuple):
     """What fla is called for ahead. rule: "gla" too. kind: "one rank", with states and without; "cp_context", as a rank
-    in the middle of several; "halves": packed, as zeco's zigzag layout has it. normalized: numbers of tokens whose
-    queries fla normalises by a kernel that depends on it."""
+    in the middle of several; "halves": packed, as zeco's zigzag layout has it; "packed", of "gla". normalized: numbers
+    of tokens whose queries fla normalises by a kernel that depends on it."""
 
     rule: str
     H: int
@@ -115,7 +115,8 @@ class Job(NamedTuple):
         from fla.ops.gla import chunk_gla
 
         leaves, do = harness.inputs(T, self.H, self.K, device, V=self.V)
-        chunk_gla(*leaves)[0].backward(do)
+        packed = dict(cu_seqlens=torch.tensor([0, T // 2, T], device=device)) if self.kind == "packed" else {}
+        chunk_gla(*leaves, **packed)[0].backward(do)
 
 
 def refused(*, q, k, w, g, **_):
