@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -100,12 +100,32 @@ class Streams:
         return self._side
 
 
+_idle: dict[tuple[torch.device, int], list[int]] = {}  # private streams that nothing holds, by device and priority
+
+
 def private_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream that no other code is given: what another thread launches is not captured with ours."""
+    """A stream that no other code is given: what another thread launches is not captured with ours. Once nothing holds
+    it, it is not destroyed, since torch's allocator may know it, but given to whoever asks next."""
+    idle = _idle.setdefault((device, priority), [])
     with torch.cuda.device(device):
-        stream = torch.cuda.ExternalStream(cuda_driver.new_stream(priority), device)
-    weakref.finalize(stream, cuda_driver.destroy_stream, stream.cuda_stream).atexit = False
+        try:
+            number = idle.pop()
+        except IndexError:
+            number = cuda_driver.new_stream(priority)
+        stream = _PrivateStream(number, device)
+    stream.idle = idle
     return stream
+
+
+class _PrivateStream(torch.cuda.ExternalStream):
+    """No weak references to it, as weakref.finalize has one: torch (2.11) does not clear those to CUDA streams,
+    and the interpreter's last garbage collection then reads freed memory."""
+
+    idle: list[int]
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.idle.append(self.cuda_stream)
 
 
 def _nothing() -> None:

@@ -43,11 +43,6 @@ def new_stream(priority: int = 0) -> int:
     return stream.value
 
 
-def destroy_stream(stream: int) -> None:
-    """Once it has done what it was given. Without an error, since the driver may be gone at the interpreter's end."""
-    _library().cuStreamDestroy_v2(c_void_p(stream))
-
-
 class Capture:
     """``with Capture(stream) as captured: ...`` holds back what is launched on ``stream``, and on streams that are put
     behind it and joined to it again; then ``captured.launch(stream)`` launches it as one graph."""

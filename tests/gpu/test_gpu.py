@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -22,6 +25,7 @@ from support.scans import scan_case
 from support.values import error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SIZES = [2, 4]
 
 
@@ -533,3 +537,25 @@ def streams_case(group):
                 scan.scan(state, decay, out=outs[epoch])
         comm.barrier()
         return max(error(out, allscan_reference(*both)[comm.rank]) for out, both in zip(outs, given, strict=True))
+
+
+ENDS = """
+import gc, weakref, torch, allscan
+streams = []
+for _ in range(2):
+    with allscan.Communicator() as comm:
+        x = torch.ones(1, 130, 2, 16, device="cuda", requires_grad=True)
+        allscan.zeco_gla(x, x, x, -x, comm=comm)[0].sum().backward()
+        streams.append(comm.streams.own().cuda_stream)
+        assert not weakref.getweakrefcount(comm.streams.own())
+    del comm
+    gc.collect()
+assert streams[0] == streams[1], streams
+"""
+
+
+def test_a_process_ends_well():
+    """Processes in which a communicator's stream had gone before ended with a segmentation fault, by way of a weak
+    reference: see streams._PrivateStream. The next communicator has the last one's stream."""
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
