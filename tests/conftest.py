@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config, items):
     for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():
         ranks.PRELOAD = [*ranks.PRELOAD, *vars(module).get("PRELOAD", ())]
     config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: "sanitizer" not in item.nodeid)  # what takes longest is first
 
 
 class Pool:

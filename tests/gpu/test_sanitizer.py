@@ -108,25 +108,37 @@ def delta_kernels() -> None:
     passes.prepare = prepared
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_no_kernel_is_caught(tool):
+def test_no_kernel_is_caught(tmp_path):
+    """memcheck and racecheck beside each other: each takes minutes."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(sanitizer):
         pytest.skip("compute-sanitizer is not installed")
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    command = [sanitizer, "--tool", tool, "--print-limit", "100000", sys.executable, os.path.abspath(__file__)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    said = ran.stdout + ran.stderr
+    runs = {}
+    for i, tool in enumerate(("memcheck", "racecheck")):
+        gpu = str(i % torch.cuda.device_count())
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu}
+        command = [sanitizer, "--tool", tool, "--print-limit", "100000", sys.executable, os.path.abspath(__file__)]
+        with open(tmp_path / tool, "w") as file:
+            runs[tool] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    try:
+        for tool, run in runs.items():
+            caught_nothing(tool, run.wait(timeout=900), (tmp_path / tool).read_text())
+    finally:
+        for run in runs.values():
+            run.kill()
+
+
+def caught_nothing(tool, returncode, said):
     if "Device not supported" in said:
         pytest.skip("compute-sanitizer does not run on this machine")
-    assert ran.returncode == 0 and "every kernel has run" in said, said[-4000:]
-    assert "SUMMARY" in said, said[-4000:]
+    assert returncode == 0 and "every kernel has run" in said, (tool, said[-4000:])
+    assert "SUMMARY" in said, (tool, said[-4000:])
     # The sum of a reduction, which every lane of a warp then has, is stored by all of them to one address: Triton's way
     # to another layout. Two writes of one instruction are that; any other hazard is one.
     hazards = re.findall(r"(\w+) access at (\S+).*\n=+ +and (\w+) access at (\S+)", said)
     wrong = [h for h in hazards if not (h[0] == h[2] == "Write" and h[1] == h[3])]
-    assert not wrong and len(hazards) == said.count("Race reported"), said[-4000:]
-    assert tool == "racecheck" or "ERROR SUMMARY: 0 errors" in said, said[-4000:]
+    assert not wrong and len(hazards) == said.count("Race reported"), (tool, said[-4000:])
+    assert tool == "racecheck" or "ERROR SUMMARY: 0 errors" in said, (tool, said[-4000:])
 
 
 if __name__ == "__main__":
