@@ -11,11 +11,26 @@ import allscan
 from allscan import first_call
 from allscan.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
-from allscan.packing import Layout, cut, most_segments
+from allscan.packing import Layout, cut, most_segments, segment_length
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from support.values import raised
 
 pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    "shape, packed, expected",
+    [
+        ((1, 16384, 16, 128, 128), False, 1024), ((1, 16384, 16, 128, 128), True, 512),
+        ((2, 16384, 16, 128, 128), False, 2048), ((4, 4096, 64, 128, 128), False, 4096),
+        ((4, 2048, 16, 128, 128), False, 1024), ((1, 16384, 16, 128, 256), False, 2048),
+        ((1, 16384, 16, 128, 64), False, 1024), ((1, 16384, 4, 256, 512), False, 1024),
+        ((8, 1024, 8, 64, 64), False, 256), ((1, 2048, 4, 64, 64), False, 128), ((1, 1, 1, 256, 16), False, 256),
+    ],
+)  # fmt: skip
+def test_segments_on_a_gpu(shape, packed, expected):
+    """As bench/results/development.txt has found them best, of those that fill the GPU as often as they should."""
+    assert segment_length(*shape, packed, True) == expected
 
 
 def test_by_hand():
