@@ -84,6 +84,12 @@ class Pool:
             raise
 
 
+def needs(gpus):
+    """For tests that do not say so by a parameter ``size``."""
+    if gpus > torch.cuda.device_count():
+        pytest.skip(f"needs {gpus} GPUs")
+
+
 def answering():
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # raises for ever after a kernel that read or wrote where it may not
@@ -104,8 +110,8 @@ def run(pool):
     """run(size, function, *arguments): function(group, *arguments) on the first ``size`` ranks; results by rank."""
 
     def run(size, function, *arguments, timeout=240.0):
-        if size > pool.size and pool.ranks.device == "cuda":
-            pytest.skip(f"needs {size} GPUs")
+        if pool.ranks.device == "cuda":
+            needs(size)
         return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]
 
     return run
@@ -117,7 +123,10 @@ def fresh(request):
     made = []
 
     def fresh(size):
-        made.append(ranks.Ranks(size, "cuda" if request.config.getoption("--gpu") else "cpu"))
+        on_gpu = request.config.getoption("--gpu")
+        if on_gpu:
+            needs(size)
+        made.append(ranks.Ranks(size, "cuda" if on_gpu else "cpu"))
         return made[-1]
 
     yield fresh

@@ -479,8 +479,8 @@ def finalize_case():
     return max(worst)
 
 
-def test_gloo_as_default_back_end_and_finalize():
-    with Ranks(2, "cuda", "gloo") as ranks:
+def test_gloo_as_default_back_end_and_finalize(size=2):
+    with Ranks(size, "cuda", "gloo") as ranks:
         assert max(ranks.run(finalize_case)) < 1e-6
 
 
