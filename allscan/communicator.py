@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C import _are_functorch_transforms_active as _transforms_active
 
 from .algorithms import check_algorithm, choose, runs
 from .bindings.interpreter import remember_repeated_work
@@ -407,6 +408,10 @@ class _Call:
         comm = self._comm
         comm.check()
         comm.order.enter_call(self._reverse)
+        if _transforms_active():
+            error = NotImplementedError("allscan does not work inside of torch.func's transforms (vmap, grad, jvp)")
+            self.__exit__(type(error), error, None)
+            raise error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._comm.order.inside = False

@@ -508,6 +508,31 @@ def test_out_that_shares_memory_and_decays_that_are_no_numbers(run):
         assert all("shares memory" in text for _, text in answers[:3])
 
 
+def transforms_case(group):
+    """torch.func's transforms are refused by name, and the next call is right."""
+    with allscan.Communicator(group, timeout=TIMEOUT) as comm:
+        x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
+        calls = {
+            "allscan": lambda x: allscan.allscan(x[0].transpose(0, 1), comm=comm),
+            "halo": lambda x: allscan.halo(x, 1, comm=comm),
+            "zeco_gla": lambda x: allscan.zeco_gla(x, x, x, -x, comm=comm, scale=1.0)[0],
+        }
+        found = []
+        for first in (True, False):  # a call for a shape that comes again
+            for call in calls.values():
+                if not first:
+                    call(x[0])
+                for transformed in (torch.func.vmap(call), torch.func.grad(lambda x, call=call: call(x[0]).sum())):
+                    found.append(raised(transformed, x))
+        return found, allscan.allscan(x[0, 0], comm=comm).mean().item() == comm.rank
+
+
+def test_functorch(run):
+    for found, right in run(2, transforms_case):
+        assert right and len(found) == 12
+        assert all(kind == "NotImplementedError" and "torch.func" in text for kind, text in found), found
+
+
 def forward_mode_case(group):
     from torch.autograd import forward_ad
 
