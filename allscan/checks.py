@@ -33,6 +33,14 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
     return cu_seqlens
 
 
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
+    kernel sees. torch.compile's operators get none such."""
+    if not torch.compiler.is_compiling() and x.is_neg():
+        x = x.resolve_neg()
+    return x.contiguous()
+
+
 def signature_of(*inputs: Any) -> tuple:
     """What checks of tensors look at, and whether other inputs are None or of which type. Hashable."""
     found: list = []
@@ -40,7 +48,7 @@ def signature_of(*inputs: Any) -> tuple:
         if x is None:
             found.append(None)
         elif isinstance(x, torch.Tensor):
-            found += x.shape, x.dtype, x.device, x.layout
+            found += type(x), x.shape, x.dtype, x.device, x.layout
         else:
             found.append(type(x))
     return tuple(found)
@@ -50,6 +58,8 @@ def check_tensor(name: str, tensor, shape, device) -> None:
     """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} (of a DTensor: to_local())")
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be float32 and dense, got {tensor.dtype}, {tensor.layout}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
@@ -99,6 +109,7 @@ def decay_rows(decay, shape, device):
     if not isinstance(decay, torch.Tensor):
         return torch.full((), float(decay), dtype=torch.float32, device=device), (0, 0)
     target = _target(decay, shape)
+    decay = decay.resolve_neg()
     if not target:
         return decay, (0, 0)
     if decay.shape != target:

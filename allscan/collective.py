@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 import triton.language as tl
 
-from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, signature_of
+from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, plain, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -370,12 +370,14 @@ class AllScan:
         """:meth:`scan` of arguments that were checked. ticket: as for :meth:`channel`, ``of_adjoint`` that of the
         forward launch."""
         one_hop, strides = False, (self.K, 1)
-        if not (isinstance(decay, torch.Tensor) and decay.shape == self._rows and decay.is_contiguous()):
+        if isinstance(decay, torch.Tensor) and decay.shape == self._rows:
+            decay = plain(decay)
+        else:
             one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0 and self._rails is None
             decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
-        state = state.contiguous()
-        given = state if initial_state is None else initial_state.contiguous()
-        factor = decay if transition is None else transition.contiguous()
+        state = plain(state)
+        given = state if initial_state is None else plain(initial_state)
+        factor = decay if transition is None else plain(transition)
         if out is None:
             out = torch.empty_like(state)
         else:
@@ -494,8 +496,8 @@ def _with_ticket(channel: Channel, ticket: torch.Tensor) -> Channel:
 def _check_out(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     """Raise ValueError if a kernel would read what another of its programs has written. inputs: as they are named here,
     None where there is none, or where it may share its memory."""
-    if not out.is_contiguous():
-        raise ValueError("out must be contiguous")
+    if not out.is_contiguous() or out.is_neg():
+        raise ValueError("out must be contiguous, and no view of a negative")
     begin = out.data_ptr()
     end = begin + out.nbytes
     for i, x in enumerate(inputs):

@@ -174,6 +174,46 @@ def test_beside_first_gradients(run):
     run(2, autograd_case)
 
 
+class WithoutMemory(torch.Tensor):
+    """As a DTensor is."""
+
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, *_, **__):
+        raise AssertionError(operator)
+
+
+def negatives_case(group):
+    """Tensors that stand for the negative of their memory, as z.conj().imag does, and gradients that do."""
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+        shapes = [(2, 3, 4), (2, 3), (2, 3, 4), (2, 16, 16), (2, 16, 16), (1, 5, 3), *[(1, 70, 2, 16)] * 3]
+        drawn = [torch.randn(shape, generator=generator).to(comm.device) for shape in shapes]
+        answers = []
+        for given in (lambda x: x, lambda x: torch._neg_view(-x)):
+            leaves = [x.clone().requires_grad_() for x in drawn]
+            state, decay, start, wide, dense, x, q, k, v = map(given, leaves)
+            outs = [
+                allscan.allscan(state, decay, comm=comm, initial_state=start),
+                allscan.allscan(wide, comm=comm, transition=dense),
+                allscan.halo(x, 2, comm=comm),
+                allscan.zeco_gla(q, k, v, given(-q.abs()), comm=comm)[0],
+            ]
+            answers.append([*outs, *torch.autograd.grad(outs, leaves, [given(y.detach().sin()) for y in outs])])
+        with pytest.raises(ValueError, match="no view of a negative"):
+            allscan.allscan(drawn[0], comm=comm, out=torch._neg_view(drawn[0].clone()))
+        comm.resync()
+        with pytest.raises(TypeError, match="to_local"):
+            allscan.allscan(WithoutMemory(drawn[0]), comm=comm)
+        return all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+
+
+def test_views_of_negatives_and_tensors_without_memory(run):
+    assert all(run(2, negatives_case))
+
+
 def compiled_case(group, backend, packed):
     """torch.compile takes allscan() and halo() whole."""
 

@@ -9,7 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
+from ..checks import (
+    boundaries,
+    check_for_an_operator,
+    check_halves,
+    check_tensor,
+    integer,
+    is_zigzag,
+    plain,
+    signature_of,
+)
 from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import check_first, checked, find_layout
@@ -152,9 +161,9 @@ def _delta(
         beta = beta.float().sigmoid() * (2 if before.twice else 1)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (plain(x) for x in (q, k, v, g, beta))
     if initial_state is not None:
-        initial_state = initial_state.contiguous()
+        initial_state = plain(initial_state)
     o, final_state, *_ = _operator(
         q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token, zigzag
     )
@@ -370,8 +379,8 @@ def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
     q, k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
-    do = torch.zeros_like(v) if do is None else do.contiguous()
-    dfinal = None if dfinal is None else dfinal.contiguous()
+    do = torch.zeros_like(v) if do is None else plain(do)
+    dfinal = None if dfinal is None else plain(dfinal)
     given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
     dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
     dinitial = dinitial if ctx.initial else None

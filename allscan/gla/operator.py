@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import boundaries, check_for_an_operator, check_halves, check_tensor, integer, is_zigzag, signature_of
+from ..checks import (
+    boundaries,
+    check_for_an_operator,
+    check_halves,
+    check_tensor,
+    integer,
+    is_zigzag,
+    plain,
+    signature_of,
+)
 from ..communicator import Communicator
 from ..errors import Problem
 from ..first_call import check_first, checked, find_layout
@@ -106,9 +115,9 @@ def _zeco_gla(
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    q, k, v, g = q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous()
+    q, k, v, g = plain(q), plain(k), plain(v), plain(g)
     if initial_state is not None:
-        initial_state = initial_state.contiguous()
+        initial_state = plain(initial_state)
     keeps = not recompute and wants_gradient((q, k, v, g, initial_state))
     o, final_state, *_ = _operator(
         q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps
@@ -253,8 +262,8 @@ def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
     q, k, v, g, cu_seqlens, kept = ctx.saved_tensors
-    do = torch.zeros_like(v) if do is None else do.contiguous()
-    dfinal = None if dfinal is None else dfinal.contiguous()
+    do = torch.zeros_like(v) if do is None else plain(do)
+    dfinal = None if dfinal is None else plain(dfinal)
     dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ctx.scale, ctx.initial, *ctx.where)
     return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None, None
 
