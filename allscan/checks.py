@@ -35,10 +35,8 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
-    kernel sees. torch.compile's operators get none such."""
-    if not torch.compiler.is_compiling() and x.is_neg():
-        x = x.resolve_neg()
-    return x.contiguous()
+    kernel sees."""
+    return x.resolve_neg().contiguous()
 
 
 def signature_of(*inputs: Any) -> tuple:

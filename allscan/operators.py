@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as _transforms_active
 from torch._C._functorch import unwrap_if_dead
 
 
@@ -22,8 +21,8 @@ def wants_gradient(inputs) -> bool:
 
 
 class Function(torch.autograd.Function):
-    """torch's, whose ``apply`` takes 2 us less: default arguments and functorch's transforms are not for it, and what
-    is not a tensor or None is one argument, the first."""
+    """torch's, whose ``apply`` takes 2 us less: default arguments are not for it, nor functorch's transforms, which
+    Communicator.call refuses, and what is not a tensor or None is one argument, the first."""
 
     _apply: Callable[..., Any]  # of torch's base class, bound to this one
 
@@ -33,8 +32,6 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, rest: Any, *tensors: Tensor | None) -> Any:
-        if _transforms_active():
-            return super().apply(rest, *tensors)  # which refuses them
         return cls._apply(rest, *[x if x is None else unwrap_if_dead(x) for x in tensors])
 
 

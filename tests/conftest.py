@@ -84,10 +84,13 @@ class Pool:
             raise
 
 
-def needs(gpus):
-    """For tests that do not say so by a parameter ``size``."""
-    if gpus > torch.cuda.device_count():
-        pytest.skip(f"needs {gpus} GPUs")
+def device_for(size, config):
+    """Of the ranks of a test, which is skipped where there are fewer GPUs and no parameter ``size`` has said so."""
+    if not config.getoption("--gpu"):
+        return "cpu"
+    if size > torch.cuda.device_count():
+        pytest.skip(f"needs {size} GPUs")
+    return "cuda"
 
 
 def answering():
@@ -106,12 +109,11 @@ def pool(request):
 
 
 @pytest.fixture
-def run(pool):
+def run(pool, request):
     """run(size, function, *arguments): function(group, *arguments) on the first ``size`` ranks; results by rank."""
 
     def run(size, function, *arguments, timeout=240.0):
-        if pool.ranks.device == "cuda":
-            needs(size)
+        device_for(size, request.config)
         return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]
 
     return run
@@ -123,10 +125,7 @@ def fresh(request):
     made = []
 
     def fresh(size):
-        on_gpu = request.config.getoption("--gpu")
-        if on_gpu:
-            needs(size)
-        made.append(ranks.Ranks(size, "cuda" if on_gpu else "cpu"))
+        made.append(ranks.Ranks(size, device_for(size, request.config)))
         return made[-1]
 
     yield fresh

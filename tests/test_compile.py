@@ -230,10 +230,8 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
         assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
         if more_on_sm_100 is not None:
             other = Compiled(kernel, arguments, options, **launch, capability=100)
-            assert other.shared <= 227 << 10 and other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (
-                kernel,
-                options,
-            )
+            assert other.shared <= 227 << 10, (kernel, options)
+            assert other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (kernel, options)
         yield kernel, compiled
 
 
