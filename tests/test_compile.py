@@ -198,6 +198,9 @@ class NoCarrier:
     def stream(self):
         return contextlib.nullcontext(lambda: None)
 
+    def neighbours(self, *_):
+        return True, True
+
     def record(self, *_):
         pass
 

@@ -41,6 +41,11 @@ class StateCarrier(Protocol):
         pass, from the last rank. ``zigzag``: [B, 2, H, ...], of the first half of a rank's tokens and of the second.
         ``ticket``, int64 [TICKETS]: see AllScan.channel; written forward, read in reverse."""
 
+    def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
+        """Whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a rank before this one, and whether it
+        sends to one behind. If not, it gives zeros, or does not look at ``state`` and ``decay``; if neither, as on one
+        rank, there is no call."""
+
     def record(
         self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool, zigzag: bool
     ) -> None:  # fmt: skip
@@ -81,11 +86,14 @@ class AllScanCarrier:
     def stream(self):
         return self.comm.streams.side()
 
+    def neighbours(self, shape, zigzag):
+        if zigzag or self._scan(shape).algorithm != "chain":
+            return True, True
+        return self.comm.rank > 0, self.comm.rank < self.comm.size - 1
+
     def record(self, plan, state, decay, out, ticket, reverse, zigzag):
         scan = self._scan(state.shape)
-        if self.comm.size == 1 and not zigzag:
-            plan.call(lambda _, x: x.zero_(), out, only_launches=True)
-        elif scan.algorithm == "chain" and not zigzag:
+        if scan.algorithm == "chain" and not zigzag:
             scan.record(plan, state, out, ticket, reverse, decay=decay)
         else:
             record_call(plan, state, decay, out, ticket, reverse, zigzag)

@@ -227,29 +227,55 @@ class GLAPlan(Plan):
         """Through the segments (carry_kernel) and over the ranks, beside what is recorded until :meth:`join_carry`.
 
         Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
-        ``final`` the ends of the sequences."""
+        ``final`` the ends of the sequences.
+
+        Forward has nothing else to run beside the scan. So the last rank, which leaves nothing to others, waits for
+        them while it goes through its segments; and the first one, which waits for none, goes on: its scan may end as
+        late as the pass."""
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, self.shape.zigzag
         halves = self.shape.B, 1 + zigzag, H, K
         own, decay = self.empty(*halves, V), self.empty(*halves)
-        prev_ = self.part(prev, 0, *halves, V)
         BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         tables = self.segments, self.first_segments
+        self._ends = (final or prev, sums, gates, *tables, prev), grid, blocks
+        before, behind = carrier.neighbours(own.shape, zigzag)
+        self._joins_last = behind and not (before or reverse)
+        out = own if self._joins_last else self.part(prev, 0, *halves, V)
 
-        with self.beside(lambda carrier: carrier.stream()):
+        def segments() -> None:
             self.launch(
                 carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
                 HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
             )  # fmt: skip
-            carrier.record(self, own, decay, prev_, ticket, reverse, zigzag)
-        self._ends = (final or prev, sums, gates, *tables, prev), grid, blocks
+            if self._joins_last or not (before or behind):
+                self.call(lambda _, x: x.zero_(), prev, only_launches=True)
+
+        def ranks() -> None:
+            if before or behind:
+                carrier.record(self, own, decay, out, ticket, reverse, zigzag)
+
+        if self._joins_last:
+            segments()
+        with self.beside(lambda carrier: carrier.stream()):
+            if reverse or before == behind:
+                segments()
+            ranks()
+        if before and not (behind or reverse):
+            segments()
 
     def join_carry(self) -> None:
-        self.join()
+        if not self._joins_last:
+            self.join()
         tensors, grid, blocks = self._ends
         if self.has_final and (self.shape.zigzag or not self.alone):
             self.launch(final_kernel, grid, *tensors, **blocks)
+
+    def end(self) -> None:
+        """Behind the last kernel of a forward pass."""
+        if self._joins_last:
+            self.join()
 
     def outputs(self, k_out, v, q_in, a, gate, entering, o) -> None:
         """See output_kernel; forward has no use for what comes behind o."""
@@ -348,6 +374,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
         plan.operands(False, *operands)
     plan.join_carry()
     plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o)
+    plan.end()
     return plan
 
 
