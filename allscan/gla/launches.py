@@ -129,14 +129,13 @@ class GLAPlan(Plan):
     """A forward or backward pass for calls of one shape.
 
     ``reverse``: backward. ``outside``: states come from outside, forward the initial ones, backward the gradients of
-    the final ones; ``final``: those where the pass ends are wanted. ``alone``: one rank.
+    the final ones; ``final``: those where the pass ends are wanted.
     """
 
-    def __init__(self, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool, final: bool,
-                 alone: bool):  # fmt: skip
+    def __init__(self, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool, final: bool):
         super().__init__(at_once=shape.B * shape.T * shape.H * max(shape.K, shape.V) <= AT_ONCE[shape.device])
         self.shape, self.scale, self.layout = shape, scale, layout
-        self.reverse, self.has_outside, self.has_final, self.alone = reverse, outside, final, alone
+        self.reverse, self.has_outside, self.has_final = reverse, outside, final
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.widest = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
@@ -241,6 +240,7 @@ class GLAPlan(Plan):
         tables = self.segments, self.first_segments
         self._ends = (final or prev, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
+        self._enters = behind if reverse else before  # something enters this rank
         self._joins_last = behind and not (before or reverse)
         out = own if self._joins_last else self.part(prev, 0, *halves, V)
 
@@ -269,7 +269,7 @@ class GLAPlan(Plan):
         if not self._joins_last:
             self.join()
         tensors, grid, blocks = self._ends
-        if self.has_final and (self.shape.zigzag or not self.alone):
+        if self.has_final and self._enters:
             self.launch(final_kernel, grid, *tensors, **blocks)
 
     def end(self) -> None:
@@ -357,7 +357,7 @@ class GLAPlan(Plan):
 
 def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
     """For runs with these tensors, of which initial and final may be None. Makes o."""
-    plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None, carrier.comm.size == 1)
+    plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
     q, k, v, g, initial, final, kept = given
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
@@ -384,7 +384,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     Beside the carry: all that needs nothing remote and is not needed by the state pass. Those with short programs come
     first, since a scan can begin only where programs of others have ended.
     """
-    plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None, carrier.comm.size == 1)
+    plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
     q, k, v, g, do, dfinal, dinitial, kept = given
     ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
