@@ -173,12 +173,12 @@ class VirtualRanks:
         sizes = [rails.nbytes for rails in self._rails] or [workspace_layout(self.spec, False)[1]] * size
         heap = _Heap([2 * n for n in sizes], self.device)
         offsets = [(0, n) for n in sizes]
-        links, self._channels = [PROTOCOLS[protocol]] * (size - 1), []
+        links, self.channels = [PROTOCOLS[protocol]] * (size - 1), []
         for rank in self.ranks:
             rank.heap = heap
         for p, rank in enumerate(self.ranks):
             channels = self._rails[p].make(offsets) if self._rails else make_channels(rank, offsets, self.spec, links)
-            self._channels.append(channels)
+            self.channels.append(channels)
         self.start, self.end = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self._open = torch.full((1,), OPEN, device=self.device)
         self._no_delay = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -236,7 +236,7 @@ class VirtualRanks:
         gates = (self._open if gate is None else gate, delay, self.start, self.end)
         given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
-        channel = self._channels[rank][reverse]
+        channel = self.channels[rank][reverse]
         if self._rails:
             launch = self._rails[rank].launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
             launch(*given, channel, behind=gates)

@@ -1,0 +1,126 @@
+"""zeco_gla over ranks that share one GPU, in one process: first, middle and last ranks where there are fewer GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+import triton.language as tl
+
+import allscan
+from allscan.first_call import remember_agreement
+from allscan.gla.carrier import register
+from allscan.gla.operator import zeco_gla_by
+from allscan.launching import prefer_shared_memory_carveout
+from allscan.rails import warps_of
+from allscan.shmem_kernels.scan import scan_kernel
+from allscan.tools.virtual import VirtualRanks
+from support.gla import BF16, F32, LIMIT, NAMES, Whole, owners
+from support.values import place, relative_all
+
+
+class Seat:
+    """A StateCarrier: one of several virtual ranks, with a communicator that takes itself for one of theirs."""
+
+    def __init__(self, group, ranks: VirtualRanks, rank: int, scan_us: float) -> None:
+        self.comm, self.handle = allscan.Communicator(group), register(self)
+        self.comm.rank, self.comm.size = rank, ranks.size
+        self._ranks, self._scan_us = ranks, scan_us
+        self.stream = self.comm.streams.side
+        self.queue = ranks.ranks[rank].stream  # of this rank's calls
+
+    def prepare(self, shape, agree=None, problem=None, *, at_first=False):
+        assert problem is None
+        remember_agreement(self.comm, shape, agree)
+
+    def neighbours(self, shape, zigzag):
+        return self.comm.rank > 0, self.comm.rank < self.comm.size - 1
+
+    def expected_us(self, words, zigzag):
+        return self._scan_us
+
+    def pending(self, shape, zigzag):
+        return []
+
+    def record(self, plan, state, decay, out, ticket, reverse, zigzag):
+        ranks = self._ranks
+        channel = ranks.channels[self.comm.rank][reverse]._replace(ADJOINT=tl.constexpr(reverse))
+        options = dict(stride_g=ranks.K, stride_k=1, K=ranks.K, V=ranks.V)
+
+        def scan(_, state, decay, out, ticket):
+            compiled = scan_kernel[(ranks.programs,)](
+                state, decay, state, out, channel._replace(ticket=ticket), **options, HAS_DECAY=True,
+                HAS_INITIAL=False, ONE_HOP=False, num_warps=warps_of(ranks.spec.tile),
+            )  # fmt: skip
+            if state.is_cuda:
+                prefer_shared_memory_carveout(compiled.function)
+
+        plan.call(scan, state, decay, out, ticket, only_launches=True)
+
+    def close(self):
+        self.comm.rank, self.comm.size = 0, 1
+        self.comm.close()
+
+
+def virtual_case(group, tokens, H, K, V, kind, dtype, lengths, scan_us, recompute, rounds):
+    """Relative errors of each rank, and how many tensors of later rounds differ from those of the first."""
+    size, chance = len(tokens), random.Random(0)
+    ranks = VirtualRanks(size, (H, K, V), programs=8)
+    with contextlib.ExitStack() as stack:
+        seats = [Seat(group, ranks, r, scan_us) for r in range(size)]
+        for seat in seats:
+            stack.callback(seat.close)
+        whole = Whole(0, sum(tokens), 1, H, K, V, kind, dtype, F32, ranks.device, lengths)
+        parts = [place(seat.comm, tokens) for seat in seats]
+        rounds_found = []
+        for i in range(rounds):
+            backwards = []
+            for seat, mine in zip(seats, parts):
+                first_token = None if lengths is None else sum(tokens[: seat.comm.rank])
+
+                def call(*x, comm, seat=seat, first_token=first_token, **options):
+                    return zeco_gla_by(seat, *x, **options, first_token=first_token, recompute=recompute)
+
+                with torch.cuda.stream(seat.queue) if seat.queue else contextlib.nullcontext():
+                    if seat.queue and i and chance.random() < 0.3:
+                        torch.cuda._sleep(chance.randrange(1_000_000))  # up to half a millisecond
+                    backwards.append((seat, whole.forward(seat.comm, mine, call)))
+            found = []
+            for seat, backward in reversed(backwards):
+                with torch.cuda.stream(seat.queue) if seat.queue else contextlib.nullcontext():
+                    found.insert(0, backward())
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            rounds_found.append(found)
+        ranks.check()
+        expected, answers = whole.reference(), []
+        for r, (actual, mine) in enumerate(zip(rounds_found[0], parts)):
+            first, last = owners(tokens, lengths, whole.initial.shape[0])
+            wanted = list(expected)
+            for j in (0, 2, 3, 4, 5):
+                wanted[j] = expected[j][:, mine]
+            for j, owner in ((1, last), (6, first)):
+                has = torch.tensor([o == r for o in owner], device=ranks.device)
+                wanted[j] = torch.where(has[:, None, None, None], expected[j], 0.0)
+            answers.append(relative_all(NAMES, actual, wanted))
+        pairs = [(a, b) for found in rounds_found[1:] for x, y in zip(rounds_found[0], found) for a, b in zip(x, y)]
+        return answers, sum(not torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("scan_us", [0.0, 1e6])  # beside which forward leaves nothing, or q_in and A
+@pytest.mark.parametrize(
+    "tokens, K, V, kind, dtype, lengths",
+    [([70, 130], 32, 16, "weak", F32, None), ([64, 33, 100, 70], 16, 32, "zero", F32, None),
+     ([70, 40, 129], 24, 16, "mixed", F32, None), ([40, 70, 10, 50], 16, 16, "weak", F32, [0, 13, 39, 125, 126, 170]),
+     ([100, 80, 70], 32, 32, "weak", BF16, None),
+     pytest.param([2048, 1000, 4096, 1500], 128, 128, "weak", BF16, None, marks=pytest.mark.gpu)],
+)  # fmt: skip
+def test_ranks_that_share_a_device(run, tokens, K, V, kind, dtype, lengths, scan_us, recompute):
+    rounds = 12 if torch.cuda.is_available() else 2
+    [(answers, different)] = run(1, virtual_case, tokens, 2, K, V, kind, dtype, lengths, scan_us, recompute, rounds)
+    assert len(answers) == len(tokens) and not different
+    for errors in answers:
+        assert max(errors.values()) < LIMIT[dtype], errors
