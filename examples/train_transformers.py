@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from train_text import text_bytes
 
-if not torch.cuda.is_available():
+if torch.cuda.device_count() < 2:  # ranks are CPU processes
     sys.modules["fla"] = None  # type: ignore[assignment]  # transformers then takes its own functions in torch
 
 import transformers  # noqa: E402

@@ -79,10 +79,10 @@ def readme_blocks(language: str) -> list:
     return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
-def test_programs_of_the_readme_run_as_pasted(request, tmp_path):
+def test_programs_of_the_readme_run_as_pasted(request, tmp_path, size=2):
     programs = [block for block in readme_blocks("python") if "init_process_group" in block]
     assert len(programs) >= 2
     for i, program in enumerate(programs):
         path = tmp_path / f"readme{i}.py"
         path.write_text(program)
-        assert "difference" in torchrun(str(path), 2, request.config.getoption("--gpu"))
+        assert "difference" in torchrun(str(path), size, request.config.getoption("--gpu"))

@@ -105,10 +105,8 @@ def scan_for_ever(folder):
     return seconds, record and record[:2]
 
 
-def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path):
-    size = 3
-    if request.config.getoption("--gpu"):
-        size = min(3, torch.cuda.device_count())
+def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path, size=2):
+    size = min(3, torch.cuda.device_count()) if request.config.getoption("--gpu") else 3
     ranks = fresh(size)
     victim, before = size - 2, set(os.listdir("/dev/shm"))
     ranks.start(scan_for_ever, tmp_path)

@@ -718,7 +718,7 @@ def mesh_case(group):
     return worst
 
 
-def test_sub_groups_at_work_at_once(run, pool):
+def test_sub_groups_at_work_at_once(run, pool, size=2):
     assert max(run(pool.size, mesh_case)) < 1e-6
 
 

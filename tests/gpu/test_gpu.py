@@ -434,7 +434,7 @@ def effects_case(group):
     return True
 
 
-def test_nvshmem_functions_and_constants_by_effect(run, pool):
+def test_nvshmem_functions_and_constants_by_effect(run, pool, size=2):
     assert all(run(pool.size, effects_case))
 
 
