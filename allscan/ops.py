@@ -173,13 +173,29 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile, algorithm=algorithm)
     inputs = there, back, *decays, *transitions, initial_state
     if wants_gradient(inputs):
-        # both scans have a backward then, on every rank
-        there, back = (x if x.requires_grad else x.detach().requires_grad_() for x in (there, back))
+        # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
+        taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(inputs)]
+        found = _Together.apply(None, *taken)
+        there, back, *rest = (x if t is None else t for x, t in zip(inputs, found, strict=True))
+        decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
     prev = scan_once(there, decays[0], comm, transitions[0], initial_state, False, None, hop=hop)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
         handed = leaves(there, decays[0], transitions[0], prev)
     return prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
+
+
+class _Together(Function):
+    """Tensors as they are, whose gradients are of one node: it runs behind all that uses any of them."""
+
+    @staticmethod
+    def forward(ctx, _, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(x if x is None else x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *grads
 
 
 class _AllScan(Function):

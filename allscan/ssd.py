@@ -91,6 +91,8 @@ def zeco_ssd(
                   for s, p in zip(halves, passing, strict=True)]  # fmt: skip
         if wants_gradient((*given.values(), initial_states)):  # on all ranks then
             leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
+            if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
+                leaving = [Using.apply(t, initial_states) for t in leaving]
         if zigzag:
             prevs = allscan(tuple(leaving), tuple(decays), comm=comm, layout="zigzag")
         else:

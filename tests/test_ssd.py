@@ -80,6 +80,24 @@ def test_decays_that_leave_nothing(run, size=2):
         assert max(errors.values()) < 1e-5, errors
 
 
+def of_initial_states_case(group, tokens, layout):
+    """Their gradient alone, which no rank but the one with the first token needs the scan for."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        given, *_ = drawn(sum(tokens), 2, 2)
+        mine = place(comm, tokens, layout == "zigzag")
+        cut = {name: t[:, mine] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
+        cut = {name: t.to(comm.device).requires_grad_() for name, t in cut.items()}
+        y = allscan.zeco_ssd(chunk_size=CHUNK, comm=comm, **cut, **OPTIONS, layout=layout)
+        (alone,) = torch.autograd.grad(y.sum(), [cut["initial_states"]], retain_graph=True)
+        y.sum().backward()
+        return error(alone, cut["initial_states"].grad)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_gradient_of_initial_states_alone(run, layout, size=2):
+    assert max(run(size, of_initial_states_case, EVEN[size], layout)) == 0.0
+
+
 def token_by_token(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
     """A chunk_scan of other make, called as mamba_ssm's is: one sequence behind the other."""
     assert dt.dtype == torch.float32 and chunk_size == CHUNK and return_final_states

@@ -170,6 +170,29 @@ def test_one_gradient_and_different_layouts(run, size):
         assert answer[0] == "ValueError" and "different arguments" in answer[1]
 
 
+def of_one_input_case(group):
+    """Gradients asked of one input alone, which on all ranks but one only one of the two scans uses: of both states,
+    a decay of each and the initial state, and how far they are from those of one backward pass."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+        there, back = (torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2))
+        decays = [torch.rand(2, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)]
+        initial = torch.ones(2, 4, 4, device=comm.device, requires_grad=True)
+        inputs = there, back, *decays, initial
+
+        def loss():
+            given = dict(comm=comm, initial_state=initial, layout="zigzag")
+            return sum(x.square().sum() for x in allscan.allscan((there, back), decays, **given))
+
+        loss().backward()
+        return [error(torch.autograd.grad(loss(), [x])[0], x.grad) for x in inputs]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_one_input_alone(run, size):
+    assert max(map(max, run(size, of_one_input_case))) == 0.0
+
+
 def halo_case(group, tokens, lengths, reverse):
     with allscan.Communicator(group) as comm:
         total, n, mine = sum(tokens), 3, place(comm, tokens, True)

@@ -63,8 +63,8 @@ def zeco_kda(
 
     The arguments are those of ``fla.ops.kda.chunk_kda``, and comm=, with the same defaults.
 
-    q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; bfloat16, float16 or float32, all
-        three alike. K up to 256. T may differ between ranks, nothing else may.
+    q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; float16, float32 or, on
+        GPUs, bfloat16, all three alike. K up to 256. T may differ between ranks, nothing else may.
     g: [B, T, HV, K], natural logarithm of the decay, at most 0 and finite; float32, or like q. beta: [B, T, HV], any
         float type.
     use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
@@ -206,6 +206,9 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
             raise TypeError(f"{name} must have a float type, got {x.dtype}")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        raise TypeError("q, k, v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run "
+                        "there, makes garbage of products of bfloat16")  # fmt: skip
     if g.dtype not in (torch.float32, q.dtype):
         raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
     if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or min(*q.shape, *v.shape) < 1:

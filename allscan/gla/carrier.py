@@ -43,8 +43,9 @@ class StateCarrier(Protocol):
 
     def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
         """Whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a rank before this one, and whether it
-        sends to one behind. If not, it gives zeros, or does not look at ``state`` and ``decay``; if neither, as on one
-        rank, there is no call."""
+        sends to one behind. If it does not wait, it gives zeros, which nobody reads: ``out`` may be ``state`` itself.
+        If it does not send, it makes nothing of ``state`` and ``decay``, which are being written then. If neither, as
+        on one rank, there is no call."""
 
     def record(
         self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool, zigzag: bool

@@ -249,12 +249,15 @@ class GLAPlan(Plan):
                 carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
                 HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
             )  # fmt: skip
-            if self._joins_last or not (before or behind):
-                self.call(lambda _, x: x.zero_(), prev, only_launches=True)
+
+        def nothing_enters() -> None:
+            self.call(lambda _, x: x.zero_(), prev, only_launches=True)
 
         def ranks() -> None:
             if before or behind:
                 carrier.record(self, own, decay, out, ticket, reverse, zigzag)
+            else:
+                nothing_enters()
 
         if self._joins_last:
             segments()
@@ -262,6 +265,8 @@ class GLAPlan(Plan):
             if reverse or before == behind:
                 segments()
             ranks()
+        if self._joins_last:
+            nothing_enters()  # beside the scan, for which all other ranks wait
         if before and not (behind or reverse):
             segments()
 
