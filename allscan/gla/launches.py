@@ -241,8 +241,9 @@ class GLAPlan(Plan):
         self._ends = (final or prev, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
         self._enters = behind if reverse else before  # something enters this rank
-        self._joins_last = behind and not (before or reverse)
-        out = own if self._joins_last else self.part(prev, 0, *halves, V)
+        first, last = behind and not (before or reverse), before and not (behind or reverse)
+        self._joins_last = first
+        out = own if first else self.part(prev, 0, *halves, V)
 
         def segments() -> None:
             self.launch(
@@ -253,21 +254,18 @@ class GLAPlan(Plan):
         def nothing_enters() -> None:
             self.call(lambda _, x: x.zero_(), prev, only_launches=True)
 
-        def ranks() -> None:
+        if first:
+            segments()
+        with self.beside(lambda carrier: carrier.stream()):
+            if not (first or last):
+                segments()
             if before or behind:
                 carrier.record(self, own, decay, out, ticket, reverse, zigzag)
             else:
                 nothing_enters()
-
-        if self._joins_last:
-            segments()
-        with self.beside(lambda carrier: carrier.stream()):
-            if reverse or before == behind:
-                segments()
-            ranks()
-        if self._joins_last:
+        if first:
             nothing_enters()  # beside the scan, for which all other ranks wait
-        if before and not (behind or reverse):
+        if last:
             segments()
 
     def join_carry(self) -> None:
