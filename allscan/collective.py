@@ -41,6 +41,8 @@ def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm)
         raise ValueError(f"shape must be [..., K, V], got {shape}")
     if protocol != "auto" and protocol not in PROTOCOLS:
         raise ValueError(f'protocol must be "auto", "sentinel", "signal" or "put", got {protocol!r}')
+    if protocol == "put" and comm.transport == "ipc":
+        raise ValueError('protocol="put" is NVSHMEM\'s, transport "ipc" has none')
     if tile is None:
         sentinel = protocol == "sentinel" or (protocol == "auto" and comm.mapped)
         tile = scan_tile(shape, max_ctas, sentinel, comm.device)

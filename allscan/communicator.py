@@ -53,7 +53,7 @@ class Communicator:
 
     group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
         group; without torch.distributed, None is a group of this process alone.
-    transport: "auto", "nvshmem" or "shm"; see :func:`init`.
+    transport: "auto", "nvshmem", "ipc" or "shm"; see :func:`init`.
     timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer than
         a rank may be busy with something else, such as writing a checkpoint.
     debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
@@ -108,7 +108,7 @@ class Communicator:
         rendezvous = Rendezvous((0,) if self.group is None else dist.get_process_group_ranks(self.group))
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.transport = resolve_transport(transport)
-        cuda = self.transport == "nvshmem"
+        cuda = self.transport != "shm"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.transport == "shm":
             remember_repeated_work()  # init() does it too, of which a communicator of one rank has no need

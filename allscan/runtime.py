@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .bindings.arena import arena_bytes
+from .bindings.cuda_ipc import CudaIpcHeap
 from .bindings.interpreter import remember_repeated_work
 from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
@@ -48,8 +49,9 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     make communicators at first. A second call does nothing if it asks for no other size.
 
     heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
-    transport: "nvshmem" (one process a GPU; the current CUDA device is used), "shm" (processes without GPUs, for
-        Triton's interpreter), or "auto": "nvshmem" where CUDA is.
+    transport: "nvshmem" (one process a GPU; the current CUDA device is used), "ipc" (CUDA IPC: processes of one host,
+        which may share GPUs, for tests; without puts), "shm" (processes without GPUs, for Triton's interpreter), or
+        "auto": "nvshmem" where CUDA is, or "ipc" if ``ALLSCAN_TRANSPORT`` says so.
     Raises RuntimeError if the transport is missing, ValueError for a bad size or name, or if ranks disagree.
 
         >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
@@ -78,6 +80,8 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         raise ValueError(f"ranks ask for different transports: {transports}")
     if transport == "nvshmem":
         _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)
+    elif transport == "ipc":
+        _heap = CudaIpcHeap(dist.get_rank(), exchange, heap_bytes)
     else:
         remember_repeated_work()
         _heap = SharedMemoryHeap(exchange, heap_bytes)
@@ -110,14 +114,15 @@ def symmetric_heap(user: Any = None) -> SymmetricHeap:
 
 
 def resolve_transport(transport: str) -> str:
-    """ "nvshmem" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
-    if transport not in ("auto", "nvshmem", "shm"):
-        raise ValueError(f'transport must be "auto", "nvshmem" or "shm", got {transport!r}')
+    """ "nvshmem", "ipc" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
+    if transport not in ("auto", "nvshmem", "ipc", "shm"):
+        raise ValueError(f'transport must be "auto", "nvshmem", "ipc" or "shm", got {transport!r}')
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     if transport == "auto":
-        transport = "nvshmem" if torch.cuda.is_available() and not interpreted else "shm"
-    if transport == "nvshmem" and not torch.cuda.is_available():
-        raise RuntimeError("transport 'nvshmem' needs a CUDA device, and torch finds none")
+        gpus = "ipc" if os.environ.get("ALLSCAN_TRANSPORT") == "ipc" else "nvshmem"
+        transport = gpus if torch.cuda.is_available() and not interpreted else "shm"
+    if transport != "shm" and not torch.cuda.is_available():
+        raise RuntimeError(f"transport {transport!r} needs a CUDA device, and torch finds none")
     if transport == "shm" and not interpreted:
         raise RuntimeError(
             "without GPUs the kernels run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"

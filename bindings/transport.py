@@ -15,7 +15,7 @@ class SymmetricHeap(Protocol):
     ``pe`` is the transport's own number of a process, ``pes[rank]`` that of a rank of the job; offsets are bytes.
     """
 
-    transport: str  # "nvshmem" or "shm"
+    transport: str  # "nvshmem", "ipc" or "shm"
     device: torch.device
     arena: Arena  # what is taken of this process's block
     pes: list[int]

@@ -42,12 +42,16 @@ PARTS = {"not alone", "alone"}  # of the tests on GPUs, as make test-gpu has the
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
+    parser.addoption("--share", type=int, help="with --gpu: so many ranks, which share the GPUs; no record")
     parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
 
 
 def pytest_collection_modifyitems(config, items):
     on_gpu = config.getoption("--gpu")
-    largest = torch.cuda.device_count() if on_gpu else 8
+    largest = count_of_ranks(config) if on_gpu else 8
+    sharing = on_gpu and config.getoption("--share")
+    if sharing:
+        os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     kept, dropped = [], []
     for item in items:
         if any(name in item.nodeid for name in QUICK):
@@ -55,6 +59,8 @@ def pytest_collection_modifyitems(config, items):
         size = inspect.signature(item.function).parameters.get("size")
         size = 1 if size is None or size.default is size.empty else size.default
         size = item.callspec.params.get("size", size) if hasattr(item, "callspec") else size
+        if sharing and ("nvshmem" in item.nodeid or "alone" in item.keywords):
+            size = largest + 1
         wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
         (kept if wanted else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
@@ -74,21 +80,28 @@ class Pool:
     def run(self, *arguments, timeout=240.0):
         try:
             return self.ranks.run(*arguments, timeout=timeout)
-        except RuntimeError:
+        except RuntimeError as error:
             try:
                 self.ranks.run(answering, timeout=10.0)
             except RuntimeError:
                 for process in self.ranks.processes:
                     process.kill()
                 self.ranks = ranks.Ranks(self.size, self.ranks.device)
+            if 'transport "ipc" has none' in str(error):
+                pytest.skip("needs NVSHMEM's puts")
             raise
+
+
+def count_of_ranks(config):
+    """That the GPUs are for."""
+    return config.getoption("--share") or torch.cuda.device_count()
 
 
 def device_for(size, config):
     """Of the ranks of a test, which is skipped where there are fewer GPUs and no parameter ``size`` has said so."""
     if not config.getoption("--gpu"):
         return "cpu"
-    if size > torch.cuda.device_count():
+    if size > count_of_ranks(config):
         pytest.skip(f"needs {size} GPUs")
     return "cuda"
 
@@ -102,7 +115,7 @@ def answering():
 def pool(request):
     on_gpu = request.config.getoption("--gpu")
     os.environ.setdefault("ALLSCAN_HEAP", "512M")
-    size = torch.cuda.device_count() if on_gpu else 4 if request.config.option.markexpr == "quick" else 8
+    size = count_of_ranks(request.config) if on_gpu else 4 if request.config.option.markexpr == "quick" else 8
     made = Pool(size, "cuda" if on_gpu else "cpu")
     yield made
     made.ranks.close()
@@ -162,7 +175,7 @@ def pytest_sessionstart(session):
 
 def pytest_sessionfinish(session, exitstatus):
     options, reporter = session.config.option, session.config.pluginmanager.get_plugin("terminalreporter")
-    chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob"
+    chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob", "share"
     part = options.markexpr or "all"
     if not options.gpu or any(getattr(options, name, None) for name in chosen) or part not in ("all", *PARTS):
         return  # some tests are no record

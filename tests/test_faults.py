@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 
+import conftest
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ def scan_for_ever(folder):
 
 
 def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path, size=2):
-    size = min(3, torch.cuda.device_count()) if request.config.getoption("--gpu") else 3
+    size = min(3, conftest.count_of_ranks(request.config)) if request.config.getoption("--gpu") else 3
     ranks = fresh(size)
     victim, before = size - 2, set(os.listdir("/dev/shm"))
     ranks.start(scan_for_ever, tmp_path)
@@ -192,8 +193,9 @@ def test_errors_are_clear_and_on_every_rank(run):
 
 @pytest.mark.cpu
 def test_a_missing_transport_names_what_to_install():
-    with pytest.raises(RuntimeError, match="CUDA device"):
-        allscan.Communicator(transport="nvshmem")
+    for transport in ("nvshmem", "ipc"):
+        with pytest.raises(RuntimeError, match=f"'{transport}' needs a CUDA device"):
+            allscan.Communicator(transport=transport)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
         allscan.Communicator()
     from allscan.bindings.nvshmem_host import load

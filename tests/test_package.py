@@ -25,6 +25,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAYERS = """
 bindings.builtin bindings.cuda_driver bindings.arena bindings.transport bindings.interpreter_operations
 bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module bindings.nvshmem_device bindings.shared_memory
+bindings.cuda_ipc
 bindings
 shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
 shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails

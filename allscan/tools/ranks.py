@@ -31,8 +31,9 @@ class Ranks:
         with Ranks(4) as ranks:
             results = ranks.run(function, *arguments)        # function(*arguments) in every process; list by rank
 
-    device: "cuda" (rank r on GPU r), "cpu" (Triton's interpreter), or "auto".
-    backend: of torch.distributed; default nccl on GPUs, gloo without.
+    device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` they may be fewer, which ranks then share), "cpu"
+        (Triton's interpreter), or "auto".
+    backend: of torch.distributed; default nccl on GPUs, gloo without and where ranks share them.
     Functions and arguments travel by pickle, so functions are defined in importable modules.
 
     Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD: it takes a moment to
@@ -41,8 +42,10 @@ class Ranks:
 
     def __init__(self, size: int, device: str = "auto", backend: str | None = None):
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        if self.device == "cuda" and size > torch.cuda.device_count():
+        shared = self.device == "cuda" and size > torch.cuda.device_count()
+        if shared and os.environ.get("ALLSCAN_TRANSPORT") != "ipc":
             raise ValueError(f"{size} ranks need {size} GPUs, this machine has {torch.cuda.device_count()}")
+        backend = backend or ("nccl" if self.device == "cuda" and not shared else "gloo")
         listening = socket.create_server((LOOPBACK, 0))  # TCPStore's own would listen on every address
         port = listening.getsockname()[1]
         self._store = dist.TCPStore(
@@ -166,11 +169,10 @@ def _serve(rank, size, device, backend, port, pipe, path, environment):
     store = dist.TCPStore(LOOPBACK, port)
     where = {}
     if device == "cuda":
-        torch.cuda.set_device(rank)
-        where = {"device_id": torch.device(device, rank)} if backend is None else {}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        where = {"device_id": torch.device(device, rank)} if backend == "nccl" else {}
     else:
         torch.set_num_threads(1)
-    backend = backend or ("nccl" if device == "cuda" else "gloo")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **where)
     while (work := pipe.recv()) is not None:
         call, function, arguments = work

@@ -446,6 +446,15 @@ def quick_case(protocol="auto", epoch=1):
         return error(allscan.AllScan(comm, mine.shape, protocol=protocol).scan(mine, decay), expected)
 
 
+def test_ranks_that_share_gpus(monkeypatch):
+    monkeypatch.setenv("ALLSCAN_TRANSPORT", "ipc")
+    with Ranks(torch.cuda.device_count() + 1, "cuda") as ranks:
+        for epoch in range(20):
+            assert max(ranks.run(quick_case, "auto", epoch)) < 1e-6
+        with pytest.raises(RuntimeError, match="is NVSHMEM's"):
+            ranks.run(quick_case, "put")
+
+
 def shared_case():
     """Somebody else has initialised NVSHMEM: it is shared, and still there after finalize()."""
     import numpy as np
