@@ -261,10 +261,11 @@ def ignoring_case(group, how, options=None):
     found = []
     for i in range(1, 8):
         try:
-            found.append(training(comm, i, ignores=comm.rank == 0, how=how))
+            gradient = training(comm, i, ignores=comm.rank == 0, how=how)
             if comm.device.type == "cuda":
                 torch.cuda.synchronize()
                 comm.check()
+            found.append(gradient)
         except RuntimeError as problem:
             found.append(type(problem).__name__)
             break
