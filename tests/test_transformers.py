@@ -358,6 +358,50 @@ def test_the_last_ranks_cache(run, family, size=4):
     assert found < 1e-5
 
 
+def learned_case(group, family, trained, layout):
+    """A learned prompt, of which one rank has all, before a model that is frozen but for the parameters of a name, and
+    the loss of the other ranks' tokens: relative errors of the gradients' sums."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    zigzag = layout == "zigzag"
+    with allscan.Communicator(group, timeout=5) as comm:
+        tokens, model = EVEN[comm.size], made(family)
+        whole = torch.randint(1, VOCABULARY, (1, sum(tokens)), generator=torch.Generator().manual_seed(1))
+        for name, p in model.named_parameters():
+            p.requires_grad_(trained is not None and trained in name)
+        prompt = torch.nn.Parameter(torch.ones(4, model.config.hidden_size))
+        learned = [prompt, *(p for p in model.parameters() if p.requires_grad)]
+
+        def gradients_of(where):
+            ids, labels, positions = whole[:, where], whole[:, where].clone(), torch.arange(sum(tokens))[where]
+            labels[:, positions < 7] = -100
+            given = dict(input_ids=ids)
+            if positions[0] == 0:
+                x = model.get_input_embeddings()(ids)
+                given = dict(inputs_embeds=torch.cat([prompt[None], x[:, len(prompt) :]], 1))
+            model(**given, labels=labels, use_cache=False).loss.backward()
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
+            for p in learned:
+                p.grad = None
+            return found
+
+        expected = gradients_of(slice(None))
+        sequence_parallel(model, comm=comm, layout=layout)
+        found = gradients_of(place(comm, tokens, zigzag))
+        for x in found:
+            dist.all_reduce(x, group=comm.group)
+        return [relative(*pair) for pair in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "family, trained, layout",
+    [("nemotron_h", None, "contiguous"), ("qwen3_next", "lm_head", "contiguous"), ("qwen3_next", "norm", "zigzag")],
+)
+def test_learned_tokens_of_one_rank(run, family, trained, layout, size=2):
+    for errors in run(size, learned_case, family, trained, layout):
+        assert max(errors) < 2e-5, errors
+
+
 def training_case(group, family, how, layout):
     """(losses of one rank, losses of the ranks together), ten steps each."""
     from allscan.integrations.transformers import sequence_parallel

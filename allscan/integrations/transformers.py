@@ -258,7 +258,12 @@ def _model(
         refuse(comm, f"cu_seq_lens_q: {PACKED_ZIGZAG}")
     if zigzag and use_cache:
         refuse(comm, "use_cache=True is not covered in the zigzag layout: no rank would have a cache to go on from")
-    sequence = _sequence(comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens)
+    wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
+    sequence, wanted_by_any = _sequence(comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens, wanted)
+    if wanted_by_any and not wanted and torch.is_grad_enabled():
+        # another rank has learned tokens, which these see: where all else is frozen no backward would run here
+        x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        input_ids, inputs_embeds = None, x if x.requires_grad else x.detach().requires_grad_()
     if sequence.lengths is not None and use_cache:
         refuse(comm, "packed sequences leave no cache: pass use_cache=False")
     if position_ids is None and zigzag:
@@ -276,14 +281,14 @@ def _model(
 PACKED_ZIGZAG = 'packed sequences are not covered in the zigzag layout: cut them with layout="contiguous"'
 
 
-def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
-    """Asks the other ranks."""
+def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted) -> tuple[_Sequence, bool]:
+    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do."""
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises = None
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)]
-        answers = comm.exchange((B, T, lengths, rises, zigzag), "the tokens of each rank")
+        answers = comm.exchange((B, T, lengths, rises, zigzag, wanted), "the tokens of each rank")
         tokens = [answer[1] for answer in answers]
         if len({answer[4] for answer in answers}) > 1:
             given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
@@ -317,7 +322,8 @@ def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens) -> _Sequence:
             problem = f"packed sequences must be in a batch of one, got {by_rank(answer[0] for answer in answers)}"
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
-        return _Sequence(comm, tokens, None if lengths is None else torch.tensor(lengths, device="cpu"), inner, zigzag)
+        lengths = None if lengths is None else torch.tensor(lengths, device="cpu")
+        return _Sequence(comm, tokens, lengths, inner, zigzag), any(answer[5] for answer in answers)
 
 
 def _rises(position_ids):
