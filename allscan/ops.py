@@ -51,8 +51,8 @@ def allscan(
     out: like state, to be written instead of a new array; not with gradients.
     layout: "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and transition where there are
         any, are pairs of tensors, of the former and of the latter. The states go over the ranks and back:
-        E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses both
-        results, in one backward pass.
+        E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses a
+        result, or both in one backward pass.
     async_op: return an :class:`allscan.Work` at once, whose ``wait()`` returns R_p: the scan runs on the communicator's
         own stream, beside what is launched next on the current one. The scan of the backward pass is not asynchronous.
         For torch tensors in the contiguous layout.
@@ -172,7 +172,8 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     # no rank does without the way back
     get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile, algorithm=algorithm)
     inputs = there, back, *decays, *transitions, initial_state
-    if wants_gradient(inputs):
+    wanted = wants_gradient(inputs)
+    if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(inputs)]
         found = _Together.apply(None, *taken)
@@ -182,7 +183,9 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
         handed = leaves(there, decays[0], transitions[0], prev)
-    return prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
+    found = prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
+    # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
+    return _Together.apply(None, *found) if wanted else found
 
 
 class _Together(Function):

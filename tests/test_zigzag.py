@@ -193,6 +193,31 @@ def test_gradients_of_one_input_alone(run, size):
     assert max(map(max, run(size, of_one_input_case))) == 0.0
 
 
+def of_results_case(group):
+    """Backward from one result alone, and gradients asked of the results: differences to those from both."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+        states = [torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)]
+
+        def results():
+            return allscan.allscan(tuple(states), (0.5, None), comm=comm, layout="zigzag")
+
+        errors = []
+        for i in range(2):
+            alone = torch.autograd.grad(results()[i].square().sum(), states)
+            weighted = sum((j == i) * x.square().sum() for j, x in enumerate(results()))
+            errors += [error(*pair) for pair in zip(alone, torch.autograd.grad(weighted, states), strict=True)]
+            found = results()
+            (of_one,) = torch.autograd.grad(sum(x.square().sum() for x in found), [found[i]])
+            errors.append(error(of_one, 2 * found[i]))
+        return errors
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_by_and_of_one_result(run, size):
+    assert max(map(max, run(size, of_results_case))) == 0.0
+
+
 def halo_case(group, tokens, lengths, reverse):
     with allscan.Communicator(group) as comm:
         total, n, mine = sum(tokens), 3, place(comm, tokens, True)
