@@ -228,9 +228,9 @@ class _AllScan(Function):
         scan, reverse, ticket, number, pending = ctx.given
         if pending is not None:
             pending.run()
+        decay, transition, prev = ctx.saved_tensors  # here checkpointing may call the scan again, a call by itself
         with scan.comm.call(not reverse):
             refuse_second_derivative("allscan()")
-            decay, transition, prev = ctx.saved_tensors
             given = number if decay is None else decay
             wanted = ctx.needs_input_grad[2:]
             return None, *_gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)

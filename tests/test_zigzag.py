@@ -218,6 +218,25 @@ def test_gradients_by_and_of_one_result(run, size):
     assert max(map(max, run(size, of_results_case))) == 0.0
 
 
+def checkpointed_case(group):
+    """What is recomputed counts alike where the last rank wants what was saved before the others do."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        states = [torch.ones(2, 4, 4, device=comm.device, requires_grad=True) for _ in range(2)]
+        decay = torch.full((2, 4), 0.5, device=comm.device)
+
+        def both(*states):
+            return torch.cat(allscan.allscan(states, (decay, None), comm=comm, layout="zigzag"))
+
+        torch.utils.checkpoint.checkpoint(both, *states, use_reentrant=False).square().sum().backward()
+        comm.barrier()  # raises where the ranks have made different numbers of calls
+        found = [x.grad for x in states]
+        return [error(*pair) for pair in zip(found, torch.autograd.grad(both(*states).square().sum(), states))]
+
+
+def test_checkpointed(run, size=3):
+    assert max(map(max, run(size, checkpointed_case))) == 0.0
+
+
 def halo_case(group, tokens, lengths, reverse):
     with allscan.Communicator(group) as comm:
         total, n, mine = sum(tokens), 3, place(comm, tokens, True)
