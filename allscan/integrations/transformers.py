@@ -322,8 +322,8 @@ def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted) -> tu
             problem = f"packed sequences must be in a batch of one, got {by_rank(answer[0] for answer in answers)}"
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
-        lengths = None if lengths is None else torch.tensor(lengths, device="cpu")
-        return _Sequence(comm, tokens, lengths, inner, zigzag), any(answer[5] for answer in answers)
+        cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
+        return _Sequence(comm, tokens, cuts, inner, zigzag), any(answer[5] for answer in answers)
 
 
 def _rises(position_ids):
