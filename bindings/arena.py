@@ -1,9 +1,9 @@
-"""Blocks carved out of a symmetric heap: the part that the two heaps share."""
+"""Blocks carved out of a symmetric heap: the part that the heaps share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 ALIGNMENT = 512
 DEFAULT_BYTES = 256 << 20
@@ -25,6 +25,12 @@ def arena_bytes(requested: int | None) -> int:
     if requested < ALIGNMENT:
         raise ValueError(f"the arena must hold at least {ALIGNMENT} bytes, got {requested}")
     return -(-requested // ALIGNMENT) * ALIGNMENT
+
+
+def check_alike(sizes: Sequence[int]) -> None:
+    """Raise ValueError unless the arenas of all ranks have one size."""
+    if len(set(sizes)) > 1:
+        raise ValueError(f"heap_bytes must be the same on every rank, got {list(sizes)}")
 
 
 class Arena:

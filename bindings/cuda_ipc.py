@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from .arena import Arena, arena_bytes
+from .arena import Arena, arena_bytes, check_alike
 from .nvshmem_host import Address
 
 
@@ -28,8 +28,7 @@ class CudaIpcHeap:
         hosts, sizes, handles = zip(*exchange((os.uname().nodename, self.arena.size, coded)), strict=True)
         if len(set(hosts)) > 1:
             raise RuntimeError(f"transport 'ipc' is for the processes of one host, these are on {sorted(set(hosts))}")
-        if len(set(sizes)) > 1:
-            raise ValueError(f"heap_bytes must be the same on every rank, got {list(sizes)}")
+        check_alike(sizes)
         self.pes = list(range(len(handles)))
         self._peers: dict[int, torch.UntypedStorage] = {}
         for pe, other in enumerate(handles):

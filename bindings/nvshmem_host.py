@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from .arena import Arena, arena_bytes
+from .arena import Arena, arena_bytes, check_alike
 
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
 
@@ -98,8 +98,7 @@ class NvshmemHeap:
         self.arena = Arena(arena_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())
         nodes, sizes = zip(*exchange((os.uname().nodename, self.arena.size)), strict=True)
-        if len(set(sizes)) > 1:
-            raise ValueError(f"heap_bytes must be the same on every rank, got {list(sizes)}")
+        check_alike(sizes)
         defaults = {"NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, 2 * self.arena.size)), "NVSHMEM_DISABLE_NVLS": "1"}
         if len(set(nodes)) == 1:  # one host needs no network
             defaults |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}

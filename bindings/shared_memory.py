@@ -14,7 +14,7 @@ import uuid
 import torch
 
 from . import nvshmem_device
-from .arena import Arena, arena_bytes
+from .arena import Arena, arena_bytes, check_alike
 
 _DIRECTORY = "/dev/shm"
 
@@ -44,8 +44,7 @@ class SharedMemoryHeap:
                     + ", ".join(sorted({node for node, _, _ in peers}))
                     + "; across hosts use GPUs and the transport 'nvshmem' (pip install allscan[cuda13])"
                 )
-            if len({size for _, _, size in peers}) > 1:
-                raise ValueError(f"heap_bytes must be the same on every rank, got {[size for _, _, size in peers]}")
+            check_alike([size for _, _, size in peers])
             self._arenas = [self._map(peer_path, size) for _, peer_path, size in peers]
             self._me = [peer_path for _, peer_path, _ in peers].index(path)
             self.pes = list(range(len(peers)))

@@ -46,12 +46,15 @@ def pytest_addoption(parser):
     parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
 
 
+def pytest_configure(config):
+    if config.getoption("--share"):
+        os.environ["ALLSCAN_TRANSPORT"] = "ipc"
+
+
 def pytest_collection_modifyitems(config, items):
     on_gpu = config.getoption("--gpu")
     largest = count_of_ranks(config) if on_gpu else 8
     sharing = on_gpu and config.getoption("--share")
-    if sharing:
-        os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     kept, dropped = [], []
     for item in items:
         if any(name in item.nodeid for name in QUICK):

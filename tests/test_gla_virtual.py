@@ -17,8 +17,8 @@ from allscan.launching import prefer_shared_memory_carveout
 from allscan.rails import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks
-from support.gla import BF16, F32, LIMIT, NAMES, Whole, owners
-from support.values import place, relative_all
+from support.gla import BF16, F32, LIMIT, Whole, errors_of_part
+from support.values import place
 
 
 class Seat:
@@ -95,16 +95,11 @@ def virtual_case(group, tokens, H, K, V, kind, dtype, lengths, scan_us, recomput
                 torch.cuda.synchronize()
             rounds_found.append(found)
         ranks.check()
-        expected, answers = whole.reference(), []
-        for r, (actual, mine) in enumerate(zip(rounds_found[0], parts)):
-            first, last = owners(tokens, lengths, whole.initial.shape[0])
-            wanted = list(expected)
-            for j in (0, 2, 3, 4, 5):
-                wanted[j] = expected[j][:, mine]
-            for j, owner in ((1, last), (6, first)):
-                has = torch.tensor([o == r for o in owner], device=ranks.device)
-                wanted[j] = torch.where(has[:, None, None, None], expected[j], 0.0)
-            answers.append(relative_all(NAMES, actual, wanted))
+        expected = whole.reference()
+        answers = [
+            errors_of_part(whole, expected, actual, r, tokens, mine)
+            for r, (actual, mine) in enumerate(zip(rounds_found[0], parts))
+        ]
         pairs = [(a, b) for found in rounds_found[1:] for x, y in zip(rounds_found[0], found) for a, b in zip(x, y)]
         return answers, sum(not torch.equal(a, b) for a, b in pairs)
 

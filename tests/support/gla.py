@@ -89,6 +89,20 @@ def owners(tokens, lengths, sequences, zigzag=False):
     return first, last
 
 
+def errors_of_part(whole, expected, actual, rank, tokens, mine, zigzag=False):
+    """Relative error by tensor of what one rank has found, for its tokens ``mine`` of the whole, whose reference() is
+    ``expected``. What it has of states that belong to others must be 0."""
+    wanted = list(expected)
+    first, last = owners(tokens, whole.lengths, whole.initial.shape[0], zigzag)
+    for i in (0, 2, 3, 4, 5):
+        wanted[i] = wanted[i][:, mine]
+    for i, ranks in ((1, last), (6, first)):
+        has = torch.tensor([r == rank for r in ranks], device=wanted[i].device)
+        assert not actual[i][~has].any()
+        wanted[i] = torch.where(has[:, None, None, None], wanted[i], 0.0)
+    return relative_all(NAMES, actual, wanted)
+
+
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
@@ -96,20 +110,11 @@ def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, s
     """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
     with allscan.Communicator(group) as comm:
         whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
-        expected = whole.reference()
         mine = place(comm, tokens, zigzag)
         call = functools.partial(allscan.zeco_gla, recompute=recompute, layout="zigzag" if zigzag else "contiguous")
         actual = whole.ours(comm, mine, call)
         assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
-        first, last = owners(tokens, lengths, B, zigzag)
-        has_first, has_last = (torch.tensor([r == comm.rank for r in ranks]) for ranks in (first, last))
-        assert not actual[1][~has_last.to(comm.device)].any()
-        assert not actual[6][~has_first.to(comm.device)].any()
-        for i in (0, 2, 3, 4, 5):
-            expected[i] = expected[i][:, mine]
-        for i, has in ((1, has_last), (6, has_first)):
-            expected[i] = torch.where(has.to(comm.device)[:, None, None, None], expected[i], 0.0)
-        return relative_all(NAMES, actual, expected)
+        return errors_of_part(whole, whole.reference(), actual, comm.rank, tokens, mine, zigzag)
 
 
 def check(answers, dtype=torch.float32):
