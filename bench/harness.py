@@ -161,15 +161,19 @@ def group_of(ranks: int):
     return _groups[ranks]
 
 
-def stopwatches(ranks: int):
-    """(latency, in_a_row): functions of a call, its microseconds, one value a replay. The first is of a graph of
-    REPEATS pairs (barrier, call), less the same graph of barriers alone, divided by REPEATS."""
+def barrier_of(ranks: int):
+    """A barrier of the first ranks on their current streams; the host does not wait."""
     from allscan.bindings.nvshmem_host import load
 
     nvshmem = load()
+    return lambda: nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
 
-    def barrier():
-        nvshmem.team_sync_on_stream(_teams[ranks], torch.cuda.current_stream().cuda_stream)
+
+def stopwatches(ranks: int):
+    """(latency, in_a_row): functions of a call, its microseconds, one value a replay. The first is of a graph of
+    REPEATS pairs (barrier, call), less the same graph of barriers alone, divided by REPEATS: a pair ends when the
+    slowest rank has ended."""
+    barrier = barrier_of(ranks)
 
     def in_a_row(*calls):
         return replay_us(calls * REPEATS, REPLAYS) / REPEATS

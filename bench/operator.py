@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import random
 import sys
 
@@ -30,6 +31,7 @@ from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from bench.baselines import METHODS, Baseline, all_to_all, gla
 from bench.harness import STEP_REPLAYS, Table, capture, checked, inputs, quantiles, results, sample, slowest, step
 from bench.proof import Method
+from bench.tuning import Job, compile_ahead
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
 # logsigmoid(normal) over this; 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32
@@ -42,6 +44,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
+FLA = "fla, one rank"
 ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
 
 
@@ -65,7 +68,7 @@ def calls(comm, one, others, zigzags) -> dict:
         with contextlib.suppress(ImportError):
             from fla.ops.gla import chunk_gla
 
-            found["fla, one rank"] = Method(lambda *x: chunk_gla(*x)[0], one)
+            found[FLA] = Method(lambda *x: chunk_gla(*x)[0], one)
     return found
 
 
@@ -80,7 +83,7 @@ def check(comm, methods, T, H, D, dtype, mildness) -> dict:
     for name in (name for name in methods if name != "one rank"):
         where = places if name in ZIGZAG else mine
         given = [x.detach()[:, where].contiguous().requires_grad_() for x in leaves]
-        wanted = local if name == "fla, one rank" else [x[:, where] for x in expected]
+        wanted = local if name == FLA else [x[:, where] for x in expected]
         errors[name] = checked(name, step(given, do[:, where].contiguous(), methods[name], True), wanted, limit)
     return errors
 
@@ -158,6 +161,8 @@ def main() -> int:
     shapes = [shape for shape in SHAPES if not arguments.tokens or shape[0] in arguments.tokens]
     cases = [(*shape, kind, count, backward) for shape in shapes for kind in arguments.gates for count in counts
              for backward in (False, True)]  # fmt: skip
+    if importlib.util.find_spec("fla") is not None and FLA in (arguments.methods or [FLA]):
+        compile_ahead([Job("gla", H) for H in sorted({shape[1] for shape in shapes})])
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
         for T, H, D, kind, count, backward in cases:
             answers = ranks.run(point, count, T, H, D, GATES[kind], backward, arguments.methods)[:count]

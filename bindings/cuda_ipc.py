@@ -34,6 +34,7 @@ class CudaIpcHeap:
         for pe, other in enumerate(handles):
             if pe != rank:
                 given = [bytes.fromhex(x) if isinstance(own, bytes) else x for x, own in zip(other, handle)]
+                given[0] = self.device.index  # mapped for this process's GPU, whichever the memory is on
                 self._peers[pe] = torch.UntypedStorage._new_shared_cuda(*given)
         exchange("ready")
 
