@@ -36,7 +36,9 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
 def plain(x: torch.Tensor) -> torch.Tensor:
     """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
     kernel sees."""
-    return x.resolve_neg().contiguous()
+    if torch.compiler.is_compiling() or x.is_neg() or not x.is_contiguous():  # it cannot trace the second question
+        return x.resolve_neg().contiguous()
+    return x
 
 
 def signature_of(*inputs: Any) -> tuple:

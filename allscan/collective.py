@@ -118,7 +118,7 @@ class AllScan:
                 addresses = [channel_addresses(channel) for channel in channels]
                 self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
         self._launches: dict[tuple, Launch] = {}
-        self._signatures: set[tuple] = set()  # of arguments that were checked
+        self._known: dict[tuple, tuple[Any, bool]] = {}  # see _kind, for inputs that were checked
         self._closed = False
         self.number = next(_numbers)
         self.backwards = 0  # adjoint launches, as the host has made them
@@ -336,18 +336,14 @@ class AllScan:
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
         with self.comm.call(reverse):
-            inputs = state, decay, transition, initial_state, out
-            signature = signature_of(*inputs)
-            if signature not in self._signatures:
-                self._check(*inputs)
-                self._signatures.add(signature)
             ticket, of_adjoint = None, False
             if channel is not None:
                 if channel.info is not self._channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
+            signature = signature_of(state, decay, transition, initial_state, out)
             return self._scan(
-                state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket, of_adjoint
+                signature, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket, of_adjoint
             )
 
     def _check(self, state, decay, transition, initial_state, out) -> None:
@@ -367,45 +363,70 @@ class AllScan:
             check_tensor("out", out, self.shape, self.comm.device)
 
     def _scan(
-        self, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket=None, of_adjoint=False
+        self, signature, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket=None,
+        of_adjoint=False,
     ) -> Any:  # fmt: skip
-        """:meth:`scan` of arguments that were checked. ticket: as for :meth:`channel`, ``of_adjoint`` that of the
-        forward launch."""
-        one_hop, strides = False, (self.K, 1)
-        if isinstance(decay, torch.Tensor) and decay.shape == self._rows:
-            decay = plain(decay)
-        else:
-            one_hop = transition is None and isinstance(decay, numbers.Real) and decay == 0 and self._rails is None
-            decay, strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)
+        """:meth:`scan` in a call of the communicator. signature: of (state, decay, transition, initial_state, out).
+        ticket: as for :meth:`channel`, ``of_adjoint`` that of the forward launch."""
+        one_hop = decay is not None and not isinstance(decay, torch.Tensor) and self._is_zero(decay)
+        key = signature, one_hop, adjoint, reverse, of_adjoint
+        known = self._known.get(key)
+        if known is None:
+            self._check(state, decay, transition, initial_state, out)
+            known = self._known[key] = self._kind(
+                decay, transition, adjoint, initial_state, one_hop, reverse, of_adjoint
+            )
+        launch, whole = known
         state = plain(state)
         given = state if initial_state is None else plain(initial_state)
-        factor = decay if transition is None else plain(transition)
-        if out is None:
-            out = torch.empty_like(state)
+        factor = state
+        if transition is not None:
+            factor = plain(transition)
+        elif whole:
+            factor = plain(decay)
+        elif decay is not None and not one_hop:
+            factor = decay_rows(decay, self.shape, self.comm.device)[0]
+        if written := out is not None:
+            if not out.is_contiguous() or out.is_neg():
+                raise ValueError("out must be contiguous, and no view of a negative")
         else:
+            out = torch.empty_like(state)
+        tensors = state, factor, given, out, self._channels[reverse].ticket if ticket is None else ticket
+        addresses = [x.data_ptr() for x in tensors]
+        if written:
             # a scan may read its state from where it writes the result
-            in_place = transition is None and out.data_ptr() == state.data_ptr()
-            _check_out(out, None if in_place else state, decay, transition, initial_state)
+            _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # so that torch knows of the write
+        if not async_op:
+            self._launch(launch, tensors, addresses, reverse, of_adjoint)
+            return out
+        with self.comm.streams.beside() as join:
+            self._launch(launch, tensors, addresses, reverse, of_adjoint)
+        return Work(self.comm, out, join, tensors)  # the ticket's memory is used there, too
+
+    def _is_zero(self, decay: Any) -> bool:
+        return self._rails is None and isinstance(decay, numbers.Real) and decay == 0
+
+    def _kind(
+        self, decay, transition, adjoint: bool, initial_state, one_hop: bool, reverse: bool, of_adjoint: bool
+    ) -> tuple[Any, bool]:  # fmt: skip
+        """What is the same at all calls with such inputs, which were checked: (launch, whether the decay has all rows
+        that a kernel reads)."""
+        whole = isinstance(decay, torch.Tensor) and decay.shape == self._rows
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
-        kind = transition is not None, decay is not None, strides, one_hop, initial_state is not None, reverse
+        else:
+            strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)[1]
+        has_decay = decay is not None and not one_hop
+        kind = transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse
         launch = self._launches.get((kind, of_adjoint))
         if launch is None:
             launch = self._launches[kind, of_adjoint] = self._make_launch(*kind)
-        tensors = state, state if factor is None else factor, given, out
-        if not async_op:
-            self._launch(launch, tensors, reverse, ticket, of_adjoint)
-            return out
-        with self.comm.streams.beside() as join:
-            self._launch(launch, tensors, reverse, ticket, of_adjoint)
-        return Work(self.comm, out, join, (*tensors, ticket))  # the ticket's memory is used there, too
+        return launch, whole
 
-    def _launch(self, launch: Any, tensors: tuple, reverse: bool, ticket: torch.Tensor | None, adjoint: bool) -> None:
+    def _launch(self, launch: Any, tensors: tuple, addresses: list[int], reverse: bool, adjoint: bool) -> None:
         self._before_launch(launch.kernel, reverse)
-        tensors = *tensors, self._channels[reverse].ticket if ticket is None else ticket
-        addresses = [x.data_ptr() for x in tensors]
         if self._rails is None and launch.takes(addresses):
             self._at(launch, reverse, adjoint, addresses)
         else:
@@ -495,16 +516,15 @@ def _with_ticket(channel: Channel, ticket: torch.Tensor) -> Channel:
     return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
 
 
-def _check_out(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
-    """Raise ValueError if a kernel would read what another of its programs has written. inputs: as they are named here,
-    None where there is none, or where it may share its memory."""
-    if not out.is_contiguous() or out.is_neg():
-        raise ValueError("out must be contiguous, and no view of a negative")
-    begin = out.data_ptr()
-    end = begin + out.nbytes
-    for i, x in enumerate(inputs):
-        if x is not None and x.data_ptr() < end and begin < x.data_ptr() + x.nbytes:
-            name = ("state", "decay", "transition", "initial_state")[i]
+def _check_apart(tensors: tuple, addresses: list[int], in_place: bool) -> None:
+    """Raise ValueError if a kernel would read what another of its programs has written: ``tensors`` are (state, decay
+    or transition or state, initial_state or state, out, ...), at ``addresses``. in_place: the state may be there."""
+    state, begin = tensors[0], addresses[3]
+    end = begin + tensors[3].nbytes
+    for i in range(3):
+        x, address = tensors[i], addresses[i]
+        if address < end and begin < address + x.nbytes and not (in_place and x is state):
+            name = "state" if x is state else ("", "decay or transition", "initial_state")[i]
             raise ValueError(
                 f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
             )

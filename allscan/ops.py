@@ -96,18 +96,20 @@ _not_traced = dynamo_disabled(_eager)
 
 def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, hop=False):
     """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; hop: of halo()."""
-    scan, wanted = _checked(state, decay, comm, transition, initial_state, out, hop)
+    scan, wanted, signature = _checked(state, decay, comm, transition, initial_state, out, hop)
     if wanted:
         works: list[Work] = []
         decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
-        prev = _AllScan.apply((scan, reverse, number, async_op, works), state, decay, transition, initial_state)
+        prev = _AllScan.apply(
+            (scan, signature, reverse, number, async_op, works), state, decay, transition, initial_state
+        )
         return works[0].of(prev) if async_op else prev
-    return scan._scan(state, decay, transition, False, initial_state, reverse, out, async_op)
+    return scan._scan(signature, state, decay, transition, False, initial_state, reverse, out, async_op)
 
 
 def _checked(state, decay, comm, transition, initial_state, out=None, hop=False):
-    """(the AllScan, whether a gradient is wanted). Raises for wrong arguments, at a first call on every rank. hop: of
-    halo(), for which a chain is one hop."""
+    """(the AllScan, whether a gradient is wanted, the signature). Raises for wrong arguments, at a first call on every
+    rank. hop: of halo(), for which a chain is one hop."""
     inputs = state, decay, transition, initial_state, out
     wanted = wants_gradient(inputs)
     bad_out = out is not None and (wanted or not (isinstance(out, Tensor) and out.is_contiguous()))
@@ -115,7 +117,7 @@ def _checked(state, decay, comm, transition, initial_state, out=None, hop=False)
     scan = None if bad_out else known.get(signature)
     if scan is None:
         scan = known[signature] = _scan_for(comm, *inputs, bad_out, hop)
-    return scan, wanted
+    return scan, wanted, signature
 
 
 def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, hop):
@@ -204,12 +206,14 @@ class _Together(Function):
 class _AllScan(Function):
     @staticmethod
     def forward(ctx, how, state, decay, transition, initial_state):
-        scan, reverse, number, async_op, works = how
+        scan, signature, reverse, number, async_op, works = how
         again = recomputing()
         ticket, tickets = (scan.ticket(), None) if again else borrow_ticket(scan.comm)
         given = number if decay is None else decay
         try:
-            prev = scan._scan(state, given, transition, False, initial_state, reverse, None, async_op, ticket)
+            prev = scan._scan(
+                signature, state, given, transition, False, initial_state, reverse, None, async_op, ticket
+            )
         except BaseException:
             if tickets is not None:
                 tickets.append(ticket)
@@ -240,7 +244,8 @@ class _AllScan(Function):
 def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``. ``prev`` is used for
     the first two of these."""
-    dstate = scan._scan(dprev, decay, transition, True, None, not reverse, None, False, ticket, True)
+    signature = signature_of(dprev, decay, transition, None, None)
+    dstate = scan._scan(signature, dprev, decay, transition, True, None, not reverse, None, False, ticket, True)
     ddecay = dtransition = dinitial = None
     if wanted[0]:
         rows = (dstate * prev).sum(-1)
@@ -266,7 +271,7 @@ def _scan(
     comm = communicator_of(handle)
     with comm.call(reverse):
         given = number if decay is None else decay
-        scan, _ = _checked(state, given, comm, transition, initial_state)
+        scan, *_ = _checked(state, given, comm, transition, initial_state)
         ticket = scan.ticket()
         options = dict(transition=transition, initial_state=initial_state, reverse=reverse)
         return scan.scan(state, given, **options, channel=scan.channel_of_scan(reverse, ticket)), ticket
