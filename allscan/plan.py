@@ -154,7 +154,8 @@ class Plan:
 
     @contextmanager
     def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
-        """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it."""
+        """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it. May be
+        inside of another one, and is joined there then."""
         self._forked = self._part()
         self._forked.steps.append(lambda run: run.enter(stream(run.context)))
         yield
@@ -215,13 +216,13 @@ class Part:
 class Run:
     """Memory and streams of one run."""
 
-    __slots__ = "_plan", "context", "tensors", "_beside", "_join", "_empty", "places", "_memory", "device"
+    __slots__ = "_plan", "context", "tensors", "_beside", "_joins", "_empty", "places", "_memory", "device"
 
     def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
         self._plan, self.context = plan, context
         self.tensors = [*given]  # and outputs, once they are made
-        self._beside: AbstractContextManager | None = None
-        self._join: Callable[[], None] | None = None
+        self._beside: list[AbstractContextManager] = []  # that it is in, and what joins those that it has left
+        self._joins: list[Callable[[], None]] = []
         self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
         addresses = [x.data_ptr() for x in given]
         if not aligned(addresses) or not plan.ready() or hooked():
@@ -261,18 +262,14 @@ class Run:
             self.places.append(out.data_ptr())
 
     def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
-        self._join = beside.__enter__()
-        self._beside = beside
+        self._joins.append(beside.__enter__())
+        self._beside.append(beside)
 
     def leave(self) -> None:
-        beside, self._beside = self._beside, None
-        assert beside is not None
-        beside.__exit__(None, None, None)
+        self._beside.pop().__exit__(None, None, None)
 
     def join(self) -> None:
-        join, self._join = self._join, None
-        assert join is not None
-        join()
+        self._joins.pop()()
 
     def free_short(self) -> None:
         if self.places is not None:
@@ -283,8 +280,7 @@ class Run:
 
     def abandon(self, error: BaseException) -> None:
         """After an error in a step."""
-        beside, join, self._beside, self._join = self._beside, self._join, None, None
-        if beside is not None:
-            beside.__exit__(type(error), error, error.__traceback__)
-        if join is not None:
-            join()
+        while self._joins:
+            if len(self._beside) == len(self._joins):  # in the one that was entered last
+                self._beside.pop().__exit__(type(error), error, error.__traceback__)
+            self._joins.pop()()

@@ -22,6 +22,9 @@ capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
+# Priorities of a communicator's streams: what other ranks wait for; few long programs, before many short ones
+SCANS, LONG = -2, -1
+
 
 class Streams:
     """Of one communicator, on ``device``."""
@@ -32,7 +35,7 @@ class Streams:
         self._index = device.index
         self._last: torch.cuda.Stream | None = None  # where the last launch was, and its handle
         self._last_number: int | None = None
-        self._side: torch.cuda.Stream | None = None
+        self._own: dict[int, torch.cuda.Stream] = {}
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
@@ -73,10 +76,11 @@ class Streams:
         with torch.cuda.stream(self._looking):
             return words.tolist()
 
-    def side(self) -> AbstractContextManager[Callable[[], None]]:
+    def side(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         """A stream behind the current one, which goes on no earlier than this one begins. Gives ``join``, which makes
-        the current stream wait for what was launched inside; memory that it uses may not be given back before."""
-        return _Side(self) if self.cuda else contextlib.nullcontext(_nothing)
+        the current stream wait for what was launched inside; memory that it uses may not be given back before. One of
+        another priority may be inside, and is joined there."""
+        return _Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
         """``later`` goes on when ``earlier`` has done what it was given so far."""
@@ -91,13 +95,13 @@ class Streams:
         CUDA graph's capture it is the current stream: there nothing else orders a communicator's launches."""
         if not self.cuda or self.capturing():
             return contextlib.nullcontext(_nothing)
-        return _Side(self, torch.cuda.Event())
+        return _Side(self, SCANS, torch.cuda.Event())
 
-    def own(self) -> torch.cuda.Stream:
-        """The communicator's own stream."""
-        if self._side is None:
-            self._side = private_stream(self.device, -1)
-        return self._side
+    def own(self, priority: int) -> torch.cuda.Stream:
+        """The communicator's own stream of this priority."""
+        if priority not in self._own:
+            self._own[priority] = private_stream(self.device, priority)
+        return self._own[priority]
 
 
 _idle: dict[tuple[torch.device, int], list[int]] = {}  # private streams that nothing holds, by device and priority
@@ -135,8 +139,8 @@ def _nothing() -> None:
 class _Side:
     """See :meth:`Streams.side` and, with an event, :meth:`Streams.beside`; torch.cuda.stream would take 7 us more."""
 
-    def __init__(self, streams: Streams, done: torch.cuda.Event | None = None) -> None:
-        self._streams, self._stream, self._done = streams, streams.own(), done
+    def __init__(self, streams: Streams, priority: int, done: torch.cuda.Event | None = None) -> None:
+        self._streams, self._stream, self._done = streams, streams.own(priority), done
 
     def __enter__(self) -> Callable[[], None]:
         self._current, self._device = self._streams.current(), current_device()

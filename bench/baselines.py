@@ -14,6 +14,7 @@ import allscan
 from allscan.first_call import remember_agreement
 from allscan.gla import zeco_gla_by
 from allscan.gla.carrier import record_call, register
+from allscan.streams import SCANS
 
 
 @triton.jit
@@ -115,8 +116,8 @@ class Baseline:
             raise problem
         remember_agreement(self.comm, shape, agree)  # so that gates are looked at once, which waits for the GPU
 
-    def stream(self):
-        return self.comm.streams.side() if self._overlapped else contextlib.nullcontext(lambda: None)
+    def stream(self, priority=SCANS):
+        return self.comm.streams.side(priority) if self._overlapped else contextlib.nullcontext(lambda: None)
 
     def carry(self, state, decay, out, *, ticket, reverse, zigzag):
         if zigzag:

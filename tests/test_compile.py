@@ -195,7 +195,7 @@ class NoCarrier:
         def call(reverse=False):
             yield
 
-    def stream(self):
+    def stream(self, *_):
         return contextlib.nullcontext(lambda: None)
 
     def neighbours(self, *_):

@@ -111,6 +111,20 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
             plan.run("here", torch.zeros(8))
         assert seen == [("begin", "here"), "end", "join"]
 
+    for inside in (True, False):  # of one inside of another one, which are left and joined in their order
+        plan = Plan()
+        x = plan.given(torch.zeros(8))
+        with plan.beside(stream):
+            with plan.beside(stream):
+                plan.call(fails if inside else lambda context, x: x.add_(1), x)
+            plan.call(fails, x)
+            plan.join()
+        plan.join()
+        seen.clear()
+        with pytest.raises(ArithmeticError, match="here"):
+            plan.run("here", torch.zeros(8))
+        assert seen == [("begin", "here"), ("begin", "here"), "end", "join", "end", "join"]
+
 
 class Recorded:
     """In place of the driver's captures: what was launched inside is launched again."""

@@ -17,6 +17,7 @@ from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..order import PendingBackward, pending_backwards
 from ..plan import Buffer, Plan
+from ..streams import SCANS
 from ..tickets import zigzag_channels
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
@@ -31,9 +32,9 @@ class StateCarrier(Protocol):
     def prepare(self, shape, agree=None, problem: Problem | None = None, *, at_first: bool = False) -> object:
         """Before the first forward call with tensors like its own; see first_call.get_or_create_scan."""
 
-    def stream(self) -> AbstractContextManager[Callable[[], None]]:
+    def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
-        the result; what is launched before may run at the same time."""
+        the result; what is launched before may run at the same time. With another priority another stream."""
 
     def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool, zigzag: bool) -> None:
         """Begin the scan of ``state`` [B, 1, H, K, V]: each rank multiplies what enters it by ``decay`` [B, 1, H, K];
@@ -84,8 +85,8 @@ class AllScanCarrier:
             self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas, algorithm=algorithm
         )
 
-    def stream(self):
-        return self.comm.streams.side()
+    def stream(self, priority=SCANS):
+        return self.comm.streams.side(priority)
 
     def neighbours(self, shape, zigzag):
         if zigzag or self._scan(shape).algorithm != "chain":

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..shmem_kernels.gla_fwd import (
     state_kernel,
 )
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
+from ..streams import LONG
 from ..tickets import TICKETS
 from ..tiling import cdiv, default_tile, next_power_of_2
 from .carrier import StateCarrier
@@ -222,7 +224,10 @@ class GLAPlan(Plan):
         )  # fmt: skip
         return sums
 
-    def carry(self, carrier: StateCarrier, states, sums, gates, outside, prev, final, ticket) -> None:
+    def carry(
+        self, carrier: StateCarrier, states, sums, gates, outside, prev, final, ticket,
+        long: Callable[[], Any] | None = None,
+    ) -> Any:  # fmt: skip
         """Through the segments (carry_kernel) and over the ranks, beside what is recorded until :meth:`join_carry`.
 
         Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
@@ -230,7 +235,10 @@ class GLAPlan(Plan):
 
         Forward has nothing else to run beside the scan. So the last rank, which leaves nothing to others, waits for
         them while it goes through its segments; and the first one, which waits for none, goes on: its scan may end as
-        late as the pass."""
+        late as the pass.
+
+        ``long``: records what has few long programs and needs neither. It begins behind carry_kernel, before those
+        programs of the current stream that have not begun by then. Its result is returned."""
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, self.shape.zigzag
         halves = self.shape.B, 1 + zigzag, H, K
         own, decay = self.empty(*halves, V), self.empty(*halves)
@@ -259,14 +267,21 @@ class GLAPlan(Plan):
         with self.beside(lambda carrier: carrier.stream()):
             if not (first or last):
                 segments()
+            made = None
+            if long:
+                with self.beside(lambda carrier: carrier.stream(LONG)):
+                    made = long()
             if before or behind:
                 carrier.record(self, own, decay, out, ticket, reverse, zigzag)
             else:
                 nothing_enters()
+            if long:
+                self.join()
         if first:
             nothing_enters()  # beside the scan, for which all other ranks wait
         if last:
             segments()
+        return made
 
     def join_carry(self) -> None:
         if not self._joins_last:
@@ -384,8 +399,10 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
 def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept) -> GLAPlan:
     """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg.
 
-    Beside the carry: all that needs nothing remote and is not needed by the state pass. Those with short programs come
-    first, since a scan can begin only where programs of others have ended.
+    Beside the carry: all that needs nothing remote and is not needed by the state pass. da_kernel's programs are short:
+    where they end the scan can begin, then state_kernel, of few long ones, and those of da_kernel that are left run
+    where state_kernel leaves room. A scan that waits takes room for 10 to 40 of state_kernel's 512, which without the
+    others would run alone at its end.
     """
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
@@ -398,9 +415,11 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
         plan.operands(True, *operands)
         plan.strong_operands(*operands)
     sums = plan.segment_states(q_in, do, gate, dstates)
-    plan.carry(carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket)
+    states, low = plan.carry(
+        carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket,
+        lambda: plan.chunk_states(k_out, v, gate, entering),
+    )  # fmt: skip
     of_scores = plan.score_gradients(v, do)
-    states, low = plan.chunk_states(k_out, v, gate, entering)
     plan.join_carry()
     of_dstates = plan.value_gradients(do, q_in, k_out, a, gate, (dstates, dgates, dprev), dv, states, low)
     plan.free_short()  # low; and k_out, q_in, a, unless they were kept

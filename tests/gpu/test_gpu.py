@@ -550,13 +550,14 @@ def streams_case(group):
 
 ENDS = """
 import gc, weakref, torch, allscan
+from allscan.streams import SCANS
 streams = []
 for _ in range(2):
     with allscan.Communicator() as comm:
         x = torch.ones(1, 130, 2, 16, device="cuda", requires_grad=True)
         allscan.zeco_gla(x, x, x, -x, comm=comm)[0].sum().backward()
-        streams.append(comm.streams.own().cuda_stream)
-        assert not weakref.getweakrefcount(comm.streams.own())
+        streams.append(comm.streams.own(SCANS).cuda_stream)
+        assert not weakref.getweakrefcount(comm.streams.own(SCANS))
     del comm
     gc.collect()
 assert streams[0] == streams[1], streams

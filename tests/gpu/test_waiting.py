@@ -9,11 +9,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import allscan
 from allscan.reference import allscan_reference
+from allscan.shmem_kernels.wait import backoff, clock_ns
 from allscan.tools.virtual import VirtualRanks
 from bench import harness
 from bench.proof import Method
@@ -207,21 +209,27 @@ def test_nothing_waits_for_the_first_rank_through_decays_of_0():
         assert bool(ranks.faults()) != done and (outs[1:] == 1).all() == done
 
 
+@triton.jit
+def delay_kernel(ns):
+    begin = clock_ns()
+    while clock_ns() - begin < ns:
+        backoff(1)
+
+
 def late_backward_case(group, size, us, samples=60):
     """Microseconds of a step on this rank, as a CUDA graph, with all ranks on time and with the last one late by
     ``us`` between forward and backward. The ranks begin each step together; what the others then take is not in it."""
     with allscan.Communicator(harness.group_of(size)) as comm:
         barrier = harness.barrier_of(size)
         leaves, do = harness.inputs(16384, 16, 128, comm.device, comm.rank)
-        cycles = round(us * 1e6 / harness.sample(lambda: torch.cuda._sleep(1_000_000)))
 
         def step(late):
             o, _ = allscan.zeco_gla(*leaves, comm=comm)
             if late and comm.rank == comm.size - 1:
-                torch.cuda._sleep(cycles)
+                delay_kernel[(1,)](round(us * 1e3), num_warps=1)
             return torch.autograd.grad(o, leaves, do)
 
-        step(False)
+        step(True)
         comm.barrier()
         medians = []
         for late in (False, True):
