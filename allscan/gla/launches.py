@@ -228,17 +228,19 @@ class GLAPlan(Plan):
         self, carrier: StateCarrier, states, sums, gates, outside, prev, final, ticket,
         long: Callable[[], Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Through the segments (carry_kernel) and over the ranks, beside what is recorded until :meth:`join_carry`.
+        """Through the segments (carry_kernel), then over the ranks, beside what is recorded until :meth:`join_carry`.
 
         Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
         ``final`` the ends of the sequences.
 
-        Forward has nothing else to run beside the scan. So the last rank, which leaves nothing to others, waits for
-        them while it goes through its segments; and the first one, which waits for none, goes on: its scan may end as
-        late as the pass.
+        Forward has little to run beside the scan: operands_kernel where keys are made apart, otherwise nothing. So the
+        last rank, which sends to nobody, begins its scan first and goes through its segments while that waits. The
+        first rank, which waits for nobody, does not wait for its own scan either, until :meth:`end`.
 
-        ``long``: records what has few long programs and needs neither. It begins behind carry_kernel, before those
-        programs of the current stream that have not begun by then. Its result is returned."""
+        ``long``: records kernels of few long programs, which need the results of neither carry_kernel nor the scan.
+        They run on a stream of their own (LONG), behind carry_kernel. Where room becomes free, their programs come
+        before those of the current stream that have not begun by then, and behind the scan's.
+        Returns what ``long`` does."""
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, self.shape.zigzag
         halves = self.shape.B, 1 + zigzag, H, K
         own, decay = self.empty(*halves, V), self.empty(*halves)
@@ -399,10 +401,11 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
 def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept) -> GLAPlan:
     """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg.
 
-    Beside the carry: all that needs nothing remote and is not needed by the state pass. da_kernel's programs are short:
-    where they end the scan can begin, then state_kernel, of few long ones, and those of da_kernel that are left run
-    where state_kernel leaves room. A scan that waits takes room for 10 to 40 of state_kernel's 512, which without the
-    others would run alone at its end.
+    Two kernels need nothing remote and run beside the carry. da_kernel, on the caller's stream, has many short
+    programs: where they end, the scan gets its room, and then state_kernel, on the stream LONG, which has few long
+    ones. The rest of da_kernel's programs fill what state_kernel leaves free. At 1 x 16384 x 16 x 128 x 128 a scan that
+    waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run beside
+    them; with nothing beside them they would be a round of their own.
     """
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
