@@ -20,12 +20,12 @@ channel is used by launches that follow one another on a stream, and each of the
 ``recv``, then ``send``; or ``allscan``; or ``shift``.
 
 **In step.** Epochs alone cannot tell a rank that has missed a call from one that is merely late: both have counted one
-launch less. So every tile carries a tag of what its sender has counted otherwise, and a tile whose tag differs from the
-receiver's own is a fault (AllScanOutOfStep), found in the first launch that pairs two different calls:
+launch less. So every tile carries a tag of what its sender has counted besides launches, and a tile whose tag differs
+from the receiver's own is a fault (AllScanOutOfStep), found in the first launch that pairs two different calls:
 
     step        how often ``Communicator.step()`` was called, a word that is counted in stream order (15 bits)
-    backwards   how many adjoint launches this tile has had in the other direction (8 bits)
-    of          an adjoint launch: the epoch of the forward launch that it belongs to, 1 .. 255; else 0
+    backwards   how many adjoint launches this tile has had, in both directions together (8 bits)
+    of          an adjoint launch: 1 + the epoch, modulo 255, of the forward launch that it belongs to; any other: 0
 
 A forward launch leaves its epoch in ``ticket``, and the adjoint launch finds it there.
 
@@ -86,7 +86,7 @@ class Channel(NamedTuple):
     prev_freed: Any  # prev's freed
     epoch: Any  # [num_tiles], mine: the last epoch that each tile has completed here
     clock: Any  # [num_tiles], mine: where a waiting tile shares its clock among its threads
-    backwards: Any  # [num_tiles], mine: the adjoint launches of each tile, in both directions
+    backwards: Any  # [num_tiles], mine: the adjoint launches of each tile; both directions' channels have the same
     step: Any  # [1], mine: how often Communicator.step() was called
     ticket: Any  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
     info: Any  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
