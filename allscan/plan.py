@@ -19,8 +19,8 @@ LONG, SHORT, TABLE, FIRST_TENSOR = range(4)  # memories of a run; from the last 
 
 
 class Buffer(NamedTuple):
-    """What will be a tensor of each run: of one of its memories, from ``offset`` (in bytes) on; of a table's the offset
-    is the address."""
+    """Stands for a tensor that each run has: ``offset`` bytes into one of the run's memories. Of a table the offset is
+    the address."""
 
     number: int  # of the plan's buffers
     memory: int
@@ -69,8 +69,7 @@ class Plan:
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
-        parts have the same elements or none in common: where buffers are tensors of their own, so are parts of an empty
-        one."""
+        parts are the same or do not overlap: where buffers are tensors of their own, so are parts of an empty one."""
         self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 

@@ -22,7 +22,8 @@ capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
-# Priorities of a communicator's streams: what other ranks wait for; few long programs, before many short ones
+# Priorities of a communicator's own streams. SCANS: what other ranks wait for. LONG: kernels of few long programs,
+# which are to begin before what is left of the many short ones on the caller's stream
 SCANS, LONG = -2, -1
 
 
@@ -77,9 +78,10 @@ class Streams:
             return words.tolist()
 
     def side(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
-        """A stream behind the current one, which goes on no earlier than this one begins. Gives ``join``, which makes
-        the current stream wait for what was launched inside; memory that it uses may not be given back before. One of
-        another priority may be inside, and is joined there."""
+        """The communicator's own stream of this priority, put behind the current one. What is launched on the current
+        one next comes behind the beginning of this one, so that it does not take all room first. Gives ``join``, which
+        makes the current stream wait for what was launched inside; memory that is used there may not be given back
+        before. Inside there may be a stream of another priority, which is joined inside, too."""
         return _Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:

@@ -5,7 +5,8 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     operands_kernel   k_out: every key decayed to the end of its chunk; the sum of the chunk's gates
                       q_in: every query decayed from the beginning of its chunk;
                       A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
-    keys_kernel       or: k_out and the sum alone, and operands_kernel beside the scan, where the scan takes long
+    keys_kernel       in its place where the scan takes long: k_out and the sum alone; operands_kernel then makes the
+                      rest beside the scan
     state_kernel      each segment alone, from a zero state: what it leaves, and the sum of its gates
     carry_kernel      what enters each segment from this rank's own tokens; what the rank leaves of them
     scan_kernel       (scan.py) All-Scan of that over the ranks: what enters this rank
@@ -35,8 +36,9 @@ Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H,
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
 as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
-(float16 could not hold the small end of a decay). q_in, k_out, what enters a chunk and, for o alone, A are stored as
-bfloat16, what enters a chunk with 8 bits more beside it, or else float32; for dv A is float32.
+(float16 could not hold the small end of a decay). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and
+what enters a chunk are stored as bfloat16, the last with 8 bits more beside it; A as bfloat16 where it is used for o
+alone, and as float32 where it is used for dv.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 
@@ -77,8 +79,7 @@ def keys_kernel(
     p_k, p_g, p_chunks, p_k_out, p_gate, p_strong,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: k_out, the sum of its gates, and whether its decay is strong: below
-    2 ** -RANGE.
+    """Of one chunk: k_out, the sum of its gates, and whether its decay is strong (below 2 ** -RANGE).
 
     A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
     over tokens cost least with these.
@@ -107,12 +108,14 @@ def operands_kernel(
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_in and A of one chunk, and with KEYS what keys_kernel makes, which is given otherwise. What it makes, or does
-    not make, of a strong chunk, strong_decay_kernel makes.
+    """q_in and A of one chunk; with KEYS also what keys_kernel makes, otherwise that is given. Of a strong chunk q_in,
+    k_out and A are strong_decay_kernel's: with KEYS it runs behind this kernel and writes over them, otherwise it has
+    run, and this kernel leaves them alone.
 
-    With b_t half the difference of the gates up to t and behind t, A is the product of q exp(b) and k exp(-b), both
-    within half of the chunk's range, of which q_in and k_out lack the other half; an error of b, at most RANGE *
-    2 ** -18 ("bf16"), is one of each decay.
+    With G the sum of the chunk's gates and b_t half of (the sum of the gates up to t) - (the sum of those behind t)
+        A = scale * (q exp2(b)) (k exp2(-b))^T,    q_in = q exp2(b) exp2(G / 2),    k_out = k exp2(-b) exp2(G / 2)
+    where no exponent is beyond half of the chunk's range. An error of b, at most RANGE * 2 ** -18 ("bf16"), is one of
+    each decay.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     if not KEYS:

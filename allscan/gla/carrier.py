@@ -34,7 +34,7 @@ class StateCarrier(Protocol):
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
-        the result; what is launched before may run at the same time. With another priority another stream."""
+        the result; what is launched before may run at the same time. Each priority has a stream of its own."""
 
     def carry(self, state: Tensor, decay: Tensor, out: Tensor, *, ticket: Tensor, reverse: bool, zigzag: bool) -> None:
         """Begin the scan of ``state`` [B, 1, H, K, V]: each rank multiplies what enters it by ``decay`` [B, 1, H, K];
@@ -44,9 +44,9 @@ class StateCarrier(Protocol):
 
     def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
         """Whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a rank before this one, and whether it
-        sends to one behind. If it does not wait, it gives zeros, which nobody reads: ``out`` may be ``state`` itself.
-        If it does not send, it makes nothing of ``state`` and ``decay``, which are being written then. If neither, as
-        on one rank, there is no call."""
+        sends to one behind. A carry that does not wait writes zeros to ``out``, which nobody reads: it may be ``state``
+        itself. One that does not send must not use ``state`` and ``decay``: they may be written while it runs. Where it
+        would do neither, as on one rank, there is no call."""
 
     def record(
         self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool, zigzag: bool
