@@ -220,8 +220,8 @@ class Run:
     def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
         self._plan, self.context = plan, context
         self.tensors = [*given]  # and outputs, once they are made
-        self._beside: list[AbstractContextManager] = []  # that it is in, and what joins those that it has left
-        self._joins: list[Callable[[], None]] = []
+        self._beside: list[AbstractContextManager] = []  # streams that it is in, the innermost last
+        self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
         self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
         addresses = [x.data_ptr() for x in given]
         if not aligned(addresses) or not plan.ready() or hooked():
@@ -278,8 +278,8 @@ class Run:
                 del self._empty[place]
 
     def abandon(self, error: BaseException) -> None:
-        """After an error in a step."""
+        """After an error in a step: leave the streams that it is in, and join all, inner ones to outer ones first."""
+        while self._beside:
+            self._beside.pop().__exit__(type(error), error, error.__traceback__)
         while self._joins:
-            if len(self._beside) == len(self._joins):  # in the one that was entered last
-                self._beside.pop().__exit__(type(error), error, error.__traceback__)
-            self._joins.pop()()
+            self.join()

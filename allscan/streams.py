@@ -60,13 +60,14 @@ class Streams:
 
     def follow(self) -> None:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
-        if not self.cuda or current_stream_of(self._index) == self._last_number:
+        if not self.cuda:
             return
-        if not capturing():
+        number = current_stream_of(self._index)
+        if number != self._last_number and not capturing():
             stream = self.current()
             if self._last is not None:
                 stream.wait_stream(self._last)
-            self._last, self._last_number = stream, current_stream_of(self._index)
+            self._last, self._last_number = stream, number
 
     def peek(self, words: torch.Tensor) -> list:
         """What is in this rank's ``words`` now, beside whatever its streams are doing."""

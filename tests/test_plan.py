@@ -111,19 +111,48 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
             plan.run("here", torch.zeros(8))
         assert seen == [("begin", "here"), "end", "join"]
 
-    for inside in (True, False):  # of one inside of another one, which are left and joined in their order
-        plan = Plan()
-        x = plan.given(torch.zeros(8))
-        with plan.beside(stream):
-            with plan.beside(stream):
-                plan.call(fails if inside else lambda context, x: x.add_(1), x)
-            plan.call(fails, x)
-            plan.join()
+
+@pytest.mark.parametrize(
+    "failing, expected",
+    [
+        ("in outer", "enter outer, leave outer, join outer"),
+        ("in inner", "enter outer, enter inner, leave inner, leave outer, join inner, join outer"),
+        ("behind inner", "enter outer, enter inner, leave inner, leave outer, join inner, join outer"),
+        ("behind outer", "enter outer, enter inner, leave inner, join inner, leave outer, join outer"),
+        ("nowhere", "enter outer, enter inner, leave inner, join inner, leave outer, join outer"),
+    ],
+)
+def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
+    seen = []
+
+    @contextlib.contextmanager
+    def stream(name):
+        seen.append(f"enter {name}")
+        try:
+            yield lambda: seen.append(f"join {name}")
+        finally:
+            seen.append(f"leave {name}")
+
+    def step(place):
+        def call(context, x):
+            if place == context:
+                raise ArithmeticError(place)
+
+        plan.call(call, x)
+
+    plan = Plan()
+    x = plan.given(torch.zeros(8))
+    with plan.beside(lambda _: stream("outer")):
+        step("in outer")
+        with plan.beside(lambda _: stream("inner")):
+            step("in inner")
+        step("behind inner")
         plan.join()
-        seen.clear()
-        with pytest.raises(ArithmeticError, match="here"):
-            plan.run("here", torch.zeros(8))
-        assert seen == [("begin", "here"), ("begin", "here"), "end", "join", "end", "join"]
+    step("behind outer")
+    plan.join()
+    with contextlib.nullcontext() if failing == "nowhere" else pytest.raises(ArithmeticError, match=failing):
+        plan.run(failing, torch.zeros(8))
+    assert ", ".join(seen) == expected
 
 
 class Recorded:
