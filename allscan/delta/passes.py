@@ -36,7 +36,7 @@ def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
     return max(4 * CHUNK_TOKENS, cdiv(cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
 
 
-def blocks(BK: int, widest: int, dtype: torch.dtype, scalar: bool) -> dict[str, dict[str, int]]:
+def blocks(BK: int, widest: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/test_compile.py)."""
     fine, BJ = dtype != torch.bfloat16, 32 if BK > 16 else 16
     wide = BK > 128 or fine
@@ -99,7 +99,7 @@ class StatePass:
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
         widest = max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
-        self.blocks = blocks(BK, widest, dtype, scalar) if cuda else blocks_of_cpus(BK, widest)
+        self.blocks = blocks(BK, widest, dtype) if cuda else blocks_of_cpus(BK, widest)
         batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
