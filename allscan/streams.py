@@ -79,10 +79,10 @@ class Streams:
             return words.tolist()
 
     def side(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
-        """The communicator's own stream of this priority, put behind the current one. What is launched on the current
-        one next comes behind the beginning of this one, so that it does not take all room first. Gives ``join``, which
-        makes the current stream wait for what was launched inside; memory that is used there may not be given back
-        before. Inside there may be a stream of another priority, which is joined inside, too."""
+        """The communicator's own stream of this priority, put behind the current one. With SCANS what is launched on
+        the current one next comes behind the beginning of this one, so that it does not take all room first. Gives
+        ``join``, which makes the current stream wait for what was launched inside; memory that is used there may not be
+        given back before. Inside there may be a stream of another priority, which is joined inside, too."""
         return _Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
@@ -144,11 +144,12 @@ class _Side:
 
     def __init__(self, streams: Streams, priority: int, done: torch.cuda.Event | None = None) -> None:
         self._streams, self._stream, self._done = streams, streams.own(priority), done
+        self._first = done is None and priority == SCANS
 
     def __enter__(self) -> Callable[[], None]:
         self._current, self._device = self._streams.current(), current_device()
         self._streams.put_behind(self._stream, self._current)
-        if self._done is None:
+        if self._first:
             self._streams.put_behind(self._current, self._stream)
         torch.cuda.set_stream(self._stream)
         return self._join

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan import graphs
+from allscan import graphs, streams
 from allscan.launching import Launch
 from allscan.packing import Layout, Piece
 from allscan.plan import Part, Plan
@@ -153,6 +153,26 @@ def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
     with contextlib.nullcontext() if failing == "nowhere" else pytest.raises(ArithmeticError, match=failing):
         plan.run(failing, torch.zeros(8))
     assert ", ".join(seen) == expected
+
+
+def test_which_stream_waits_for_which(monkeypatch):
+    """The scan, on a stream in which there is another one, waits for nothing that is launched on that one."""
+    some, waits, current = streams.Streams(torch.device("cuda", 0)), [], ["caller"]
+    names = {streams.SCANS: "scans", streams.LONG: "long"}
+    monkeypatch.setattr(some, "own", names.get)
+    monkeypatch.setattr(some, "current", lambda: current[-1])
+    monkeypatch.setattr(some, "put_behind", lambda later, earlier: waits.append(f"{later} {earlier}"))
+    monkeypatch.setattr(streams, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    with some.side() as join:
+        assert current[-1] == "scans"
+        with some.side(streams.LONG) as join_long:
+            assert current[-1] == "long"
+        assert current[-1] == "scans" and waits == ["scans caller", "caller scans", "long scans"]
+        join_long()
+    assert current[-1] == "caller"
+    join()
+    assert waits[3:] == ["scans long", "caller scans"]
 
 
 class Recorded:
