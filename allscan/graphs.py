@@ -14,6 +14,7 @@ from .streams import capturing, current_device, current_stream_of, private_strea
 
 KEPT = 128  # graphs of one sequence of launches, and addresses that came once
 MOST = 1024  # graphs of a process, since each takes memory of the driver
+FAILURES = 3  # captures of one sequence of launches that fail in a row, after which no other is tried
 
 _NEW: Any = False  # addresses that have not come yet
 _one_at_a_time = threading.Lock()  # for _capture_stream
@@ -25,12 +26,12 @@ class Graphs:
     Training gives an operator the same addresses step after step, since an allocator answers the same requests alike.
     What comes for the first time is launched as it is; the second time it is captured, and from then on launched as a
     graph. A graph has the addresses in it and nothing else: no memory is kept for it. In a capture of the caller's
-    nothing else is captured. Where a capture fails, the launches are made as they are, and no other one is tried.
+    nothing else is captured. Where a capture fails, the launches are made as they are.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple, Capture | None] = {}  # None for what came once; the newest is last
-        self._failed = False
+        self._failures = 0  # in a row
 
     def launch(self, device: int, key: tuple, launches: Callable[..., None], *args: Any) -> None:
         """``launches(*args)`` on the current stream of the GPU ``device``, which launches the same whenever ``key`` is
@@ -39,7 +40,7 @@ class Graphs:
             return launches(*args)
         known = self._known
         graph = known.pop(key, _NEW)
-        if graph is None and not self._failed and Capture.number < MOST:
+        if graph is None and self._failures < FAILURES and Capture.number < MOST:
             graph = self._capture(device, launches, *args)
         if len(known) >= KEPT:
             del known[next(iter(known))]
@@ -57,9 +58,10 @@ class Graphs:
             stream = _capture_stream(device)
             with torch.cuda.stream(stream), Capture(stream.cuda_stream) as graph:
                 launches(*args)
+            self._failures = 0
             return graph
         except Exception:  # no memory for a graph; another thread synchronises the device; a step that raises
-            self._failed = True
+            self._failures += 1
             return None
         finally:
             _one_at_a_time.release()
