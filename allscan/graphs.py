@@ -40,7 +40,7 @@ class Graphs:
             return launches(*args)
         known = self._known
         graph = known.pop(key, _NEW)
-        if graph is None and self._failures < FAILURES and Capture.number < MOST:
+        if graph is None and self._failures < FAILURES and len(Capture.living) < MOST:
             graph = self._capture(device, launches, *args)
         if len(known) >= KEPT:
             del known[next(iter(known))]

@@ -207,8 +207,8 @@ class Part:
         try:
             for step in self.steps:
                 step(run)
-        except BaseException as error:
-            run.abandon(error)
+        except BaseException:
+            run.abandon()
             raise
 
 
@@ -277,9 +277,10 @@ class Run:
             for place in [place for place in self._empty if place[0] == SHORT]:
                 del self._empty[place]
 
-    def abandon(self, error: BaseException) -> None:
-        """After an error in a step: leave the streams that it is in, and join all, inner ones to outer ones first."""
-        while self._beside:
-            self._beside.pop().__exit__(type(error), error, error.__traceback__)
-        while self._joins:
-            self.join()
+    def abandon(self) -> None:
+        """After an error in a step: leave the streams that it is in, and join all, inner ones first, whatever else fails."""
+        if self._beside or self._joins:
+            try:
+                self.leave() if self._beside else self.join()
+            finally:
+                self.abandon()

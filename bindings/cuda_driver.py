@@ -11,7 +11,7 @@ import ctypes
 import functools
 import sys
 from ctypes import byref, c_int, c_ulonglong, c_void_p
-from typing import Any
+from typing import Any, ClassVar
 
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -47,7 +47,7 @@ class Capture:
     """``with Capture(stream) as captured: ...`` holds back what is launched on ``stream``, and on streams that are put
     behind it and joined to it again; then ``captured.launch(stream)`` launches it as one graph."""
 
-    number = 0  # of those that can be launched
+    living: ClassVar[set[int]] = set()  # of the process: those that can be launched
 
     def __init__(self, stream: int) -> None:
         self._stream, self._executable = c_void_p(stream), c_void_p()
@@ -71,7 +71,7 @@ class Capture:
                 if error:
                     raise RuntimeError(f"cuStreamEndCapture: CUDA error {error}")
                 _call("cuGraphInstantiateWithFlags", byref(self._executable), graph, c_ulonglong(NODE_PRIORITY))
-                Capture.number += 1
+                Capture.living.add(id(self))
         finally:
             if graph:
                 _library().cuGraphDestroy(graph)
@@ -83,5 +83,5 @@ class Capture:
 
     def __del__(self) -> None:
         if self._executable and not sys.is_finalizing():  # what still runs of it goes on
-            Capture.number -= 1
+            Capture.living.discard(id(self))
             self._destroy(self._executable)

@@ -155,6 +155,38 @@ def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
     assert ", ".join(seen) == expected
 
 
+def test_all_are_joined_when_leaving_fails_too():
+    seen = []
+
+    @contextlib.contextmanager
+    def stream(name):
+        def join():
+            seen.append(f"join {name}")
+            raise KeyError(f"join {name}")
+
+        try:
+            yield join
+        finally:
+            seen.append(f"leave {name}")
+            raise KeyError(f"leave {name}")
+
+    def fails(context, x):
+        raise ArithmeticError("first")
+
+    plan = Plan()
+    x = plan.given(torch.zeros(8))
+    with plan.beside(lambda _: stream("outer")), plan.beside(lambda _: stream("inner")):
+        plan.call(fails, x)
+    with pytest.raises(KeyError, match="join outer") as raised:
+        plan.run(None, torch.zeros(8))
+    assert seen == ["leave inner", "leave outer", "join inner", "join outer"]
+    errors, error = [], raised.value
+    while error is not None:
+        errors.append(error.args[0])
+        error = error.__context__
+    assert errors == ["join outer", "join inner", "leave outer", "leave inner", "first"]
+
+
 def test_which_stream_waits_for_which(monkeypatch):
     """The scan, on a stream in which there is another one, waits for nothing that is launched on that one."""
     some, waits, current = streams.Streams(torch.device("cuda", 0)), [], ["caller"]
@@ -178,7 +210,7 @@ def test_which_stream_waits_for_which(monkeypatch):
 class Recorded:
     """In place of the driver's captures: what was launched inside is launched again."""
 
-    number = 0
+    living: set = set()
 
     def __init__(self, stream):
         self.again = []
@@ -251,9 +283,9 @@ def test_a_capture_that_fails_is_no_error(monkeypatch):
     some = graphs.Graphs()
     with graphs._one_at_a_time:
         assert runs(some, "a", "a") == ["launched"] * 2
-    monkeypatch.setattr(Recorded, "number", graphs.MOST)
+    monkeypatch.setattr(Recorded, "living", set(range(graphs.MOST)))
     assert runs(some, "a") == ["launched"]
-    monkeypatch.setattr(Recorded, "number", 0)
+    monkeypatch.setattr(Recorded, "living", set())
     assert runs(some, "a", "a") == ["graph", "graph"]
     monkeypatch.setattr(graphs, "current_device", lambda: 1)
     assert runs(some, "a") == ["launched"]
