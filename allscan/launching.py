@@ -70,14 +70,17 @@ class Launch:
     only, not in dtypes; addresses that are no multiples of 16 bytes, for which Triton compiles another kernel, launch
     hooks (profilers such as Proton) and the interpreter go through Triton at each call.
 
-    kernel: a triton.jit function, or one of :func:`with_nvshmem`; its parameters are tensors and channels first, which
-        a call gives by position, then those of ``fixed``.
-    fixed: numbers, constants and launch options (num_warps, num_stages).
+    kernel: a triton.jit function, or one of :func:`with_nvshmem`, whose tensors and channels are its first parameters.
+    fixed: the other parameters: numbers, constants, None; and launch options (num_warps, num_stages). A call gives, by
+        position, the parameters that are not here.
     Tested with Triton 3.6; CompiledKernel.run is the same in 3.7.1.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
+        names = getattr(kernel, "arg_names", None) or kernel.fn.arg_names
+        self._given = [i for i, name in enumerate(names) if name not in fixed]  # places of what a call gives
+        self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence], Any] = _not_compiled  # tuples of addresses and constants for channels
 
@@ -87,19 +90,25 @@ class Launch:
             given, addresses = _addresses(args)
             if self.takes(addresses):
                 return self.at(given)
-        compiled = self.kernel[self.grid](*args, **self.fixed)
+        if self._first():
+            compiled = self.kernel[self.grid](*args, **self.fixed)
+        else:
+            given = {self._names[i]: x for i, x in zip(self._given, args, strict=True)}
+            compiled = self.kernel[self.grid](**given, **self.fixed)
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
-            self._keep(compiled, len(args))
+            self._keep(compiled)
         return compiled
+
+    def _first(self) -> bool:
+        """Whether what a call gives are the first parameters."""
+        return self._given == list(range(len(self._given)))
 
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether ``at`` may be called now, with these addresses."""
         return self.ready and aligned(addresses) and not hooked()
 
-    def _keep(self, compiled: Any, count: int) -> None:
-        """For ``at``, a kernel that was compiled for ``count`` addresses, multiples of 16 bytes."""
-        names = getattr(self.kernel, "arg_names", None) or self.kernel.fn.arg_names
-        rest = [self.fixed[name] for name in names[count:]]
+    def _keep(self, compiled: Any) -> None:
+        """For ``at``, a kernel that was compiled for addresses that are multiples of 16 bytes."""
         run, function = compiled.run, compiled.function
         options: tuple = (compiled.packed_metadata, None, None, None)
         scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
@@ -109,11 +118,21 @@ class Launch:
         x, y, z = (*self.grid, 1, 1)[:3]
         device = torch.cuda.current_device()
 
+        rest = [self.fixed[name] for name in self._names[len(self._given) :]] if self._first() else None
+        given, values = self._given, [self.fixed.get(name) for name in self._names]
+
         def at(addresses: Sequence) -> Any:
             run(x, y, z, current_stream_of(device), function, *options, *addresses, *rest)
             return compiled
 
-        self.at, self.ready = at, True
+        def at_places(addresses: Sequence) -> Any:
+            arguments = values.copy()
+            for place, address in zip(given, addresses):
+                arguments[place] = address
+            run(x, y, z, current_stream_of(device), function, *options, *arguments)
+            return compiled
+
+        self.at, self.ready = at_places if rest is None else at, True
 
 
 def _not_compiled(addresses: Sequence) -> Any:

@@ -278,7 +278,7 @@ class Run:
                 del self._empty[place]
 
     def abandon(self) -> None:
-        """After an error in a step: leave the streams that it is in, and join all, inner ones first, whatever else fails."""
+        """After an error in a step: leave the streams that it is in and join all, inner ones first, whatever fails."""
         if self._beside or self._joins:
             try:
                 self.leave() if self._beside else self.join()

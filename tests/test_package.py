@@ -32,7 +32,7 @@ shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd
 shmem_kernels.delta shmem_kernels
 errors checks algorithms rendezvous runtime streams order communicator tickets
-tiling launching graphs plan operators workspace rails collective packing first_call ops halos
+tiling launching graphs plan traces operators workspace rails collective packing first_call ops halos
 gla.carrier gla.launches gla.operator gla
 delta.passes delta.chunks delta.operator delta
 ssd

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..packing import CHUNK_TOKENS, Layout, to_device
+from ..traces import Traced
 from .passes import StatePass
 
 
@@ -64,18 +65,18 @@ def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: f
     return lower_bound * (g if rate is None else rate * g).sigmoid()
 
 
-def log2_sums(g: Tensor, tables: Local) -> Tensor:
+def log2_sums(fla: Traced, g: Tensor, tables: Local) -> Tensor:
     """Sums of the gates from each chunk's first token on, times log2(e), float32."""
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    return chunk_local_cumsum(g, scale=RCP_LN2, **tables.options())
+    return fla(chunk_local_cumsum, g=g, scale=RCP_LN2, **tables.options())
 
 
-def _suffix_sums(dg: Tensor, tables: Local) -> Tensor:
+def _suffix_sums(fla: Traced, dg: Tensor, tables: Local) -> Tensor:
     from fla.ops.utils import chunk_local_cumsum
 
-    return chunk_local_cumsum(dg, reverse=True, **tables.options())
+    return fla(chunk_local_cumsum, g=dg, reverse=True, **tables.options())
 
 
 def _of_heads(x: Tensor, HK: int) -> Tensor:
@@ -96,12 +97,13 @@ class KDA:
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-        sums, options = log2_sums(g, tables), tables.options()
-        w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
-            q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
+        fla, options = states.fla, tables.options()
+        sums = log2_sums(fla, g, tables)
+        w, u, _, kg, scores, solved = fla(
+            chunk_kda_fwd_intra, q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
         )
         h, v_new = states.forward(kg, w, u, sums, initial, final, kept)
-        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
+        o = fla(chunk_gla_fwd_o_gk, q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
         return o, sums, scores, solved
 
     def backward(
@@ -112,22 +114,22 @@ class KDA:
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
         from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-        options = tables.options()
+        fla, options = states.fla, tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
-        w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
+        w, u, qg, kg = fla(recompute_w_u_fwd, q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
         h, v_new, entering = states.turn(qg, kg, w, u, sums, do, scores, dfinal, scale, kept)
-        d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
+        d_scores, dv = fla(chunk_kda_bwd_dAv, q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
         dh, dv = states.backward(qg, kg, w, sums, do, dv, scale, entering, dinitial)
         del w, u, qg, kg
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
-        dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
-            q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
+        dq, dk, dv, dbeta, dg, d_solved = fla(
+            chunk_kda_bwd_wy_dqkg_fused, q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
         )
-        dq, dk, dbeta, dg = chunk_kda_bwd_intra(
-            q=q, k=k, g=sums, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg, **self.safe,
-            **options,
+        dq, dk, dbeta, dg = fla(
+            chunk_kda_bwd_intra, q=q, k=k, g=sums, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta,
+            dg=dg, **self.safe, **options,
         )  # fmt: skip
-        return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(dg, tables), dbeta
+        return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(fla, dg, tables), dbeta
 
 
 class GatedDeltaNet:
@@ -139,10 +141,11 @@ class GatedDeltaNet:
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
-        sums, options = log2_sums(g, tables), tables.options()
-        w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
+        fla, options = states.fla, tables.options()
+        sums = log2_sums(fla, g, tables)
+        w, u, solved = fla(chunk_gated_delta_rule_fwd_intra, k=k, v=v, g=sums, beta=beta, **options)
         h, v_new = states.forward(k, w, u, sums, initial, final, kept)
-        o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
+        o = fla(chunk_fwd_o, q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
         return o, sums, solved.new_empty(0), solved
 
     def backward(
@@ -151,14 +154,14 @@ class GatedDeltaNet:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
-        options = tables.options()
+        fla, options = states.fla, tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
-        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
-        dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
+        w, u = fla(recompute_w_u_fwd, k=k, v=v, beta=beta, A=solved, g=sums, **indices)
+        dv = fla(chunk_bwd_dv_local, q=q, k=k, g=sums, do=do, scale=scale, **options)
         h, v_new, entering = states.turn(q, k, w, u, sums, do, None, dfinal, scale, kept, dv=dv)
         dh, dv = states.backward(q, k, w, sums, do, dv, scale, entering, dinitial)
         # fla refuses its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = states.gradients(q, k, v_new, w, sums, do, dv, h, dh, scale)
-        dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
+        dk2, dv, dbeta, dg2 = fla(prepare_wy_repr_bwd, k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
         dq, dk = (_of_heads(x, q.shape[2]) for x in (dq, dk))
-        return dq, dk + _of_heads(dk2, q.shape[2]), dv, _suffix_sums(dg + dg2, tables), dbeta
+        return dq, dk + _of_heads(dk2, q.shape[2]), dv, _suffix_sums(fla, dg + dg2, tables), dbeta

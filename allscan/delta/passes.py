@@ -23,6 +23,7 @@ from ..shmem_kernels.delta import (
 )
 from ..tickets import zigzag_channels
 from ..tiling import cdiv, next_power_of_2, transition_tile
+from ..traces import Traced
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
 PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
@@ -103,6 +104,7 @@ class StatePass:
         batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
+        self.fla = Traced(cuda)  # what fla's functions are called by
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):

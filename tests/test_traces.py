@@ -1,0 +1,195 @@
+"""Functions of others that launch Triton kernels become plans, and only those that a plan repeats to the bit.
+
+On a GPU that is not one (support/fake_gpu.py); with fla's functions on real ones: tests/gpu/test_plans.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from allscan.launching import Launch
+from allscan.traces import ATTEMPTS, Traced
+from support.fake_gpu import fake_gpu, floats
+
+pytestmark = [pytest.mark.cpu, pytest.mark.quick]
+N = 32
+
+
+@triton.heuristics({"HAS_Z": lambda args: args["z"] is not None})
+@triton.autotune(configs=[triton.Config({"BLOCK": b}, num_warps=w) for b, w in ((16, 1), (32, 2))], key=["n"])
+@triton.jit(do_not_specialize=["n"])
+def theirs_kernel(scale, x, z, n, out, HAS_Z: tl.constexpr, BLOCK: tl.constexpr, UNUSED: tl.constexpr = False):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = scale * tl.load(x + i, mask=i < n)
+    if HAS_Z:
+        y += tl.load(z + i, mask=i < n)
+    tl.store(out + i, y, mask=i < n)
+
+
+def as_theirs(grid, scale, x, z, n, out, HAS_Z, BLOCK, UNUSED):
+    assert grid == (-(-n // BLOCK), 1, 1) and HAS_Z == (z is not None)
+    floats(out, n)[:] = scale * floats(x, n) + (floats(z, n) if HAS_Z else 0)
+
+
+KERNELS = {"theirs_kernel": as_theirs}
+
+
+def launch(scale, x, z, out):
+    theirs_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](scale=scale, x=x, z=z, n=x.numel(), out=out)
+
+
+def library(x, y, scale, bias=None):
+    """All that is traced: memory with zeros and without, views, a sum, an addition; an argument is returned, too."""
+    t, zeros = torch.empty_like(x), torch.zeros(2, 16)
+    launch(scale, x, y, t)
+    u = x.new_empty(2, 16)
+    launch(scale, t, zeros, u.view(4, 8))
+    total = u.sum(0).add_(u.new_zeros(16))
+    out = torch.empty_like(x)
+    launch(2.0, u, bias, out)
+    return total, y, None, out
+
+
+def expected(x, y, scale):
+    u = scale * (scale * x + y)
+    return u.view(2, 16).sum(0), y, None, 2 * u
+
+
+def given():
+    return torch.randn(N), torch.randn(N)
+
+
+def same(found, wanted):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted):
+        assert a is b if b is None else torch.allclose(a, b, rtol=1e-6)
+
+
+def test_a_function_becomes_a_plan():
+    traced, calls = Traced(True), []
+
+    def counted(**arguments):
+        calls.append(1)
+        return library(**arguments)
+
+    with fake_gpu(KERNELS) as gpu:
+        for i in range(8):
+            x, y = given()
+            gpu.launches.clear()
+            found = traced(counted, x=x, y=y, scale=0.5, bias=None)
+            same(found, expected(x, y, 0.5))
+            assert found[1] is y and found[3].shape == (N,)
+            assert len(calls) == min(i + 1, 3), "the first call, and two traces"
+            assert len(gpu.launches) == 3 or i in (0, 2)  # where it is tuned, and where the plan is held against it
+            assert traced.plans() == ({"counted": i > 2} if i else {})
+        x, y = given()
+        same(traced(counted, x=x, y=y, scale=3.0, bias=None), expected(x, y, 3.0))
+        assert len(calls) == 4, "a constant more"
+        for a, b in ((torch.randn(N + 1)[1:], y), (torch.randn(N, 2)[:, 0], y)):
+            same(traced(counted, x=a, y=b, scale=0.5, bias=None), expected(a.clone(), b, 0.5))
+        assert len(calls) == 5, "a gap; addresses that are no multiples of 16 go through Triton"
+        same(traced(counted, x=y, y=y, scale=0.5, bias=None), expected(y, y, 0.5))
+        assert len(calls) == 5
+
+
+def run(function):
+    """Whether it has a plan after some calls, whose results were right."""
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for _ in range(ATTEMPTS + 4):
+            x, y = given()
+            out = traced(function, x=x, y=y)
+            assert torch.allclose(out, 2 * x + y, rtol=1e-6)
+        return traced.plans()[function.__name__]
+
+
+def plain(x, y):
+    out = torch.empty_like(x)
+    launch(2.0, x, y, out)
+    return out
+
+
+def not_of_triton(x, y):
+    out, wanted = torch.empty_like(x), x.new_empty(N)
+    launch(2.0, x, y, wanted)
+    ctypes.memmove(out.data_ptr(), wanted.data_ptr(), 4 * N)  # which nobody sees
+    return out
+
+
+def another_operator(x, y):
+    out = plain(x, y)
+    return out.mul(1.0)
+
+
+def a_part(x, y):
+    both = x.new_empty(2, N)
+    launch(2.0, x, y, both[1])
+    return both[1]
+
+
+def kept(x, y, memory=[]):  # noqa: B006
+    memory[:] = memory or [torch.zeros(N)]
+    launch(1.0, x, None, memory[0])
+    out = torch.empty_like(x)
+    launch(2.0, memory[0], y, out)
+    return out
+
+
+def another_each_time(x, y, count=[0]):  # noqa: B006
+    count[0] += 1
+    t, out = torch.empty_like(x), torch.empty_like(x)
+    launch(float(count[0]), x, None, t)
+    launch(2.0 / count[0], t, y, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    "function, planned",
+    [(plain, True), (not_of_triton, False), (another_operator, False), (a_part, False),
+     (kept, False), (another_each_time, False)],
+)  # fmt: skip
+def test_what_is_not_seen_makes_no_plan(function, planned):
+    assert run(function) == planned
+
+
+def test_arguments_in_the_same_memory_are_not_traced():
+    """Which of them a kernel was given, nobody could tell."""
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for _ in range(ATTEMPTS + 2):
+            x = torch.randn(N)
+            assert torch.allclose(traced(plain, x=x, y=x), 3 * x)
+            assert not traced.plans().get("plain")
+
+
+def test_an_error_is_the_functions():
+    def fails(x, y):
+        plain(x, y)
+        raise ArithmeticError("theirs")
+
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for _ in range(3):
+            with pytest.raises(ArithmeticError, match="theirs"):
+                traced(fails, x=given()[0], y=given()[1])
+        x, y = given()
+        assert torch.allclose(plain(x, y), 2 * x + y)
+
+
+def test_without_gpus_a_function_is_called():
+    assert Traced(False)(lambda x, y: (x, y), x=1, y=2) == (1, 2)
+
+
+def test_a_launch_whose_tensors_are_not_first():
+    launches = Launch(theirs_kernel.fn.fn, (2,), scale=2.0, z=None, n=N, HAS_Z=False, BLOCK=16, UNUSED=False)
+    with fake_gpu(KERNELS):
+        for ready in (False, True):
+            x, out = torch.randn(N), torch.empty(N)
+            assert launches.ready == ready
+            launches(x, out)
+            assert torch.equal(out, 2 * x)
