@@ -93,8 +93,8 @@ class Launch:
         if self._first():
             compiled = self.kernel[self.grid](*args, **self.fixed)
         else:
-            given = {self._names[i]: x for i, x in zip(self._given, args, strict=True)}
-            compiled = self.kernel[self.grid](**given, **self.fixed)
+            named = {self._names[i]: x for i, x in zip(self._given, args, strict=True)}
+            compiled = self.kernel[self.grid](**named, **self.fixed)
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled)
         return compiled
@@ -118,8 +118,8 @@ class Launch:
         x, y, z = (*self.grid, 1, 1)[:3]
         device = torch.cuda.current_device()
 
-        rest = [self.fixed[name] for name in self._names[len(self._given) :]] if self._first() else None
         given, values = self._given, [self.fixed.get(name) for name in self._names]
+        rest = values[len(given) :]
 
         def at(addresses: Sequence) -> Any:
             run(x, y, z, current_stream_of(device), function, *options, *addresses, *rest)
@@ -132,7 +132,7 @@ class Launch:
             run(x, y, z, current_stream_of(device), function, *options, *arguments)
             return compiled
 
-        self.at, self.ready = at_places if rest is None else at, True
+        self.at, self.ready = at if self._first() else at_places, True
 
 
 def _not_compiled(addresses: Sequence) -> Any:

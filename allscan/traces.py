@@ -54,7 +54,8 @@ class Traced:
     def __call__(self, function: Callable[..., Any], **arguments: Any) -> Any:
         if not self._cuda:
             return function(**arguments)
-        tensors, kind = [], [function]
+        tensors: list[Tensor] = []
+        kind: list[Any] = [function]
         for name, x in arguments.items():
             if isinstance(x, Tensor):
                 tensors.append(x)
@@ -305,11 +306,15 @@ class _Trace(TorchDispatchMode):
 
     def result_of(self, tensors: list[Tensor]) -> Any:
         """The function's result, of its arguments and the plan's outputs."""
-        by_memory, found = dict(zip(self._numbers, tensors)), []
-        for place in self._result:
-            x = None if place is None else by_memory[place.memory]
-            found.append(x if x is None or x.shape == place.shape else x.view(place.shape))
-        return found[0] if self._alone else tuple(found)
+        by_memory = dict(zip(self._numbers, tensors))
+
+        def of(place: _Place | None) -> Tensor | None:
+            if place is None:
+                return None
+            x = by_memory[place.memory]
+            return x if x.shape == place.shape else x.view(place.shape)
+
+        return of(self._result[0]) if self._alone else tuple(map(of, self._result))
 
     def forget(self) -> None:
         """The tensors."""

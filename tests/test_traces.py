@@ -45,6 +45,7 @@ def launch(scale, x, z, out):
 
 def library(x, y, scale, bias=None):
     """All that is traced: memory with zeros and without, views, a sum, an addition; an argument is returned, too."""
+    x = x.contiguous()
     t, zeros = torch.empty_like(x), torch.zeros(2, 16)
     launch(scale, x, y, t)
     u = x.new_empty(2, 16)
@@ -67,7 +68,7 @@ def given():
 def same(found, wanted):
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted):
-        assert a is b if b is None else torch.allclose(a, b, rtol=1e-6)
+        assert a is b if b is None else torch.allclose(a, b, atol=1e-5)
 
 
 def test_a_function_becomes_a_plan():
@@ -140,8 +141,8 @@ def kept(x, y, memory=[]):  # noqa: B006
     return out
 
 
-def another_each_time(x, y, count=[0]):  # noqa: B006
-    count[0] += 1
+def another_each_time(x, y, count=[1]):  # noqa: B006
+    count[0] *= 2  # no rounding
     t, out = torch.empty_like(x), torch.empty_like(x)
     launch(float(count[0]), x, None, t)
     launch(2.0 / count[0], t, y, out)

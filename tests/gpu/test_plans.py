@@ -16,7 +16,10 @@ from allscan.communicator import cached_on
 from allscan.gla import launches
 from allscan.graphs import Graphs
 from allscan.plan import Part
-from support.values import relative
+from allscan.traces import Traced
+from support.delta import Whole
+from support.fla import import_fla
+from support.values import late, place, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -223,6 +226,45 @@ def profiled_case(group):
 def test_profilers_name_the_kernels(run, size):
     for names in run(size, profiled_case):
         assert {"operands_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
+
+
+def delta_case(group, rule, dtype, lengths, layout):
+    """Calls in which fla's functions are launched by their own Python, then are traced, then are plans: the same bits,
+    with other values, too. Returns which functions have plans."""
+    import_fla()
+    with allscan.Communicator(group) as comm:
+        tokens = [512] * comm.size
+        zigzag, total = layout == "zigzag", 512 * comm.size
+        lengths = None if lengths is None else [0, 100, 130, total]
+        plain = mock.patch.object(Traced, "__call__", lambda _, function, **arguments: function(**arguments))
+        wholes = [
+            Whole(rule, total, 1, 2, 4, 64, 128, "weak", dtype, comm.device, lengths, None, seed) for seed in (0, 1)
+        ]
+        mine = place(comm, tokens, zigzag)
+        with plain:
+            expected = [whole.ours(comm, mine, layout=layout) for whole in wholes]
+        for i in range(12):
+            late(i, comm.rank, 20)
+            same(wholes[i % 2].ours(comm, mine, layout=layout), expected[i % 2])
+            torch.cuda.synchronize()
+        names = []
+        with launch_hook(names):
+            same(wholes[0].ours(comm, mine, layout=layout), expected[0])
+        assert len(names) > 12, "a profiler's hook is told of every launch"
+        comm.barrier()
+        passes = [made for layout, _ in cached_on(comm, "tables").values() for made in layout._derived.values()]
+        return {name: planned for made in passes for name, planned in made.fla.plans().items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "rule, dtype, lengths, layout, count",
+    [("kda", torch.bfloat16, None, "contiguous", 7), ("kda", torch.float32, "packed", "contiguous", 7),
+     ("kda", torch.bfloat16, None, "zigzag", 7), ("gated_delta_rule", torch.bfloat16, None, "contiguous", 6)],
+)  # fmt: skip
+def test_what_fla_launches_becomes_plans(run, size, rule, dtype, lengths, layout, count):
+    for plans in run(size, delta_case, rule, dtype, lengths, layout):
+        assert len(plans) == count and all(plans.values()), plans
 
 
 def many_calls_case(group, dtype, D, calls):

@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from allscan import launching, traces
+from allscan import graphs, launching, traces
 
 
 class Driver:
@@ -76,6 +76,7 @@ def fake_gpu(kernels):
         mock.patch.object(launching, "current_stream_of", lambda device: 0),
         mock.patch.object(traces.torch.cuda, "Event", Event),
         mock.patch.object(traces, "capturing", lambda: False),
+        mock.patch.object(graphs, "current_device", lambda: 0),  # not the tensors': no CUDA graphs
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:
