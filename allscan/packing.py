@@ -82,6 +82,9 @@ class Layout:
             found = self._derived[key] = make()
         return found
 
+    def all_derived(self) -> list[object]:
+        return [*self._derived.values()]
+
 
 def to_device(table: torch.Tensor, device) -> torch.Tensor:
     """A table made on the host, on the device, without waiting for what runs there."""

@@ -38,13 +38,13 @@ class Traced:
     Where fla's Python takes 100 us for a launch, a plan takes 5. The first call with arguments of one kind - tensors of
     these shapes and dtypes, these constants - is as it is: Triton compiles, and autotuners choose. The next ones are
     traced: which kernels are launched, with which grids and constants, on which tensors, and where torch fills or adds
-    some. Once two traces in a row are the same, a plan is made of them and held against the function: bit for bit, with
-    all memory of the plan filled with ones before. Only then it takes the function's place.
+    some. Once two traces in a row are the same, a plan is made of them and held against the function: bit for bit, both
+    with all new memory filled with ones before. Only then it takes the function's place.
 
     So what is not seen - launches that do not go through Triton, tensors that the function keeps - makes no plan, and
     neither does a call that torch operators other than these take part in: such a function is called as it is for ever
-    (:meth:`plans` says of which there is one). What is not held against anything: numbers that depend on something else
-    than the arguments' kind. Calls outside of GPUs, and tensors that are not contiguous, are as they are, too.
+    (:meth:`plans` says of which there is one). It may not change its arguments, and what it does may depend on nothing
+    but them. Calls outside of GPUs, and with tensors that are not contiguous, are as they are, too.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -124,8 +124,11 @@ class _Calls:
             trace.returns(result)
             if not trace.refused and trace.is_same(self._trace):
                 try:
-                    self._plan = trace.plan(tensors)
-                    self._verdict = _held_against(self._plan, tensors, trace.made_of(result))
+                    self._plan = plan = trace.plan(tensors)
+                    plan.run(None, *tensors)  # by way of Triton, which hands out the compiled kernels
+                    with _AllOnes():  # the function, too: it may leave parts of its results as they were
+                        wanted, found = trace.made_of(function(**arguments)), plan.run(None, *tensors)
+                    self._verdict = _are_same(found, wanted)
                 except Exception as error:  # no memory to hold it against the function, for one
                     self._plan, trace.refused = None, f"{type(error).__name__}: {error}"
             trace.forget()
@@ -135,12 +138,9 @@ class _Calls:
             _one_at_a_time.release()
 
 
-def _held_against(plan: Plan, tensors: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, torch.cuda.Event]:
-    """(whether a run of the plan gives the same bits, once the event has come)."""
-    plan.run(None, *tensors)  # by way of Triton, which hands out the compiled kernels
-    with _AllOnes():
-        found = plan.run(None, *tensors)
-    same = torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(found, expected, strict=True)]).all()
+def _are_same(found: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, torch.cuda.Event]:
+    """(whether they have the same bits, once the event has come)."""
+    same = torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(found, wanted, strict=True)]).all()
     verdict = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=same.is_cuda).copy_(same, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
@@ -257,6 +257,8 @@ class _Trace(TorchDispatchMode):
                 self._add(made)
                 self._step(_sum, None, dict(dims=tuple(dims), keepdim=len(args) > 2 and args[2]), [x, made])
             elif function is aten.add_.Tensor and not kwargs and isinstance(args[1], Tensor):
+                if self._place(args[0]).memory < self._given:
+                    raise _Refused("an argument that is changed")
                 self._step(_add, None, {}, args)
             elif not function.is_view:
                 raise _Refused(str(function))
@@ -276,9 +278,9 @@ class _Trace(TorchDispatchMode):
         return [*{x.memory: x for x in self._result if x is not None and x.memory >= self._given}.values()]
 
     def made_of(self, result: Any) -> list[Tensor]:
-        """Those tensors of a result."""
-        tensors = [x for x in ([result] if self._alone else result) if x is not None]
-        by_memory = {self._memories[x.data_ptr()].number: x for x in tensors}
+        """Those tensors of a result like that of the call."""
+        tensors = [result] if self._alone else result
+        by_memory = {place.memory: x for place, x in zip(self._result, tensors, strict=True) if place is not None}
         return [by_memory[place.memory] for place in self._outputs()]
 
     def plan(self, given: list[Tensor]) -> Plan:

@@ -85,17 +85,19 @@ def test_a_function_becomes_a_plan():
             found = traced(counted, x=x, y=y, scale=0.5, bias=None)
             same(found, expected(x, y, 0.5))
             assert found[1] is y and found[3].shape == (N,)
-            assert len(calls) == min(i + 1, 3), "the first call, and two traces"
+            assert len(calls) == (1, 2, 4, 4, 4, 4, 4, 4)[i], (
+                "the first call, two traces, and what the plan is held against"
+            )
             assert len(gpu.launches) == 3 or i in (0, 2)  # where it is tuned, and where the plan is held against it
             assert traced.plans() == ({"counted": i > 2} if i else {})
         x, y = given()
         same(traced(counted, x=x, y=y, scale=3.0, bias=None), expected(x, y, 3.0))
-        assert len(calls) == 4, "a constant more"
+        assert len(calls) == 5, "a constant more"
         for a, b in ((torch.randn(N + 1)[1:], y), (torch.randn(N, 2)[:, 0], y)):
             same(traced(counted, x=a, y=b, scale=0.5, bias=None), expected(a.clone(), b, 0.5))
-        assert len(calls) == 5, "a gap; addresses that are no multiples of 16 go through Triton"
+        assert len(calls) == 6, "a gap; addresses that are no multiples of 16 go through Triton"
         same(traced(counted, x=y, y=y, scale=0.5, bias=None), expected(y, y, 0.5))
-        assert len(calls) == 5
+        assert len(calls) == 6
 
 
 def run(function):
@@ -105,12 +107,19 @@ def run(function):
         for _ in range(ATTEMPTS + 4):
             x, y = given()
             out = traced(function, x=x, y=y)
-            assert torch.allclose(out, 2 * x + y, rtol=1e-6)
+            assert torch.allclose(out[:N], 2 * x + y, atol=1e-5)
         return traced.plans()[function.__name__]
 
 
 def plain(x, y):
     out = torch.empty_like(x)
+    launch(2.0, x, y, out)
+    return out
+
+
+def partly(x, y):
+    """Half of what is returned nobody writes."""
+    out = x.new_empty(2 * N)
     launch(2.0, x, y, out)
     return out
 
@@ -151,7 +160,7 @@ def another_each_time(x, y, count=[1]):  # noqa: B006
 
 @pytest.mark.parametrize(
     "function, planned",
-    [(plain, True), (not_of_triton, False), (another_operator, False), (a_part, False),
+    [(plain, True), (partly, True), (not_of_triton, False), (another_operator, False), (a_part, False),
      (kept, False), (another_each_time, False)],
 )  # fmt: skip
 def test_what_is_not_seen_makes_no_plan(function, planned):

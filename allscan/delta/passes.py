@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..collective import AllScan
-from ..communicator import Communicator
+from ..communicator import Communicator, cached_on
 from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..packing import CHUNK_TOKENS, KEPT, Layout
@@ -306,3 +306,14 @@ class StatePass:
 def _entering(states, through, prev) -> tuple:
     """What kernels take: pointers that are not used where there is no such thing."""
     return states, through or states, prev or states
+
+
+def functions_with_plans(comm: Communicator) -> dict[str, bool]:
+    """Which of fla's functions were traced for calls of this communicator, and whether all of them are plans now."""
+    found: dict[str, bool] = {}
+    for layout, _ in cached_on(comm, "tables").values():
+        for passes in layout.all_derived():
+            if isinstance(passes, StatePass):
+                for name, planned in passes.fla.plans().items():
+                    found[name] = found.get(name, True) and planned
+    return found

@@ -13,6 +13,7 @@ from triton import knobs
 
 import allscan
 from allscan.communicator import cached_on
+from allscan.delta.passes import functions_with_plans
 from allscan.gla import launches
 from allscan.graphs import Graphs
 from allscan.plan import Part
@@ -252,8 +253,7 @@ def delta_case(group, rule, dtype, lengths, layout):
             same(wholes[0].ours(comm, mine, layout=layout), expected[0])
         assert len(names) > 12, "a profiler's hook is told of every launch"
         comm.barrier()
-        passes = [made for layout, _ in cached_on(comm, "tables").values() for made in layout._derived.values()]
-        return {name: planned for made in passes for name, planned in made.fla.plans().items()}
+        return functions_with_plans(comm)
 
 
 @pytest.mark.parametrize("size", [1, 2])
