@@ -178,7 +178,7 @@ class Launches:
     made = []
 
     def __init__(self, kernel):
-        self.kernel = kernel
+        self.kernel, self.arg_names = kernel, kernel.arg_names
 
     def __getitem__(self, grid):
         return lambda *values, **options: Launches.made.append((self.kernel, values, options))
