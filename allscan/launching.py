@@ -70,9 +70,9 @@ class Launch:
     only, not in dtypes; addresses that are no multiples of 16 bytes, for which Triton compiles another kernel, launch
     hooks (profilers such as Proton) and the interpreter go through Triton at each call.
 
-    kernel: a triton.jit function, or one of :func:`with_nvshmem`, whose tensors and channels are its first parameters.
-    fixed: the other parameters: numbers, constants, None; and launch options (num_warps, num_stages). A call gives, by
-        position, the parameters that are not here.
+    kernel: a triton.jit function, or one of :func:`with_nvshmem`.
+    fixed: all parameters of the kernel but tensors and channels, which a call gives in their order: numbers, constants,
+        None; and launch options (num_warps, num_stages).
     Tested with Triton 3.6; CompiledKernel.run is the same in 3.7.1.
     """
 

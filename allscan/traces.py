@@ -20,7 +20,8 @@ from .streams import capturing
 aten = torch.ops.aten
 KEPT = 256  # functions and kinds of arguments of one Traced
 ATTEMPTS = 6  # to trace one of them
-MOST_SUMMED = 16  # numbers of a sum: torch takes no memory of its own for so few
+MOST_SUMMED = 16  # numbers of a sum: for more torch may take memory, which a CUDA graph of the sum would not own
+UNKNOWN = -1
 
 EMPTY = {
     aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
@@ -36,44 +37,54 @@ class Traced:
     """``traced(function, **arguments)`` is ``function(**arguments)``, of tensors and constants, in less host time.
 
     Where fla's Python takes 100 us for a launch, a plan takes 5. The first call with arguments of one kind - tensors of
-    these shapes and dtypes, these constants - is as it is: Triton compiles, and autotuners choose. The next ones are
-    traced: which kernels are launched, with which grids and constants, on which tensors, and where torch fills or adds
-    some. Once two traces in a row are the same, a plan is made of them and held against the function: bit for bit, both
-    with all new memory filled with ones before. Only then it takes the function's place.
+    these shapes and dtypes, these constants - runs the function: Triton compiles, and autotuners choose. The next calls
+    run it, too, and are traced: which kernels it launches, with which grids and constants, on which tensors, and what
+    of torch's it calls: new tensors, with zeros or without, views, sums of up to 16 numbers, ``add_``. Once two traces
+    in a row are the same, a plan is made of them and compared with the function. In both all new memory is filled with
+    ones (NaN, as floats) before, so that what nobody writes is the same, and what only the function writes is not. If
+    the results have the same bits, the plan takes the function's place.
 
-    So what is not seen - launches that do not go through Triton, tensors that the function keeps - makes no plan, and
-    neither does a call that torch operators other than these take part in: such a function is called as it is for ever
-    (:meth:`plans` says of which there is one). It may not change its arguments, and what it does may depend on nothing
-    but them. Calls outside of GPUs, and with tensors that are not contiguous, are as they are, too.
+    No plan is made of a function that calls other operators of torch, uses tensors beside its arguments and those that
+    it makes, or returns parts of tensors; of one whose kernels do not all go through Triton, unless the comparison
+    misses it. :meth:`plans` says what has one.
+
+    The function may not change its arguments. What it launches may depend on the arguments' shapes, dtypes and
+    constants, not on values that it reads from the GPU, nor on settings (torch's default dtype, environment variables).
+    It is called as it is outside of GPUs, where gradients are to go through it, with tensors that are not contiguous,
+    and with anything else than tensors and constants.
     """
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
-        self._known: dict[tuple, _Calls] = {}
+        self._known: dict[tuple, _Calls] = {}  # the one that was called last is last
 
     def __call__(self, function: Callable[..., Any], **arguments: Any) -> Any:
         if not self._cuda:
             return function(**arguments)
         tensors: list[Tensor] = []
-        kind: list[Any] = [function]
+        gradients = torch.is_grad_enabled()
+        kind: list[Any] = [function, torch.is_autocast_enabled("cuda")]
         for name, x in arguments.items():
             if isinstance(x, Tensor):
+                if not x.is_contiguous() or (gradients and x.requires_grad):
+                    return function(**arguments)
                 tensors.append(x)
-                kind += name, x.shape, x.dtype
+                kind += name, x.shape, x.dtype, x.device
+            elif isinstance(x, CONSTANTS):
+                kind += name, x, x.__class__  # True is 1 is 1.0 for Python
             else:
-                kind += name, x
-        calls = self._known.get(tuple(kind))
-        if calls is None:
-            if len(self._known) >= KEPT:  # of calls with ever other constants
-                self._known.clear()
-            self._known[tuple(kind)] = _Calls()
-            return function(**arguments)
-        return calls(function, arguments, tensors)
+                return function(**arguments)
+        key, known = tuple(kind), self._known
+        calls = known.pop(key, None)
+        if calls is None and len(known) >= KEPT:
+            del known[next(iter(known))]
+        known[key] = calls or _Calls()
+        return function(**arguments) if calls is None else calls(function, arguments, tensors)
 
     def plans(self) -> dict[str, bool]:
         """Which functions have been traced, and whether they have plans, for all kinds of their arguments."""
         found: dict[str, bool] = {}
-        for (function, *_), calls in self._known.items():
+        for (function, *_), calls in [*self._known.items()]:
             if calls.attempts:
                 found[function.__name__] = found.get(function.__name__, True) and calls.accepted
         return found
@@ -87,7 +98,7 @@ class _Calls:
         self.accepted = False
         self._plan: Plan | None = None
         self._trace: _Trace | None = None  # the last one; with a plan, the one that it was made of
-        self._verdict: tuple[Tensor, torch.cuda.Event] | None = None
+        self._verdict: Tensor | None = None  # on the host
 
     def __call__(self, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]) -> Any:
         if not self.accepted:
@@ -95,41 +106,40 @@ class _Calls:
                 return function(**arguments)
             if not self._is_accepted():
                 return self._attempt(function, arguments, tensors)
-        for x in tensors:
-            if not x.is_contiguous():
-                return function(**arguments)
         assert self._plan is not None and self._trace is not None
         return self._trace.result_of([*tensors, *self._plan.run(None, *tensors)])
 
     def _is_accepted(self) -> bool:
-        """Asked until there is an answer: the host waits for no GPU here."""
-        if self._verdict is None or not self._verdict[1].query():
-            return False
-        self.accepted, self._verdict = bool(self._verdict[0]), None
-        if not self.accepted:
-            self._plan = self._trace = None
+        """Asked until there is an answer: the host waits for no GPU here. A plan that differs once is given up."""
+        verdict = UNKNOWN if self._verdict is None else int(self._verdict)
+        if verdict != UNKNOWN:
+            self._verdict = None
+            if not verdict:
+                self.attempts, self._plan, self._trace = ATTEMPTS, None, None
+            self.accepted = bool(verdict)
         return self.accepted
 
     def _attempt(self, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]) -> Any:
-        waiting = self._plan is not None or self.attempts >= ATTEMPTS
-        if waiting or hooked() or not aligned([x.data_ptr() for x in tensors]):
-            return function(**arguments)
-        if not _one_at_a_time.acquire(blocking=False):
+        addresses = [x.data_ptr() for x in tensors]
+        distinct = len({*addresses}) == len(addresses) and all(x.numel() for x in tensors)  # else: which one was it?
+        if hooked() or not distinct or not aligned(addresses) or not _one_at_a_time.acquire(blocking=False):
             return function(**arguments)
         try:
+            if self._plan is not None or self.attempts >= ATTEMPTS:
+                return function(**arguments)
             self.attempts += 1
             trace = _Trace(tensors)
-            with trace, _launches_go_to(trace):
-                result = function(**arguments)
+            try:
+                with trace, _launches_go_to(trace):
+                    result = function(**arguments)
+            except torch.OutOfMemoryError:  # a trace keeps all that the function makes
+                trace.forget()
+                return function(**arguments)
             trace.returns(result)
             if not trace.refused and trace.is_same(self._trace):
                 try:
-                    self._plan = plan = trace.plan(tensors)
-                    plan.run(None, *tensors)  # by way of Triton, which hands out the compiled kernels
-                    with _AllOnes():  # the function, too: it may leave parts of its results as they were
-                        wanted, found = trace.made_of(function(**arguments)), plan.run(None, *tensors)
-                    self._verdict = _are_same(found, wanted)
-                except Exception as error:  # no memory to hold it against the function, for one
+                    self._compare(trace, function, arguments, tensors)
+                except Exception as error:  # no memory for a second result, for one
                     self._plan, trace.refused = None, f"{type(error).__name__}: {error}"
             trace.forget()
             self._trace = trace
@@ -137,14 +147,17 @@ class _Calls:
         finally:
             _one_at_a_time.release()
 
-
-def _are_same(found: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, torch.cuda.Event]:
-    """(whether they have the same bits, once the event has come)."""
-    same = torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(found, wanted, strict=True)]).all()
-    verdict = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=same.is_cuda).copy_(same, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return verdict, event
+    def _compare(
+        self, trace: _Trace, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        """Make a plan of the trace; ``_verdict`` becomes 1 when the GPU finds that it gives the same bits, else 0."""
+        self._plan = plan = trace.plan(tensors)
+        plan.run(None, *tensors)  # by way of Triton, which hands out the compiled kernels
+        with _AllOnes():
+            wanted, found = trace.made_of(function(**arguments)), plan.run(None, *tensors)
+        same = torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(found, wanted, strict=True)]).all()
+        verdict = torch.full((), UNKNOWN, dtype=torch.int8, device="cpu", pin_memory=same.is_cuda)
+        self._verdict = verdict.copy_(same.to(torch.int8), non_blocking=True)
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
@@ -165,7 +178,7 @@ class _AllOnes(TorchDispatchMode):
 
 
 class _Place(NamedTuple):
-    """A tensor of a trace: the number of its memory - first those that the function is given - and its shape."""
+    """A tensor of a trace. memory: a number; the arguments have the first ones."""
 
     memory: int
     shape: tuple[int, ...]
@@ -202,8 +215,6 @@ class _Trace(TorchDispatchMode):
         self._numbers: list[int] = []  # the memories of a plan's tensors
         self._given = len(given)
         for x in given:
-            if not x.numel() or not x.is_contiguous() or x.data_ptr() in self._memories:
-                self.refused = "arguments without elements, with gaps, or with the same memory"
             self._add(x)
 
     def _add(self, x: Tensor) -> None:
@@ -211,7 +222,7 @@ class _Trace(TorchDispatchMode):
         self._kept.append(x)
 
     def _place(self, x: Tensor) -> _Place:
-        """Of all of a memory."""
+        """The tensor must be an argument, or one that was made during the trace, whole."""
         memory = self._memories.get(x.data_ptr())
         if memory is None or memory.dtype != x.dtype or not x.is_contiguous():
             raise _Refused("a tensor that is neither an argument nor made here, or a part of one")
@@ -250,12 +261,13 @@ class _Trace(TorchDispatchMode):
                 self._add(made)
                 if function in ZEROS:
                     self._step(_zero, None, {}, [made])
-            elif function is aten.sum.dim_IntList and not kwargs:
-                x, dims = args[0], list(args[1])
+            elif function is aten.sum.dim_IntList and {*kwargs} <= {"dtype"}:
+                x, *where = args
                 if x.numel() > MOST_SUMMED * made.numel():
                     raise _Refused("a sum of many")
                 self._add(made)
-                self._step(_sum, None, dict(dims=tuple(dims), keepdim=len(args) > 2 and args[2]), [x, made])
+                keep = len(where) > 1 and where[1]
+                self._step(_sum, None, dict(dims=tuple(where[0]), keepdim=keep, dtype=made.dtype), [x, made])
             elif function is aten.add_.Tensor and not kwargs and isinstance(args[1], Tensor):
                 if self._place(args[0]).memory < self._given:
                     raise _Refused("an argument that is changed")
@@ -268,6 +280,8 @@ class _Trace(TorchDispatchMode):
         """What the call has returned, a tensor, or tensors and None."""
         with self._watching():
             self._alone = isinstance(result, Tensor)
+            if not self._alone and type(result) is not tuple:
+                raise _Refused("a result that is neither a tensor nor a tuple")
             self._result = [None if x is None else self._place(x) for x in ([result] if self._alone else result)]
 
     def is_same(self, other: _Trace | None) -> bool:
@@ -278,7 +292,7 @@ class _Trace(TorchDispatchMode):
         return [*{x.memory: x for x in self._result if x is not None and x.memory >= self._given}.values()]
 
     def made_of(self, result: Any) -> list[Tensor]:
-        """Those tensors of a result like that of the call."""
+        """Of what another such call has returned: the tensors of ``_outputs``."""
         tensors = [result] if self._alone else result
         by_memory = {place.memory: x for place, x in zip(self._result, tensors, strict=True) if place is not None}
         return [by_memory[place.memory] for place in self._outputs()]
@@ -325,7 +339,7 @@ class _Trace(TorchDispatchMode):
 
 @contextmanager
 def _launches_go_to(trace: _Trace) -> Iterator[None]:
-    """Those of this thread, of Triton's kernels: its launch hooks are not told the arguments."""
+    """Those of this thread. Triton's launch hooks are not told the arguments, so JITFunction.run is replaced."""
     original, thread = JITFunction.run, threading.get_ident()
 
     def run(self, *args, grid, warmup, **options):
@@ -348,8 +362,8 @@ def _zero(out: Tensor) -> None:
     out.zero_()
 
 
-def _sum(x: Tensor, out: Tensor, dims: tuple[int, ...], keepdim: bool) -> None:
-    torch.sum(x, dims, keepdim, out=out)
+def _sum(x: Tensor, out: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> None:
+    torch.sum(x, dims, keepdim, dtype=dtype, out=out)
 
 
 def _add(x: Tensor, y: Tensor) -> None:

@@ -168,13 +168,85 @@ def test_what_is_not_seen_makes_no_plan(function, planned):
 
 
 def test_arguments_in_the_same_memory_are_not_traced():
-    """Which of them a kernel was given, nobody could tell."""
+    """Which of them a kernel was given, nobody could tell. Afterwards all is as if they had not come."""
     traced = Traced(True)
     with fake_gpu(KERNELS):
-        for _ in range(ATTEMPTS + 2):
+        for _ in range(2 * ATTEMPTS):
             x = torch.randn(N)
             assert torch.allclose(traced(plain, x=x, y=x), 3 * x)
-            assert not traced.plans().get("plain")
+            assert not traced.plans()
+        for _ in range(4):
+            x, y = given()
+            assert torch.allclose(traced(plain, x=x, y=y), 2 * x + y, atol=1e-5)
+        assert traced.plans() == {"plain": True}
+
+
+def test_a_plan_that_differs_once_is_given_up():
+    bias = [1.0]
+
+    def hidden(x, y):
+        out = plain(x, y)
+        floats(out.data_ptr(), N)[:] += bias[0]  # not of Triton
+        return out
+
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for i in range(4 + ATTEMPTS):
+            bias[0] = 1.0 if i < 4 else 0.0
+            x, y = given()
+            assert torch.allclose(traced(hidden, x=x, y=y), 2 * x + y + bias[0], atol=1e-5)
+        assert traced.plans() == {"hidden": False}
+
+
+def scaled(x, y, scale):
+    out = torch.empty_like(x)
+    launch(10.0 if scale is True else 0.5, x, y, out)
+    return out
+
+
+def test_constants_that_python_takes_for_equal_are_not():
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for i in range(15):
+            x, y = given()
+            scale = (True, 1, 1.0)[i % 3]
+            found = traced(scaled, x=x, y=y, scale=scale)
+            assert torch.allclose(found, (10.0 if scale is True else 0.5) * x + y, atol=1e-5)
+        assert traced.plans() == {"scaled": True}
+
+
+def in_a_list(x, y):
+    return [plain(x, y)]
+
+
+def of_a_list(x, y, rows):
+    return plain(x, y)
+
+
+@pytest.mark.parametrize("function, more", [(in_a_list, {}), (of_a_list, dict(rows=[0]))])
+def test_what_is_neither_tensor_nor_constant(function, more):
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for _ in range(5):
+            x, y = given()
+            found = traced(function, x=x, y=y, **more)
+            assert isinstance(found, list) == (function is in_a_list)
+        assert not any(traced.plans().values())
+
+
+def test_gradients_go_through_the_function():
+    def differentiable(x, y):
+        return 2 * x + y if x.requires_grad else plain(x, y)
+
+    traced = Traced(True)
+    with fake_gpu(KERNELS):
+        for _ in range(6):
+            x, y = given()
+            leaf = x.clone().requires_grad_()
+            assert traced(differentiable, x=leaf, y=y).requires_grad
+            with torch.no_grad():
+                assert torch.allclose(traced(differentiable, x=x, y=y), 2 * x + y, atol=1e-5)
+        assert traced.plans() == {"differentiable": True}
 
 
 def test_an_error_is_the_functions():

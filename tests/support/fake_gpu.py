@@ -56,16 +56,6 @@ class Driver:
         return [1.0] * len(quantiles)
 
 
-class Event:
-    """Of a GPU that has done it all."""
-
-    def record(self):
-        pass
-
-    def query(self):
-        return True
-
-
 @contextlib.contextmanager
 def fake_gpu(kernels):
     made = Driver(kernels)
@@ -74,7 +64,6 @@ def fake_gpu(kernels):
     patches = (
         mock.patch.object(launching.torch.cuda, "current_device", lambda: 0),
         mock.patch.object(launching, "current_stream_of", lambda device: 0),
-        mock.patch.object(traces.torch.cuda, "Event", Event),
         mock.patch.object(traces, "capturing", lambda: False),
         mock.patch.object(graphs, "current_device", lambda: 0),  # not the tensors': no CUDA graphs
     )
