@@ -231,7 +231,7 @@ def test_profilers_name_the_kernels(run, size):
 
 def delta_case(group, rule, dtype, lengths, layout):
     """Calls in which fla's functions are launched by their own Python, then are traced, then are plans: the same bits,
-    with other values, too. Returns which functions have plans."""
+    with other values and with memory that is freed and overwritten, too. Returns which functions have plans."""
     import_fla()
     with allscan.Communicator(group) as comm:
         tokens = [512] * comm.size
@@ -244,10 +244,16 @@ def delta_case(group, rule, dtype, lengths, layout):
         mine = place(comm, tokens, zigzag)
         with plain:
             expected = [whole.ours(comm, mine, layout=layout) for whole in wholes]
-        for i in range(12):
+        for i in range(24):
             late(i, comm.rank, 20)
-            same(wholes[i % 2].ours(comm, mine, layout=layout), expected[i % 2])
-            torch.cuda.synchronize()
+            trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 10, 1 << 16, 1 << 20)]
+            found = wholes[i % 2].ours(comm, mine, layout=layout)
+            del trash
+            trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 20, 1 << 16, 1 << 18)]
+            same(found, expected[i % 2])
+            del found, trash
+            if i < 8:  # whether plans are taken is asked of the GPU, without waiting for it
+                torch.cuda.synchronize()
         names = []
         with launch_hook(names):
             same(wholes[0].ours(comm, mine, layout=layout), expected[0])
