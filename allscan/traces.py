@@ -81,12 +81,14 @@ class Traced:
         known[key] = calls or _Calls()
         return function(**arguments) if calls is None else calls(function, arguments, tensors)
 
-    def plans(self) -> dict[str, bool]:
-        """Which functions have been traced, and whether they have plans, for all kinds of their arguments."""
+    def plans(self, *others: Traced) -> dict[str, bool]:
+        """Which functions have been traced, here or by others, and whether they have plans for all their kinds of
+        arguments."""
         found: dict[str, bool] = {}
-        for (function, *_), calls in [*self._known.items()]:
-            if calls.attempts:
-                found[function.__name__] = found.get(function.__name__, True) and calls.accepted
+        for traced in (self, *others):
+            for (function, *_), calls in [*traced._known.items()]:
+                if calls.attempts:
+                    found[function.__name__] = found.get(function.__name__, True) and calls.accepted
         return found
 
 
@@ -111,12 +113,14 @@ class _Calls:
 
     def _is_accepted(self) -> bool:
         """Asked until there is an answer: the host waits for no GPU here. A plan that differs once is given up."""
-        verdict = UNKNOWN if self._verdict is None else int(self._verdict)
+        on_host = self._verdict
+        verdict = UNKNOWN if on_host is None else int(on_host)
         if verdict != UNKNOWN:
             self._verdict = None
-            if not verdict:
+            if verdict:
+                self.accepted = True
+            else:
                 self.attempts, self._plan, self._trace = ATTEMPTS, None, None
-            self.accepted = bool(verdict)
         return self.accepted
 
     def _attempt(self, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -212,7 +216,7 @@ class _Trace(TorchDispatchMode):
         self._kept: list[Tensor] = []  # so that no address comes twice
         self._result: list[_Place | None] = []
         self._alone = False  # whether a tensor is returned, not several
-        self._numbers: list[int] = []  # the memories of a plan's tensors
+        self._where: list[tuple[int, tuple[int, ...]] | None] = []  # of the result, among a plan's tensors
         self._given = len(given)
         for x in given:
             self._add(x)
@@ -303,7 +307,8 @@ class _Trace(TorchDispatchMode):
         memories = {memory.number: memory for memory in self._memories.values()}
         for place in self._outputs():
             buffers[place.memory] = plan.output(*place.shape, dtype=memories[place.memory].dtype)
-        self._numbers = [*range(len(given)), *(place.memory for place in self._outputs())]
+        order = [*range(len(given)), *(place.memory for place in self._outputs())]
+        self._where = [None if place is None else (order.index(place.memory), place.shape) for place in self._result]
         for place in (place for step in self.steps for place in step.places):
             if place.memory not in buffers:
                 memory = memories[place.memory]
@@ -322,15 +327,11 @@ class _Trace(TorchDispatchMode):
 
     def result_of(self, tensors: list[Tensor]) -> Any:
         """The function's result, of its arguments and the plan's outputs."""
-        by_memory = dict(zip(self._numbers, tensors))
-
-        def of(place: _Place | None) -> Tensor | None:
-            if place is None:
-                return None
-            x = by_memory[place.memory]
-            return x if x.shape == place.shape else x.view(place.shape)
-
-        return of(self._result[0]) if self._alone else tuple(map(of, self._result))
+        found: list[Tensor | None] = []
+        for where in self._where:
+            x = None if where is None else tensors[where[0]]
+            found.append(x if x is None or where is None or x.shape == where[1] else x.view(where[1]))
+        return found[0] if self._alone else tuple(found)
 
     def forget(self) -> None:
         """The tensors."""

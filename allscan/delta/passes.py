@@ -310,10 +310,5 @@ def _entering(states, through, prev) -> tuple:
 
 def functions_with_plans(comm: Communicator) -> dict[str, bool]:
     """Which of fla's functions were traced for calls of this communicator, and whether all of them are plans now."""
-    found: dict[str, bool] = {}
-    for layout, _ in cached_on(comm, "tables").values():
-        for passes in layout.all_derived():
-            if isinstance(passes, StatePass):
-                for name, planned in passes.fla.plans().items():
-                    found[name] = found.get(name, True) and planned
-    return found
+    derived = [x for layout, _ in cached_on(comm, "tables").values() for x in layout.all_derived()]
+    return Traced(False).plans(*(x.fla for x in derived if isinstance(x, StatePass)))
