@@ -138,13 +138,17 @@ def check_for_an_operator(what: str, tensors: dict, scale) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")
-    in_dual_level = getattr(forward_ad, "_current_level", 0) >= 0
-    if in_dual_level and not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
+    if in_dual_level() and not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
         raise NotImplementedError(f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)")
     if tensors["q"].ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
     if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
         raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may have a tangent, of forward-mode derivatives."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def _has_tangent(x) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,9 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*inputs):
         return tuple(inputs[0].new_empty(0) if x is None else x for x in function(*inputs))
 
+    signature = inspect.signature(function)
+    given = [x for x in signature.parameters.values() if x.kind is not x.KEYWORD_ONLY]
+    call.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     return call
 
 
@@ -85,7 +89,8 @@ class Operator:
     tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
     tensors without data, without effect. save: called as save(ctx, inputs, output), before
     any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
-    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors.
+    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors. What a call has by keyword is
+    for forward and backward where torch does not look at the operator, and not an input.
     """
 
     def __init__(
@@ -101,23 +106,27 @@ class Operator:
         class Eager(Function):
             @staticmethod
             def forward(ctx, rest, *tensors):
-                inputs = *tensors, *rest
-                output = forward(*inputs)
+                others, ctx.options = rest
+                inputs = *tensors, *others
+                output = forward(*inputs, **ctx.options)
                 save(ctx, inputs, output)
                 return output
 
             @staticmethod
             def backward(ctx, *grads):
-                traced = torch.compiler.is_compiling() or _watched(grads)
-                return None, *gradient(traced_backward if traced else backward, ctx, *grads)[:tensors]
+                if torch.compiler.is_compiling() or _watched(grads):
+                    run = traced_backward
+                else:
+                    run = functools.partial(backward, **ctx.options) if ctx.options else backward
+                return None, *gradient(run, ctx, *grads)[:tensors]
 
         self._eager, self._tensors = Eager, tensors
 
-    def __call__(self, *inputs):
+    def __call__(self, *inputs, **options):
         """All inputs by position."""
         tensors = inputs[: self._tensors]
         if torch.compiler.is_compiling() or _watched(tensors):
             return self._traced(*inputs)
         if wants_gradient(tensors):
-            return self._eager.apply(inputs[self._tensors :], *tensors)
-        return self._forward(*inputs)
+            return self._eager.apply((inputs[self._tensors :], options), *tensors)
+        return self._forward(*inputs, **options)

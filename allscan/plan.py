@@ -88,20 +88,25 @@ class Plan:
 
     def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
         """A new tensor, made here, which a run returns."""
-        self._change(lambda run: run.add_output(run.tensors[0].new_empty(shape, dtype=dtype)))
-        return self._tensor(shape, dtype)
+        return self._output(lambda tensors: tensors[0].new_empty(shape, dtype=dtype), shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
         assert x.memory >= FIRST_TENSOR
         given = x.memory - FIRST_TENSOR
-        self._change(lambda run: run.add_output(torch.empty_like(run.tensors[given])))
-        return self._tensor(x.shape, x.dtype)
+        return self._output(lambda tensors: torch.empty_like(tensors[given]), x.shape, x.dtype)
 
-    def _change(self, step: Callable[[Run], None]) -> None:
-        """Of memory; a plan that is ``at_once`` has one part, the last of its steps."""
-        behind = self.at_once and bool(self._steps) and isinstance(self._steps[-1], Part)
-        self._steps.insert(len(self._steps) - behind, step)
+    def _output(
+        self, make: Callable[[list[Tensor]], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Buffer:  # fmt: skip
+        """A plan that is ``at_once`` has one part, the last of its steps."""
+        last = len(self._steps) - (self.at_once and bool(self._steps) and isinstance(self._steps[-1], Part))
+        before = self._steps[last - 1] if last else None
+        if isinstance(before, Outputs):
+            before.makes.append(make)
+        else:
+            self._steps.insert(last, Outputs([make]))
+        return self._tensor(shape, dtype)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         self._tensors += 1
@@ -168,7 +173,7 @@ class Plan:
     def free_short(self) -> None:
         """Give the memory of short-lived buffers back."""
         if not self.at_once:
-            self._change(lambda run: run.free_short())
+            self._steps.append(lambda run: run.free_short())
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
         """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step
@@ -183,6 +188,21 @@ class Plan:
         if not self._ready:
             self._ready = all(launch.ready for launch in self._launches)
         return self._ready
+
+
+class Outputs:
+    """A step of a plan: tensors that are made one after another, and returned."""
+
+    def __init__(self, makes: list[Callable[[list[Tensor]], Tensor]]) -> None:
+        self.makes = makes
+
+    def __call__(self, run: Run) -> None:
+        tensors, places = run.tensors, run.places
+        for make in self.makes:
+            out = make(tensors)
+            tensors.append(out)
+            if places is not None:
+                places.append(out.data_ptr())
 
 
 class Part:
@@ -254,11 +274,6 @@ class Run:
         whole = whole if dtype == whole.dtype else whole.view(dtype)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.as_strided(shape, strides, whole.storage_offset() + offset // dtype.itemsize)
-
-    def add_output(self, out: Tensor) -> None:
-        self.tensors.append(out)
-        if self.places is not None:
-            self.places.append(out.data_ptr())
 
     def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
         self._joins.append(beside.__enter__())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from ..checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
+    in_dual_level,
     integer,
     is_zigzag,
     plain,
     signature_of,
 )
-from ..communicator import Communicator
+from ..communicator import Communicator, cached_on
 from ..errors import Problem
-from ..first_call import check_first, checked, find_layout
+from ..first_call import KEPT, check_first, checked, find_layout
 from ..operators import Operator, refuse_second_derivative, wants_gradient
 from ..order import recomputing
-from ..packing import CHUNK_TOKENS, MOST_CHUNKS
+from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout
+from ..plan import Plan
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
@@ -104,25 +106,75 @@ def zeco_gla_by(
 def _zeco_gla(
     carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout, recompute
 ):
-    problem = None
-    try:
-        zigzag = is_zigzag(layout)
-        check_for_an_operator("zeco_gla", dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
-        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
-        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        problem = Problem(error)
-    if problem is not None:
-        carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    keeps = not recompute and wants_gradient((q, k, v, g, initial_state))
+    prepared = None
+    if cu_seqlens is None and not torch.compiler.is_compiling():
+        prepared = _prepared(carrier, signature_of(q, k, v, g, initial_state), scale, layout, keeps)
+    if prepared is None or not prepared.ready:
+        problem = None
+        try:
+            zigzag = is_zigzag(layout)
+            check_for_an_operator("zeco_gla", dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
+            cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+            first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            problem = Problem(error)
+        if problem is not None:
+            carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    else:
+        scale, zigzag, first_token = prepared.scale, prepared.shape.zigzag, None
     q, k, v, g = plain(q), plain(k), plain(v), plain(g)
     if initial_state is not None:
         initial_state = plain(initial_state)
-    keeps = not recompute and wants_gradient((q, k, v, g, initial_state))
     o, final_state, *_ = _operator(
-        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps
-    )
+        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps,
+        prepared=prepared,
+    )  # fmt: skip
     return o, final_state if output_final_state else None
+
+
+class Prepared:
+    """What the first call has worked out for all calls with tensors like its own: then it is ``ready``, and arguments
+    need no other checks than those by which it was found."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self._plans: dict[tuple, Plan] = {}
+
+    def fill(self, carrier: StateCarrier, shape: Shape, layout: Layout, scale: float) -> Prepared:
+        self.carrier, self.shape, self.layout, self.scale, self.ready = carrier, shape, layout, scale, True
+        return self
+
+    def run(self, make: Callable[..., Plan], *tensors: Tensor | None) -> list[Tensor]:
+        """Run the plan of a pass, which the layout keeps."""
+        given = [x for x in tensors if x is not None]
+        absent = make, *[x is None for x in tensors]
+        plan = self._plans.get(absent)
+        if plan is None:
+            carrier, shape, scale = self.carrier, self.shape, self.scale
+            key = type(carrier), shape, scale, *absent
+            plan = self.layout.derived(key, lambda: make(shape, scale, self.layout.tables(), carrier, *tensors))
+            self._plans[absent] = plan
+        return plan.run(self.carrier, *given)
+
+
+def _prepared(carrier, *of_call) -> Prepared | None:
+    """For a call without cu_seqlens, from the second one on ready. None where the call is to be looked at each time: in
+    a capture, for which the communicator keeps tables, and where tensors may have tangents."""
+    if in_dual_level() or carrier.comm.streams.capturing():
+        return None
+    known = cached_on(carrier.comm, "calls of zeco_gla")
+    key = carrier.handle, *of_call
+    try:
+        prepared = known.get(key)
+    except TypeError:  # of what is not hashable, which checks refuse
+        return None
+    if prepared is None:
+        if len(known) >= KEPT:
+            known.clear()
+        prepared = known[key] = Prepared()
+    return prepared
 
 
 def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
@@ -166,7 +218,7 @@ def _state_shape(q, v, cu_seqlens):
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
+def _check_call(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
     """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
     comm = carrier.comm
     are_none = initial_state is None, cu_seqlens is None, first_token is None
@@ -192,16 +244,24 @@ def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
+    *, prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or None, and what backward takes: Shape.kept)."""
-    carrier = carrier_of(handle)
+    found = prepared if prepared is not None and prepared.ready else None
+    carrier = carrier_of(handle) if found is None else found.carrier
     with carrier.comm.call():
-        _prepare(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
-        shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
-        layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-        final_state, kept = made = _made(q, v, cu_seqlens, final, shape)
-        tensors = q, k, v, g, initial_state, final_state, kept
-        return *_run(forward_plan, carrier, shape, scale, layout, *tensors), *made
+        if found is None:
+            _check_call(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
+            where = q, v, g, cu_seqlens, first_token, zigzag, keeps
+            found = _find(prepared or Prepared(), carrier, scale, *where)
+        final_state, kept = made = _made(q, v, cu_seqlens, final, found.shape)
+        return *found.run(forward_plan, q, k, v, g, initial_state, final_state, kept), *made
+
+
+def _find(prepared: Prepared, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps) -> Prepared:
+    shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
+    layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
+    return prepared.fill(carrier, shape, layout, scale)
 
 
 def _made(q, v, cu_seqlens, final, shape):
@@ -221,25 +281,17 @@ def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_tok
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
     kept: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
-    zigzag: bool = False, keeps: bool = False,
+    zigzag: bool = False, keeps: bool = False, *, prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dv, dq, dk, dg, dinitial_state or None)."""
-    carrier = carrier_of(handle)
+    carrier = carrier_of(handle) if prepared is None else prepared.carrier
     with carrier.comm.call(reverse=True):
         refuse_second_derivative("zeco_gla")
-        shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
-        layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
+        if prepared is None or carrier.comm.streams.capturing():
+            prepared = _find(Prepared(), carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps)
         dinitial = _zeros(q, v, cu_seqlens, initial)
-        tensors = q, k, v, g, do, dfinal, dinitial, kept
-        dv, dq, dk, dg = _run(backward_plan, carrier, shape, scale, layout, *tensors)
+        dv, dq, dk, dg = prepared.run(backward_plan, q, k, v, g, do, dfinal, dinitial, kept)
         return dv, dq, dk, dg, dinitial
-
-
-def _run(make, carrier, shape: Shape, scale, layout, *tensors) -> list[Tensor]:
-    """Run the plan of a pass, which the layout keeps."""
-    key = make, type(carrier), shape, scale, *[x is None for x in tensors]
-    plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
-    return plan.run(carrier, *[x for x in tensors if x is not None])
 
 
 def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, scale, initial, handle, first_token=None, zigzag=False,

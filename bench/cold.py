@@ -1,0 +1,117 @@
+"""How long the first step of a process takes, with nothing compiled and again in the next process.
+
+    python -m bench.cold                           # up to 2 GPUs; writes bench/results/cold.csv
+    python -m bench.cold --sources DIRECTORY       # of another checkout, for comparison; writes no file
+
+Each rank is a process from scratch; the first time Triton's cache is an empty directory, the second time it is that of
+the first. Seconds of the slowest rank, one after another: ``import_s``, torch and allscan; ``start_s``, NCCL's process
+group, the first CUDA call and a Communicator; ``first_s``, until the GPU has ended the first zeco_gla, forward and
+backward; ``second_s``, another one. Without GPUs one rank runs in the interpreter, and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+T, H, D = 2048, 16, 128
+PARTS = "import_s", "start_s", "first_s", "second_s"
+
+
+def rank_main(tokens: int, heads: int, width: int) -> None:
+    """In a process that is one rank: print what each part took."""
+    at = [time.perf_counter()]
+    import torch
+    import torch.distributed as dist
+
+    import allscan
+
+    at.append(time.perf_counter())
+    cuda = torch.cuda.is_available()
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    comm = allscan.Communicator()
+    at.append(time.perf_counter())
+
+    def synchronize():
+        if cuda:
+            torch.cuda.synchronize()
+
+    dtype = torch.bfloat16 if cuda else torch.float32
+    leaves = [torch.randn(1, tokens, heads, width, device=comm.device, dtype=dtype).requires_grad_() for _ in "qkv"]
+    leaves.append(torch.full((1, tokens, heads, width), -0.01, device=comm.device).requires_grad_())
+    for _ in range(2):
+        synchronize()
+        begin = time.perf_counter()
+        o, _ = allscan.zeco_gla(*leaves, comm=comm)
+        torch.autograd.grad(o, leaves, o.detach())
+        synchronize()
+        at.append(time.perf_counter() - begin)
+    comm.close()
+    print(json.dumps([at[1] - at[0], at[2] - at[1], at[3], at[4]]), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]:
+    """One job of ``ranks`` processes with Triton's cache in ``cache``; each part's seconds, of the slowest rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | dict(
+        PYTHONPATH=os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH")))), TRITON_CACHE_DIR=cache,
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks),
+    )  # fmt: skip
+    command = [sys.executable, os.path.abspath(__file__), "--rank", *map(str, sizes)]
+    jobs = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=cache)
+        for rank in range(ranks)
+    ]
+    answers = [job.communicate(timeout=300)[0] for job in jobs]
+    if any(job.returncode for job in jobs):
+        raise RuntimeError(f"a rank has failed: exit codes {[job.returncode for job in jobs]}")
+    times = [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
+    return {part: max(of_a_rank[i] for of_a_rank in times) for i, part in enumerate(PARTS)}
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(*map(int, sys.argv[2:]))
+        return 0
+    import torch
+
+    from bench.harness import ROOT, Table, results
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sources", help="directory of another checkout, whose allscan is taken")
+    parser.add_argument("--repeats", type=int, default=1, help="how often, each time with an empty cache")
+    parser.add_argument("--csv", default=results("cold.csv"))
+    arguments = parser.parse_args()
+    ranks = min(2, torch.cuda.device_count())
+    if not ranks:
+        os.environ["TRITON_INTERPRET"] = "1"
+        with tempfile.TemporaryDirectory() as cache:
+            start(1, ROOT, cache, 70, 2, 16)
+        print("No GPU here: the first step ran in the interpreter.")
+        return 0
+    columns = "kept", "ranks", "T", "H", "D", *PARTS, "gpu", "torch", "triton", "sources"
+    sources = os.path.abspath(arguments.sources or ROOT)
+    with Table(os.devnull if arguments.sources else arguments.csv, columns) as table:
+        for _ in range(arguments.repeats):
+            with tempfile.TemporaryDirectory() as cache:
+                for kept in ("nothing", "compiled kernels"):
+                    row = start(ranks, sources, cache, T, H, D)
+                    table.write(dict(kept=kept, ranks=ranks, T=T, H=H, D=D) | row)
+                    times = ", ".join(f"{part} {seconds:.2f}" for part, seconds in row.items())
+                    print(f"{kept} kept, {ranks} rank(s): {times}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
