@@ -61,17 +61,20 @@ def rank_main(tokens: int, heads: int, width: int) -> None:
 
 
 def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]:
-    """One job of ``ranks`` processes with Triton's cache in ``cache``; each part's seconds, of the slowest rank."""
+    """One job of ``ranks`` processes with Triton's cache in ``cache``; each part's seconds, of the slowest rank. No
+    ranks: one in the interpreter."""
+    count = max(1, ranks)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | dict(
         PYTHONPATH=os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH")))), TRITON_CACHE_DIR=cache,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count),
+        TRITON_INTERPRET="0" if ranks else "1",
     )  # fmt: skip
     command = [sys.executable, os.path.abspath(__file__), "--rank", *map(str, sizes)]
     jobs = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=cache)
-        for rank in range(ranks)
+        for rank in range(count)
     ]
     answers = [job.communicate(timeout=300)[0] for job in jobs]
     if any(job.returncode for job in jobs):
@@ -95,9 +98,8 @@ def main() -> int:
     arguments = parser.parse_args()
     ranks = min(2, torch.cuda.device_count())
     if not ranks:
-        os.environ["TRITON_INTERPRET"] = "1"
         with tempfile.TemporaryDirectory() as cache:
-            start(1, ROOT, cache, 70, 2, 16)
+            start(0, ROOT, cache, 70, 2, 16)
         print("No GPU here: the first step ran in the interpreter.")
         return 0
     columns = "kept", "ranks", "T", "H", "D", *PARTS, "gpu", "torch", "triton", "sources"

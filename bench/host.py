@@ -4,10 +4,11 @@
 
 No CUDA graphs of the caller's, but for one row that says so, and torch's thread for backward passes, but for rows with
 "one thread"; beside them what torch takes for an autograd.Function that launches nothing. ``host_us``: how long CALLS
-calls in a row keep the host, after the GPU has ended all before them, a call; few enough for the GPU's queue to take
-them. ``total_us``: until the GPU has ended them, too. Medians over SAMPLES, of the slowest rank, methods in turns whose
-order is drawn anew each time. ``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since
-hosts differ. Without two GPUs every method is called once on 2 CPU ranks.
+calls in a row keep the host, a call, after the GPU has ended all before them; few enough for the GPU's queue to take
+them. WARM calls come before: a processor that has waited for the other rank is slow at first, more so for NCCL's call.
+``total_us``: until the GPU has ended them, too. Medians over SAMPLES, of the slowest rank, methods in turns whose order
+is drawn anew each time. ``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since hosts
+differ. Without two GPUs every method is called once on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from bench.tuning import Job, compile_ahead
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 H, D = 16, 128
-SAMPLES, CALLS = 30, 10
+SAMPLES, WARM, CALLS = 30, 5, 10
 NCCL = "NCCL all_gather_into_tensor"
 NOTHING = "autograd.Function of nothing, forward+backward"
 COLUMNS = ("method", "T", "H", "D", "ranks", "host_us", "total_us", "over_nccl", "gpu", "torch", "triton", "sources")
@@ -114,6 +115,8 @@ def _small(comm):
 
 def timed(call) -> tuple[float, float]:
     """(host, host and GPU) of a call in us."""
+    for _ in range(WARM):
+        call()
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(CALLS):

@@ -19,6 +19,7 @@ from allscan.communicator import cached_on
 from allscan.tools.ranks import Ranks
 from bench import (
     baselines,
+    cold,
     delta,
     harness,
     host,
@@ -154,6 +155,13 @@ def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
     assert host.main() == 0
     said = capsys.readouterr().out
     assert "AllScan.scan(out=)" in said and "zeco_gla, forward+backward" in said
+
+
+@pytest.mark.cpu
+def test_the_first_step_of_a_process_without_gpus(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cold"])
+    assert cold.main() == 0
+    assert "ran in the interpreter" in capsys.readouterr().out
 
 
 @pytest.mark.cpu

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import allscan
 from allscan import rendezvous
+from allscan.communicator import cached_on
 from allscan.gla import operator
 from allscan.launching import Launch
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
@@ -424,3 +425,58 @@ def test_bad_input_is_refused_on_every_rank(run, size=2):
             assert answer is not None, pattern
             # a rank that was right itself raises ValueError with what the other one says
             assert re.search(kinds + "|ValueError", answer[0]) and re.search(pattern, answer[1]), (answer, pattern)
+
+
+def calls_that_are_known_case(group):
+    """After calls with tensors of a kind, which are checked once: the same in other memory, and what is wrong."""
+    with allscan.Communicator(group, timeout=10) as comm:
+        generator = torch.Generator().manual_seed(comm.rank)
+        *tensors, g, do = (torch.randn(1, 70, 2, 16, generator=generator).to(comm.device) for _ in range(5))
+        tensors.append(-g.abs() / 64)
+        initial = torch.linspace(-1, 1, 512).view(1, 2, 16, 16).to(comm.device)
+
+        def call(change=lambda x: x, **options):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            o, final = allscan.zeco_gla(*map(change, leaves), comm=comm, **options)
+            loss = (o * do).sum() + (0.0 if final is None else final.sum())
+            return [o, *torch.autograd.grad(loss, leaves)]
+
+        kinds = {}, dict(scale=0.5), dict(initial_state=initial), dict(recompute=False), dict(output_final_state=True)
+        plain, scaled, begun, kept, ended = (call(**options) for options in kinds)
+        known = len(cached_on(comm, "calls of zeco_gla"))
+        again = [
+            (plain, call()),
+            (plain, call(lambda x: torch._neg_view(-x))),
+            (plain, call(lambda x: x.mT.contiguous().mT)),
+            (plain, call(scale=16**-0.5)),
+            (plain, call(first_token=3)),  # which is for cu_seqlens only
+            (scaled, call(scale=0.5)),
+            (begun, call(initial_state=initial)),
+            (kept, call(recompute=False)),
+            (ended, call(output_final_state=True)),
+            (call(scale=1), call(scale=True)),
+        ]
+        for i, (expected, found) in enumerate(again):
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), i
+        for other in (scaled, begun):
+            assert not torch.equal(plain[0], other[0])
+        assert known == 4  # whether a final state is wanted makes no other kind
+        wrong = (
+            dict(g=tensors[3].to_sparse()), dict(g=tensors[3].cpu().numpy()), dict(scale=[0.25]),
+            dict(scale=float("nan")), dict(layout=["contiguous"]),
+        )  # fmt: skip
+        names = dict(zip("qkvg", tensors, strict=True))
+        refused = [raised(allscan.zeco_gla, comm=comm, **names | change) for change in wrong]
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
+            refused.append(raised(allscan.zeco_gla, comm=comm, **names | dict(q=dual)))
+        with FakeTensorMode() as mode:  # neither takes what is kept, nor is kept
+            allscan.zeco_gla(*map(mode.from_tensor, tensors), comm=comm)
+        assert all(torch.equal(a, b) for a, b in zip(plain, call(), strict=True))
+        return [name for name, _ in refused]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_that_are_known(run, size):
+    wanted = ["TypeError", "TypeError", "ValueError", "ValueError", "ValueError", "NotImplementedError"]
+    assert run(size, calls_that_are_known_case) == [wanted] * size
