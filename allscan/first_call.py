@@ -15,7 +15,7 @@ from .rendezvous import by_rank
 from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
-KEPT = 256  # partitions of cu_seqlens, and tables, that a communicator keeps
+KEPT = 256  # partitions of cu_seqlens, tables, and kinds of calls of zeco_gla, that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
 
 T_ = TypeVar("T_")

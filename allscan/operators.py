@@ -89,8 +89,8 @@ class Operator:
     tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
     tensors without data, without effect. save: called as save(ctx, inputs, output), before
     any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
-    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors. What a call has by keyword is
-    for forward and backward where torch does not look at the operator, and not an input.
+    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors. Keyword arguments of a call
+    reach forward and backward of the autograd.Function only, so that they may spare work and nothing else.
     """
 
     def __init__(

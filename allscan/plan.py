@@ -99,7 +99,8 @@ class Plan:
     def _output(
         self, make: Callable[[list[Tensor]], Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Buffer:  # fmt: skip
-        """A plan that is ``at_once`` has one part, the last of its steps."""
+        """A step that makes a tensor, one with that before it if that makes some, too. Of a plan that is ``at_once``
+        before its only part."""
         last = len(self._steps) - (self.at_once and bool(self._steps) and isinstance(self._steps[-1], Part))
         before = self._steps[last - 1] if last else None
         if isinstance(before, Outputs):

@@ -71,14 +71,22 @@ def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count),
         TRITON_INTERPRET="0" if ranks else "1",
     )  # fmt: skip
-    command = [sys.executable, os.path.abspath(__file__), "--rank", *map(str, sizes)]
+    # not by its path, which would put bench/ before the standard library, and its operator.py before that of Python
+    program = f"import runpy, sys; runpy.run_path({os.path.abspath(__file__)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", program, "--rank", *map(str, sizes)]
     jobs = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=cache)
         for rank in range(count)
     ]
-    answers = [job.communicate(timeout=300)[0] for job in jobs]
-    if any(job.returncode for job in jobs):
-        raise RuntimeError(f"a rank has failed: exit codes {[job.returncode for job in jobs]}")
+    try:
+        while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
+            time.sleep(0.1)
+        if any(job.poll() for job in jobs):
+            raise RuntimeError(f"a rank has failed: exit codes {[job.poll() for job in jobs]}")
+        answers = [job.stdout.read() for job in jobs if job.stdout is not None]
+    finally:
+        for job in jobs:
+            job.kill()
     times = [json.loads(answer.strip().splitlines()[-1]) for answer in answers]
     return {part: max(of_a_rank[i] for of_a_rank in times) for i, part in enumerate(PARTS)}
 

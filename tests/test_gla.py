@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import warnings
+import weakref
+from decimal import Decimal
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from allscan.communicator import cached_on
 from allscan.gla import operator
 from allscan.launching import Launch
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
+from allscan.streams import Streams
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
 from support.values import place, raised, relative
 
@@ -464,6 +469,7 @@ def calls_that_are_known_case(group):
         wrong = (
             dict(g=tensors[3].to_sparse()), dict(g=tensors[3].cpu().numpy()), dict(scale=[0.25]),
             dict(scale=float("nan")), dict(layout=["contiguous"]),
+            dict(scale=Decimal(1)),  # is no number of Python's, although it equals 1
         )  # fmt: skip
         names = dict(zip("qkvg", tensors, strict=True))
         refused = [raised(allscan.zeco_gla, comm=comm, **names | change) for change in wrong]
@@ -478,5 +484,37 @@ def calls_that_are_known_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_that_are_known(run, size):
-    wanted = ["TypeError", "TypeError", "ValueError", "ValueError", "ValueError", "NotImplementedError"]
+    wanted = ["TypeError"] * 2 + ["ValueError"] * 4 + ["NotImplementedError"]
     assert run(size, calls_that_are_known_case) == [wanted] * size
+
+
+def lives_case(group):
+    """What a call leaves for the next ones goes with its communicator, and a graph has the tables whose addresses are
+    in it."""
+    comm = allscan.Communicator(group)
+    x = torch.rand(1, 8, 1, 16, device=comm.device)
+    leaf = x.clone().requires_grad_()
+
+    call = functools.partial(allscan.zeco_gla, leaf, x, x, -x, comm=comm)
+    kept = [call()[0] for _ in range(2)]
+    tables = cached_on(comm, "tables")
+    tables.clear()  # as after many other lengths
+    for options in ({}, dict(first_token=0, cu_seqlens=[0, 8])):
+        with mock.patch.object(Streams, "capturing", lambda self: True):
+            answer = raised(call, **options)
+        assert (answer is None) == (not options), answer  # the latter's tables would be new
+    (layout,) = cached_on(comm, "layouts in graphs").values()
+    assert layout is not None
+    kept.append(call()[0])
+    watched = weakref.ref(comm)
+    comm.close()
+    del comm, call, layout
+    gc.collect()
+    assert watched() is None and all(o.grad_fn is not None for o in kept)
+    return raised(kept[0].sum().backward)
+
+
+@pytest.mark.cpu
+def test_what_a_call_leaves(run):
+    ((name, why),) = run(1, lives_case)
+    assert name == "RuntimeError" and "gone" in why

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +30,9 @@ from ..plan import Plan
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
+
+# An autograd graph has no other to a Prepared: it is not to keep a communicator's plans
+Reference: TypeAlias = "weakref.ref[Prepared]"
 
 
 def zeco_gla(
@@ -129,51 +134,63 @@ def _zeco_gla(
         initial_state = plain(initial_state)
     o, final_state, *_ = _operator(
         q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps,
-        prepared=prepared,
+        prepared=None if prepared is None else weakref.ref(prepared),
     )  # fmt: skip
     return o, final_state if output_final_state else None
 
 
 class Prepared:
-    """What the first call has worked out for all calls with tensors like its own: then it is ``ready``, and arguments
-    need no other checks than those by which it was found."""
+    """Of calls without cu_seqlens and with tensors of one kind: what the first of them has worked out, with which the
+    later ones need no checks but those by which they find it. ``ready`` once ``_forward`` of the first call has filled
+    it."""
 
     def __init__(self) -> None:
         self.ready = False
         self._plans: dict[tuple, Plan] = {}
 
-    def fill(self, carrier: StateCarrier, shape: Shape, layout: Layout, scale: float) -> Prepared:
-        self.carrier, self.shape, self.layout, self.scale, self.ready = carrier, shape, layout, scale, True
+    def fill(self, shape: Shape, layout: Layout, scale: float) -> Prepared:
+        self.shape, self.layout, self.scale, self.ready = shape, layout, scale, True
         return self
 
-    def run(self, make: Callable[..., Plan], *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan of a pass, which the layout keeps."""
+    def run(self, carrier: StateCarrier, make: Callable[..., Plan], *tensors: Tensor | None) -> list[Tensor]:
+        """Run the plan of a pass, made at the first call with these tensors that are None."""
         given = [x for x in tensors if x is not None]
-        absent = make, *[x is None for x in tensors]
-        plan = self._plans.get(absent)
+        kind = make, *[x is None for x in tensors]
+        plan = self._plans.get(kind)
         if plan is None:
-            carrier, shape, scale = self.carrier, self.shape, self.scale
-            key = type(carrier), shape, scale, *absent
-            plan = self.layout.derived(key, lambda: make(shape, scale, self.layout.tables(), carrier, *tensors))
-            self._plans[absent] = plan
-        return plan.run(self.carrier, *given)
+            shape, layout, scale = self.shape, self.layout, self.scale
+            key = type(carrier), shape, scale, *kind
+            plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
+            self._plans[kind] = plan
+        return plan.run(carrier, *given)
 
 
-def _prepared(carrier, *of_call) -> Prepared | None:
-    """For a call without cu_seqlens, from the second one on ready. None where the call is to be looked at each time: in
-    a capture, for which the communicator keeps tables, and where tensors may have tangents."""
-    if in_dual_level() or carrier.comm.streams.capturing():
+def _prepared(carrier: StateCarrier, signature: tuple, scale: Any, layout: Any, keeps: bool) -> Prepared | None:
+    """For a call without cu_seqlens, which the first such call is to fill. None where each call is to be checked: where
+    tensors may have tangents, and for arguments that are wrong and equal others that are right, or not themselves."""
+    if in_dual_level() or type(scale) not in (float, int, type(None)) or scale != scale or type(layout) is not str:
         return None
     known = cached_on(carrier.comm, "calls of zeco_gla")
-    key = carrier.handle, *of_call
+    key = type(carrier), signature, scale, layout, keeps
     try:
         prepared = known.get(key)
-    except TypeError:  # of what is not hashable, which checks refuse
+    except TypeError:  # sizes that are symbols have no hash
         return None
     if prepared is None:
         if len(known) >= KEPT:
-            known.clear()
+            del known[next(iter(known))]
         prepared = known[key] = Prepared()
+    return prepared
+
+
+def _known(reference: Reference | None, carrier: StateCarrier) -> Prepared | None:
+    """What ``reference`` is to, if that is there and ready. In a capture, whose graph has the addresses of the layout's
+    tables, the communicator keeps them."""
+    prepared = None if reference is None else reference()
+    if prepared is None or not prepared.ready:
+        return None
+    if carrier.comm.streams.capturing():
+        cached_on(carrier.comm, "layouts in graphs")[id(prepared.layout)] = prepared.layout
     return prepared
 
 
@@ -244,24 +261,25 @@ def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
-    *, prepared: Prepared | None = None,
+    *, prepared: Reference | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state or None, and what backward takes: Shape.kept)."""
-    found = prepared if prepared is not None and prepared.ready else None
-    carrier = carrier_of(handle) if found is None else found.carrier
+    carrier = carrier_of(handle)
     with carrier.comm.call():
-        if found is None:
+        known = _known(prepared, carrier)
+        if known is None:
             _check_call(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
-            where = q, v, g, cu_seqlens, first_token, zigzag, keeps
-            found = _find(prepared or Prepared(), carrier, scale, *where)
-        final_state, kept = made = _made(q, v, cu_seqlens, final, found.shape)
-        return *found.run(forward_plan, q, k, v, g, initial_state, final_state, kept), *made
+            known = _fill(prepared, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps)
+        final_state, kept = made = _made(q, v, cu_seqlens, final, known.shape)
+        return *known.run(carrier, forward_plan, q, k, v, g, initial_state, final_state, kept), *made
 
 
-def _find(prepared: Prepared, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps) -> Prepared:
+def _fill(reference: Reference | None, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps) -> Prepared:
+    """What ``reference`` is to, or one for this call alone."""
     shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
     layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-    return prepared.fill(carrier, shape, layout, scale)
+    prepared = None if reference is None else reference()
+    return (prepared or Prepared()).fill(shape, layout, scale)
 
 
 def _made(q, v, cu_seqlens, final, shape):
@@ -281,16 +299,17 @@ def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_tok
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
     kept: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
-    zigzag: bool = False, keeps: bool = False, *, prepared: Prepared | None = None,
+    zigzag: bool = False, keeps: bool = False, *, prepared: Reference | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dv, dq, dk, dg, dinitial_state or None)."""
-    carrier = carrier_of(handle) if prepared is None else prepared.carrier
+    carrier = carrier_of(handle)
     with carrier.comm.call(reverse=True):
         refuse_second_derivative("zeco_gla")
-        if prepared is None or carrier.comm.streams.capturing():
-            prepared = _find(Prepared(), carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps)
+        known = _known(prepared, carrier)
+        if known is None:
+            known = _fill(None, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps)
         dinitial = _zeros(q, v, cu_seqlens, initial)
-        dv, dq, dk, dg = prepared.run(backward_plan, q, k, v, g, do, dfinal, dinitial, kept)
+        dv, dq, dk, dg = known.run(carrier, backward_plan, q, k, v, g, do, dfinal, dinitial, kept)
         return dv, dq, dk, dg, dinitial
 
 
