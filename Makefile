@@ -9,7 +9,8 @@
 # With CUDA, set PYTHON to the interpreter that has your torch, e.g. make test-gpu PYTHON=python3: no environment is made.
 
 VENV := .venv
-JOBS := 8
+# of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (8 filled 80 GB)
+JOBS := $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 16000)} END {print n > 0 ? n : 1}')
 ifdef PYTHON
   READY :=
 else

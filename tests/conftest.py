@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import os
-import platform
-import time
 
 import pytest
 import torch
 
 from allscan.tools import ranks
+from support import gpu_record
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -37,11 +35,9 @@ QUICK = (
 )  # fmt: skip
 
 
-PARTS = {"not alone", "alone"}  # of the tests on GPUs, as make test-gpu has them
-
-
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
+    parser.addoption("--go-on", action="store_true", help="with --gpu: only what has not passed since the last change")
     parser.addoption("--share", type=int, help="with --gpu: so many ranks, which share the GPUs; no record")
     parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
 
@@ -49,6 +45,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--share"):
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
+    elif config.getoption("--gpu") and not hasattr(config, "workerinput"):  # of pytest-xdist
+        tests = os.path.join(ROOT, "tests")
+        record = gpu_record.Record(os.path.join(tests, "gpu"), gpu_record.what_runs(tests))
+        config.pluginmanager.register(record, "gpu record")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,6 +56,8 @@ def pytest_collection_modifyitems(config, items):
     largest = count_of_ranks(config) if on_gpu else 8
     sharing = on_gpu and config.getoption("--share")
     kept, dropped = [], []
+    go_on = on_gpu and not sharing and config.getoption("--go-on")
+    before = gpu_record.read(os.path.join(ROOT, "tests", "gpu"))[1] if go_on else {}
     for item in items:
         if any(name in item.nodeid for name in QUICK):
             item.add_marker("quick")
@@ -65,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
         if sharing and ("nvshmem" in item.nodeid or "alone" in item.keywords):
             size = largest + 1
         wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
-        (kept if wanted else dropped).append(item)
+        (kept if wanted and before.get(item.nodeid) != "passed" else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
         ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
     for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():
@@ -82,7 +84,10 @@ class Pool:
 
     def run(self, *arguments, timeout=240.0):
         try:
-            return self.ranks.run(*arguments, timeout=timeout)
+            found = self.ranks.run(*arguments, timeout=timeout)
+            if self.ranks.device == "cuda":
+                self.ranks.run(torch.cuda.empty_cache, timeout=timeout)  # for other processes on these GPUs
+            return found
         except RuntimeError as error:
             try:
                 self.ranks.run(answering, timeout=10.0)
@@ -177,39 +182,11 @@ def pytest_sessionstart(session):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    options, reporter = session.config.option, session.config.pluginmanager.get_plugin("terminalreporter")
-    chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob", "share"
+    options, record = session.config.option, session.config.pluginmanager.get_plugin("gpu record")
+    chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob"
     part = options.markexpr or "all"
-    if not options.gpu or any(getattr(options, name, None) for name in chosen) or part not in ("all", *PARTS):
-        return  # some tests are no record
-    if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED or session.shouldfail:
-        return  # of pytest-xdist; not all that were to run, the last one after --exitfirst
-    count = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
-    import triton
-
-    from allscan.tools.provenance import nvshmem_version, source_hash
-
-    of = {
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "nvshmem": nvshmem_version(),
-        },
-        "sha256": source_hash(),
-    }
-    failed = [x.nodeid for kind in ("failed", "error") for x in reporter.stats.get(kind, [])]
-    path = os.path.join(ROOT, "tests", "gpu", "last_run.json")
-    with open(path) as file:
-        old = json.load(file)
-    if all(old.get(key) == of[key] for key in of) and {part, *old["parts"]} == PARTS != {*old["parts"]}:
-        # the other part's
-        count = {kind: number + old[kind] for kind, number in count.items()}
-        parts, failed = [*old["parts"], part], old["tests_that_failed"] + failed
-    else:
-        parts = [part]
-    record = {"date": time.strftime("%Y-%m-%d"), **of, **count, "parts": parts, "tests_that_failed": sorted(failed)}
-    with open(path, "w") as file:
-        json.dump(record, file, indent=1)
-        file.write("\n")
+    if record is None or any(getattr(options, name, None) for name in chosen):
+        return  # some tests are no part
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if ended and not session.shouldfail and part in ("all", *gpu_record.PARTS):  # the last but one after --exitfirst
+        record.whole(part)

@@ -19,6 +19,7 @@ import allscan
 import allscan.device
 import allscan.reference
 from allscan.bindings import nvshmem_device
+from support import gpu_record
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Each file imports those above it only
@@ -173,29 +174,43 @@ def test_doctor():
 
 
 @pytest.mark.cpu
-def test_the_record_of_gpu_tests(tmp_path, monkeypatch):
-    """Its two parts add up; of a run that was cut, or of other tests, there is none."""
-    path = tmp_path / "tests" / "gpu" / "last_run.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"parts": ["all"], "sha256": "of others"}))
-    monkeypatch.setattr(conftest, "ROOT", str(tmp_path))
+def test_the_record_of_gpu_tests(tmp_path):
+    """Its two parts add up; results of a run that was cut, or of other tests, count once all of a part have run."""
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    of = dict(gpus=["a GPU"], versions={}, sha256="of sources", tests="of tests")
 
-    def record(marks, passed, exitstatus=0, shouldfail=False, **options):
+    def session(marks, results, exitstatus=0, shouldfail=False, of=of, **options):
+        made = gpu_record.Record(str(folder), of)
+        for test, outcome in results.items():
+            when = "setup" if outcome in ("skipped", "error") else "call"
+            outcome = "failed" if outcome == "error" else outcome
+            report = dict(nodeid=test, when=when, outcome=outcome)
+            made.pytest_runtest_logreport(
+                types.SimpleNamespace(**report, failed=outcome == "failed", skipped=outcome == "skipped")
+            )
         empty = dict(keyword="", file_or_dir=[], collectonly=False)
-        reporter = types.SimpleNamespace(stats={"passed": [None] * passed})
         config = types.SimpleNamespace(
-            option=types.SimpleNamespace(gpu=True, markexpr=marks, **empty | options),
-            pluginmanager=types.SimpleNamespace(get_plugin=lambda name: reporter),
+            option=types.SimpleNamespace(markexpr=marks, **empty | options),
+            pluginmanager=types.SimpleNamespace(get_plugin=lambda name: made),
         )
         conftest.pytest_sessionfinish(types.SimpleNamespace(config=config, shouldfail=shouldfail), exitstatus)
-        found = json.loads(path.read_text())
-        return found["parts"], found.get("passed")
+        path = folder / "last_run.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found.get("parts"), [found.get(kind) for kind in gpu_record.OUTCOMES], found.get("tests_that_failed")
 
-    both = ["not alone", "alone"], 5
-    assert record("not alone", 2) == (["not alone"], 2) and record("alone", 3) == both
-    assert record("alone", 1, exitstatus=2) == record("alone", 1, 1, "stopping after 1 failures") == both
-    assert record("quick", 1) == record("alone", 1, lf=True) == record("alone", 1, deselect=["test_gla.py"]) == both
-    assert record("alone", 4, exitstatus=1) == (["alone"], 4) and record("", 7) == (["all"], 7)
+    nothing = None, [None] * 4, None
+    assert session("not alone", dict(a="passed", b="failed"), exitstatus=2) == nothing
+    assert session("not alone", dict(b="failed"), 1, "stopping after 1 failures") == nothing
+    assert session("quick", dict(c="skipped")) == session("not alone", {}, lf=True) == nothing
+    with open(folder / "results.jsonl", "a") as file:
+        file.write('["d", "pas')  # cut
+    assert session("not alone", dict(b="error"), exitstatus=1) == (["not alone"], [1, 0, 1, 1], ["b"])
+    assert session("alone", dict(e="passed")) == (["not alone", "alone"], [2, 0, 1, 1], ["b"])
+    assert session("not alone", dict(b="passed"))[1:] == ([3, 0, 0, 1], [])
+    assert gpu_record.read(str(folder))[1] == dict(a="passed", b="passed", c="skipped", e="passed")
+    assert session("alone", dict(e="passed"), of=of | dict(sha256="others")) == (["alone"], [1, 0, 0, 0], [])
+    assert session("", dict(e="failed"), exitstatus=1, of=of | dict(tests="others")) == (["all"], [0, 1, 0, 0], ["e"])
 
 
 @pytest.mark.cpu
