@@ -121,7 +121,7 @@ def test_a_rank_killed_in_mid_scan(fresh, request, tmp_path, size=2):
     assert time.monotonic() - killed < 4 * TIMEOUT + 5
     for rank, (value, problem) in enumerate(answers):
         if rank == victim:
-            assert "has ended" in str(problem)
+            assert "has ended (exit code -9)" in str(problem)
         else:
             assert problem is None, problem
             assert value[1] == (rank, victim), value

@@ -102,7 +102,9 @@ class Ranks:
                     if call != self._calls:
                         continue  # a late answer to an earlier call that was given up
                 except (EOFError, ConnectionError):
-                    answer = None, multiprocessing.ProcessError(f"the process of rank {rank} has ended")
+                    self.processes[rank].join(5.0)  # its pipe may be closed before it has ended
+                    how = f"exit code {self.processes[rank].exitcode}"  # -9: by signal 9, as where memory runs out
+                    answer = None, multiprocessing.ProcessError(f"the process of rank {rank} has ended ({how})")
                 answers[rank] = answer
                 self._begun.add(rank)
                 if answer[1] is not None and after_failure is not None and time.monotonic() + after_failure < deadline:
