@@ -35,10 +35,15 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
-    kernel sees."""
-    if torch.compiler.is_compiling() or x.is_neg() or not x.is_contiguous():  # it cannot trace the second question
-        return x.resolve_neg().contiguous()
-    return x
+    kernel sees. Where torch.compile does not trace: see :func:`plain_or_traced`."""
+    return x.resolve_neg().contiguous() if x.is_neg() or not x.is_contiguous() else x
+
+
+def plain_or_traced(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """:func:`plain` of each, wherever this is called: torch.compile cannot trace the questions."""
+    if torch.compiler.is_compiling():
+        return [x if x is None else x.resolve_neg().contiguous() for x in tensors]
+    return [x if x is None else plain(x) for x in tensors]
 
 
 def signature_of(*inputs: Any) -> tuple:

@@ -16,7 +16,7 @@ from ..checks import (
     check_tensor,
     integer,
     is_zigzag,
-    plain,
+    plain_or_traced,
     signature_of,
 )
 from ..communicator import Communicator, communicator_of
@@ -161,9 +161,7 @@ def _delta(
         beta = beta.float().sigmoid() * (2 if before.twice else 1)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
-    q, k, v, g, beta = (plain(x) for x in (q, k, v, g, beta))
-    if initial_state is not None:
-        initial_state = plain(initial_state)
+    q, k, v, g, beta, initial_state = plain_or_traced(q, k, v, g, beta, initial_state)
     o, final_state, *_ = _operator(
         q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token, zigzag
     )
@@ -382,8 +380,7 @@ def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
     q, k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
-    do = torch.zeros_like(v) if do is None else plain(do)
-    dfinal = None if dfinal is None else plain(dfinal)
+    do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
     given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
     dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
     dinitial = dinitial if ctx.initial else None

@@ -17,7 +17,7 @@ from ..checks import (
     in_dual_level,
     integer,
     is_zigzag,
-    plain,
+    plain_or_traced,
     signature_of,
 )
 from ..communicator import Communicator, cached_on
@@ -129,9 +129,7 @@ def _zeco_gla(
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     else:
         scale, zigzag, first_token = prepared.scale, prepared.shape.zigzag, None
-    q, k, v, g = plain(q), plain(k), plain(v), plain(g)
-    if initial_state is not None:
-        initial_state = plain(initial_state)
+    q, k, v, g, initial_state = plain_or_traced(q, k, v, g, initial_state)
     o, final_state, *_ = _operator(
         q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps,
         prepared=None if prepared is None else weakref.ref(prepared),
@@ -333,8 +331,7 @@ def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
     q, k, v, g, cu_seqlens, kept = ctx.saved_tensors
-    do = torch.zeros_like(v) if do is None else plain(do)
-    dfinal = None if dfinal is None else plain(dfinal)
+    do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
     dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ctx.scale, ctx.initial, *ctx.where)
     return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None, None
 
