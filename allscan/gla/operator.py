@@ -165,7 +165,8 @@ class Prepared:
 
 def _prepared(carrier: StateCarrier, signature: tuple, scale: Any, layout: Any, keeps: bool) -> Prepared | None:
     """For a call without cu_seqlens, which the first such call is to fill. None where each call is to be checked: where
-    tensors may have tangents, and for arguments that are wrong and equal others that are right, or not themselves."""
+    tensors may have tangents, and where a wrong argument would be found for a right one that it equals (Decimal(1)), or
+    be another one at each call (NaN)."""
     if in_dual_level() or type(scale) not in (float, int, type(None)) or scale != scale or type(layout) is not str:
         return None
     known = cached_on(carrier.comm, "calls of zeco_gla")
