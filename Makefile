@@ -10,7 +10,7 @@
 
 VENV := .venv
 # of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (8 filled 80 GB)
-JOBS := $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 0 ? n : 1)}')
+JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 0 ? n : 1)}')
 ifdef PYTHON
   READY :=
 else

@@ -78,8 +78,11 @@ def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=cache)
         for rank in range(count)
     ]
+    deadline = time.monotonic() + 300
     try:
         while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the ranks have not ended after 300 s")
             time.sleep(0.1)
         if any(job.poll() for job in jobs):
             raise RuntimeError(f"a rank has failed: exit codes {[job.poll() for job in jobs]}")

@@ -203,6 +203,7 @@ def test_the_record_of_gpu_tests(tmp_path):
     assert session("not alone", dict(a="passed", b="failed"), exitstatus=2) == nothing
     assert session("not alone", dict(b="failed"), 1, "stopping after 1 failures") == nothing
     assert session("quick", dict(c="skipped")) == session("not alone", {}, lf=True) == nothing
+    assert session("not alone", {}, deselect=["test_gla.py"]) == nothing
     with open(folder / "results.jsonl", "a") as file:
         file.write('["d", "pas')  # cut
     assert session("not alone", dict(b="error"), exitstatus=1) == (["not alone"], [1, 0, 1, 1], ["b"])
