@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,7 @@ def ordered(*names: str) -> None:
 _TORCHS_OWN = Tensor, torch.nn.Parameter
 
 
-def _watched(inputs) -> bool:
+def watched(inputs) -> bool:
     """Whether torch looks at the operators that are called, or the tensors are of another kind than torch's own."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
@@ -72,61 +71,68 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*inputs):
         return tuple(inputs[0].new_empty(0) if x is None else x for x in function(*inputs))
 
-    signature = inspect.signature(function)
-    given = [x for x in signature.parameters.values() if x.kind is not x.KEYWORD_ONLY]
-    call.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     return call
 
 
-class Operator:
-    """A function of tensors, numbers and None, with a backward function, both opaque to torch.
-
-    Where torch.compile traces, a torch dispatch mode is on or tensors are of a subclass, it is a custom operator,
-    ``name`` with a backward ``name_backward``; else an autograd.Function of the same functions, which takes about a
-    third of the host's time.
+class CustomOperator:
+    """A function of tensors, numbers and None, with a backward function, both opaque to torch: the custom operators
+    ``name`` and ``name_backward``.
 
     forward, backward: on tensors, with a schema that torch.library.custom_op can infer; both return tuples, None for a
     tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
-    tensors without data, without effect. save: called as save(ctx, inputs, output), before
-    any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
-    and calls ``backward`` once. tensors: how many inputs, the first ones, may be tensors. Keyword arguments of a call
-    reach forward and backward of the autograd.Function only, so that they may spare work and nothing else.
+    tensors without data, without effect. save: called as save(ctx, inputs, output), before any backward. gradient:
+    called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs, and calls ``backward``
+    once.
+    """
+
+    def __init__(
+        self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
+        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        self.backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
+        self.backward.register_fake(_without_none(fake_backward))
+        self._forward = torch.library.custom_op(name, _without_none(forward), mutates_args=())
+        self._forward.register_fake(_without_none(fake))
+        self._forward.register_autograd(lambda ctx, *grads: gradient(self.backward, ctx, *grads), setup_context=save)
+
+    def __call__(self, *inputs):
+        """All inputs by position."""
+        return self._forward(*inputs)
+
+
+class Operator:
+    """Where torch.compile traces, a torch dispatch mode is on or tensors are of a subclass, a :class:`CustomOperator`;
+    else an autograd.Function of the same functions, which takes about a third of the host's time.
+
+    tensors: how many inputs, the first ones, may be tensors.
     """
 
     def __init__(
         self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
         fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any], tensors: int,
     ) -> None:  # fmt: skip
-        traced_backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
-        traced_backward.register_fake(_without_none(fake_backward))
-        self._forward, self._traced = forward, torch.library.custom_op(name, _without_none(forward), mutates_args=())
-        self._traced.register_fake(_without_none(fake))
-        self._traced.register_autograd(lambda ctx, *grads: gradient(traced_backward, ctx, *grads), setup_context=save)
+        traced = CustomOperator(name, forward, fake, backward, fake_backward, save, gradient)
 
         class Eager(Function):
             @staticmethod
-            def forward(ctx, rest, *tensors):
-                others, ctx.options = rest
+            def forward(ctx, others, *tensors):
                 inputs = *tensors, *others
-                output = forward(*inputs, **ctx.options)
+                output = forward(*inputs)
                 save(ctx, inputs, output)
                 return output
 
             @staticmethod
             def backward(ctx, *grads):
-                if torch.compiler.is_compiling() or _watched(grads):
-                    run = traced_backward
-                else:
-                    run = functools.partial(backward, **ctx.options) if ctx.options else backward
+                run = traced.backward if torch.compiler.is_compiling() or watched(grads) else backward
                 return None, *gradient(run, ctx, *grads)[:tensors]
 
-        self._eager, self._tensors = Eager, tensors
+        self._forward, self._traced, self._eager, self._tensors = forward, traced, Eager, tensors
 
-    def __call__(self, *inputs, **options):
+    def __call__(self, *inputs):
         """All inputs by position."""
         tensors = inputs[: self._tensors]
-        if torch.compiler.is_compiling() or _watched(tensors):
+        if torch.compiler.is_compiling() or watched(tensors):
             return self._traced(*inputs)
         if wants_gradient(tensors):
-            return self._eager.apply((inputs[self._tensors :], options), *tensors)
-        return self._forward(*inputs, **options)
+            return self._eager.apply(inputs[self._tensors :], *tensors)
+        return self._forward(*inputs)

@@ -219,7 +219,7 @@ class Part:
     def __call__(self, run: Run) -> None:
         for check in self.checks:
             check()
-        if run.places is not None and self.only_launches and self.launches > 2:
+        if run.places is not None and self.only_launches and self.launches > 1:
             self._graphs.launch(run.device, tuple(run.places), self._launch, run)
         else:
             self._launch(run)

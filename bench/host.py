@@ -6,6 +6,8 @@ No CUDA graphs of the caller's, but for one row that says so, and torch's thread
 "one thread"; beside them what torch takes for an autograd.Function that launches nothing. ``host_us``: how long CALLS
 calls in a row keep the host, a call, after the GPU has ended all before them; few enough for the GPU's queue to take
 them. WARM calls come before: a processor that has waited for the other rank is slow at first, more so for NCCL's call.
+Torch's thread for backward passes is woken, and waited for, once in a call of "forward+backward", and once for LAYERS
+calls, each of which takes the output of the one before as its v, in rows with "a layer": a model has many.
 ``total_us``: until the GPU has ended them, too. Medians over SAMPLES, of the slowest rank, methods in turns whose order
 is drawn anew each time. ``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since hosts
 differ. Without two GPUs every method is called once on 2 CPU ranks.
@@ -31,8 +33,9 @@ from bench.tuning import Job, compile_ahead
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 H, D = 16, 128
-SAMPLES, WARM, CALLS = 30, 5, 10
+SAMPLES, WARM, CALLS, LAYERS = 30, 5, 10, 8
 NCCL = "NCCL all_gather_into_tensor"
+A_LAYER = f"a layer of {LAYERS}"
 NOTHING = "autograd.Function of nothing, forward+backward"
 COLUMNS = ("method", "T", "H", "D", "ranks", "host_us", "total_us", "over_nccl", "gpu", "torch", "triton", "sources")
 
@@ -89,10 +92,21 @@ def operators(comm, T, heads, width) -> dict:
         with torch.no_grad():
             return call(*leaves)
 
+    layers = [[x.detach().clone().requires_grad_() for x in leaves] for _ in range(LAYERS)]
+    first_v = layers[0][2]
+
+    def in_a_row(call):
+        o, wanted = first_v, [first_v]
+        for q, k, _, g in layers:
+            o, wanted = call(q, k, o, g), [*wanted, q, k, g]
+        return torch.autograd.grad(o, wanted, do)
+
     found = {}
     for name, call in calls.items():
         found[f"{name}, forward"] = lambda call=call: forward(call)
         found[f"{name}, forward+backward"] = lambda call=call: torch.autograd.grad(call(*leaves), leaves, do)
+        if "gla" in name:
+            found[f"{name}, forward+backward, {A_LAYER}"] = lambda call=call: in_a_row(call)
 
     def one_thread():
         with torch.autograd.set_multithreading_enabled(False):
@@ -113,17 +127,19 @@ def _small(comm):
     return () if comm.device.type == "cuda" else (torch.float32,)
 
 
-def timed(call) -> tuple[float, float]:
-    """(host, host and GPU) of a call in us."""
-    for _ in range(WARM):
+def timed(call, layers: int = 1) -> tuple[float, float]:
+    """(host, host and GPU) in us of a call, or of one of the ``layers`` in it."""
+    warm, calls = (WARM, CALLS) if layers == 1 else (1, 2)
+    for _ in range(warm):
         call()
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     host = time.perf_counter()
     torch.cuda.synchronize()
-    return (host - begin) / CALLS * 1e6, (time.perf_counter() - begin) / CALLS * 1e6
+    end, count = time.perf_counter(), calls * layers
+    return (host - begin) / count * 1e6, (end - begin) / count * 1e6
 
 
 def run_backward(held: list) -> None:
@@ -154,7 +170,7 @@ def point(T: int | None, heads: int = H, width: int = D) -> dict:
         for turn in range(SAMPLES):
             for name in random.Random(turn).sample(list(calls), len(calls)):
                 comm.barrier()
-                times[name].append(timed(calls[name]))
+                times[name].append(timed(calls[name], LAYERS if A_LAYER in name else 1))
                 run_backward(held)
         comm.barrier()
         return {name: tuple(torch.tensor(samples).median(0).values.tolist()) for name, samples in times.items()}

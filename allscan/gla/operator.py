@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +18,26 @@ from ..checks import (
     in_dual_level,
     integer,
     is_zigzag,
+    plain,
     plain_or_traced,
     signature_of,
 )
 from ..communicator import Communicator, cached_on
 from ..errors import Problem
 from ..first_call import KEPT, check_first, checked, find_layout
-from ..operators import Operator, refuse_second_derivative, wants_gradient
+from ..operators import (
+    CustomOperator,
+    Function,
+    refuse_second_derivative,
+    wants_gradient,
+    watched,
+)
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout
 from ..plan import Plan
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
-
-# An autograd graph has no other to a Prepared: it is not to keep a communicator's plans
-Reference: TypeAlias = "weakref.ref[Prepared]"
 
 
 def zeco_gla(
@@ -99,98 +104,107 @@ def zeco_gla_by(
     recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
-    arguments = (
-        carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout, recompute,
-    )  # fmt: skip
+    tensors = q, k, v, g, initial_state
+    options = cu_seqlens, first_token, scale, layout, recompute
     if torch.compiler.is_compiling():
-        return _zeco_gla(*arguments)
+        return _traced_call(carrier, tensors, output_final_state, *_checked(carrier, tensors, *options))
     with carrier.comm.call():
-        return _zeco_gla(*arguments)
+        differentiable = wants_gradient(tensors)
+        known, key = cached_on(carrier.comm, "calls of zeco_gla"), None
+        if cu_seqlens is None:
+            key = _key(carrier, tensors, scale, layout, differentiable and not recompute)
+        prepared = None if key is None else known.get(key)
+        if prepared is None:
+            cu_seqlens, *rest = _checked(carrier, tensors, *options)
+            if watched((*tensors, cu_seqlens)):
+                return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *rest)
+            prepared = _prepare(carrier, tensors, cu_seqlens, *rest)
+            if key is not None:
+                if len(known) >= KEPT:
+                    del known[next(iter(known))]
+                known[key] = prepared
+        given: list[Any] = [x if x is None else plain(x) for x in tensors]
+        if differentiable:
+            return _Eager.apply((prepared, carrier, output_final_state, cu_seqlens), *given)
+        o, final_state, _ = prepared.forward(carrier, output_final_state, *given)
+        return o, final_state
 
 
-def _zeco_gla(
-    carrier, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout, recompute
-):
-    keeps = not recompute and wants_gradient((q, k, v, g, initial_state))
-    prepared = None
-    if cu_seqlens is None and not torch.compiler.is_compiling():
-        prepared = _prepared(carrier, signature_of(q, k, v, g, initial_state), scale, layout, keeps)
-    if prepared is None or not prepared.ready:
-        problem = None
-        try:
-            zigzag = is_zigzag(layout)
-            check_for_an_operator("zeco_gla", dict(q=q, k=k, v=v, g=g, initial_state=initial_state), scale)
-            cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
-            first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            problem = Problem(error)
-        if problem is not None:
-            carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    else:
-        scale, zigzag, first_token = prepared.scale, prepared.shape.zigzag, None
-    q, k, v, g, initial_state = plain_or_traced(q, k, v, g, initial_state)
-    o, final_state, *_ = _operator(
-        q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, carrier.handle, first_token, zigzag, keeps,
-        prepared=None if prepared is None else weakref.ref(prepared),
-    )  # fmt: skip
-    return o, final_state if output_final_state else None
+def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, recompute):
+    """What depends on these arguments alone: (cu_seqlens, scale, first_token, zigzag, whether operands are kept)."""
+    problem = None
+    try:
+        zigzag = is_zigzag(layout)
+        check_for_an_operator("zeco_gla", dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
+        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        problem = Problem(error)
+    if problem is not None:
+        carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
+    scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
+    return cu_seqlens, scale, first_token, zigzag, not recompute and wants_gradient(tensors)
+
+
+def _traced_call(carrier, tensors, final, cu_seqlens, *rest):
+    """By the custom operator."""
+    o, final_state, _ = _traced(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *rest)
+    return o, final_state if final else None
+
+
+def _key(carrier: StateCarrier, tensors: tuple, scale: Any, layout: Any, keeps: bool) -> tuple | None:
+    """By which a call without cu_seqlens finds what an equal one has prepared. None where each call is to be checked:
+    where tensors may have tangents or are none of torch's own, and where a wrong argument would be found for a right
+    one that it equals (Decimal(1)), or be another one at each call (NaN)."""
+    if type(scale) not in (float, int, type(None)) or scale != scale or type(layout) is not str:
+        return None
+    if in_dual_level() or watched(tensors):
+        return None
+    return type(carrier), signature_of(*tensors), scale, layout, keeps
 
 
 class Prepared:
-    """Of calls without cu_seqlens and with tensors of one kind: what the first of them has worked out, with which the
-    later ones need no checks but those by which they find it. ``ready`` once ``_forward`` of the first call has filled
-    it."""
+    """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
+    by which they find it.
 
-    def __init__(self) -> None:
-        self.ready = False
+    options: (scale, first_token, zigzag, keeps), with which :func:`_find` finds the same again."""
+
+    def __init__(self, shape: Shape, layout: Layout, options: tuple) -> None:
+        self.shape, self.layout, self.options = shape, layout, options
+        self.carried = shape.B * shape.H, shape.K, shape.V
         self._plans: dict[tuple, Plan] = {}
 
-    def fill(self, shape: Shape, layout: Layout, scale: float) -> Prepared:
-        self.shape, self.layout, self.scale, self.ready = shape, layout, scale, True
-        return self
+    def forward(
+        self, carrier: StateCarrier, final: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+        initial_state: Tensor | None,
+    ) -> tuple[Tensor, Any, Tensor]:  # fmt: skip
+        """(o, final_state or None, and what backward takes: Shape.kept)."""
+        final_state, kept = _made(q, final, self.shape)
+        (o,) = self._run(carrier, forward_plan, q, k, v, g, initial_state, final_state, kept)
+        return o, final_state, kept
 
-    def run(self, carrier: StateCarrier, make: Callable[..., Plan], *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan of a pass, made at the first call with these tensors that are None."""
-        given = [x for x in tensors if x is not None]
+    def backward(
+        self, carrier: StateCarrier, do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+        kept: Tensor, initial: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """(dv, dq, dk, dg, dinitial_state or None)."""
+        dinitial = _ends(q, initial, self.shape)
+        dv, dq, dk, dg = self._run(carrier, backward_plan, q, k, v, g, do, dfinal, dinitial, kept)
+        return dv, dq, dk, dg, dinitial
+
+    def _run(self, carrier: StateCarrier, make: Callable[..., Plan], *tensors: Tensor | None) -> list[Tensor]:
+        """Run the plan of a pass, made at the first call with these tensors that are None. In a capture, whose graph
+        has the addresses of the layout's tables, the communicator keeps them."""
+        if carrier.comm.streams.capturing():
+            cached_on(carrier.comm, "layouts in graphs")[id(self.layout)] = self.layout
         kind = make, *[x is None for x in tensors]
         plan = self._plans.get(kind)
         if plan is None:
-            shape, layout, scale = self.shape, self.layout, self.scale
+            shape, layout, scale = self.shape, self.layout, self.options[0]
             key = type(carrier), shape, scale, *kind
             plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
             self._plans[kind] = plan
-        return plan.run(carrier, *given)
-
-
-def _prepared(carrier: StateCarrier, signature: tuple, scale: Any, layout: Any, keeps: bool) -> Prepared | None:
-    """For a call without cu_seqlens, which the first such call is to fill. None where each call is to be checked: where
-    tensors may have tangents, and where a wrong argument would be found for a right one that it equals (Decimal(1)), or
-    be another one at each call (NaN)."""
-    if in_dual_level() or type(scale) not in (float, int, type(None)) or scale != scale or type(layout) is not str:
-        return None
-    known = cached_on(carrier.comm, "calls of zeco_gla")
-    key = type(carrier), signature, scale, layout, keeps
-    try:
-        prepared = known.get(key)
-    except TypeError:  # sizes that are symbols have no hash
-        return None
-    if prepared is None:
-        if len(known) >= KEPT:
-            del known[next(iter(known))]
-        prepared = known[key] = Prepared()
-    return prepared
-
-
-def _known(reference: Reference | None, carrier: StateCarrier) -> Prepared | None:
-    """What ``reference`` is to, if that is there and ready. In a capture, whose graph has the addresses of the layout's
-    tables, the communicator keeps them."""
-    prepared = None if reference is None else reference()
-    if prepared is None or not prepared.ready:
-        return None
-    if carrier.comm.streams.capturing():
-        cached_on(carrier.comm, "layouts in graphs")[id(prepared.layout)] = prepared.layout
-    return prepared
+        return plan.run(carrier, *[x for x in tensors if x is not None])
 
 
 def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
@@ -234,12 +248,13 @@ def _state_shape(q, v, cu_seqlens):
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _check_call(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag) -> None:
-    """All checks; those of the tensors at the first call with tensors like these, which agrees with the other ranks."""
-    comm = carrier.comm
+def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) -> Prepared:
+    """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
+    ranks."""
+    comm, (q, k, v, g, initial_state) = carrier.comm, tensors
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = "zeco_gla", signature_of(q, k, v, g, initial_state), sequences, are_none, zigzag, type(carrier)
+    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, type(carrier)
     if signature not in checked(comm):
         shape = agree = None
         if q.ndim == v.ndim == 4:
@@ -249,6 +264,14 @@ def _check_call(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zig
             _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
 
         check_first(comm, signature, shape, agree, check, g, carrier.prepare)
+    return _find(carrier, q, v, g, cu_seqlens, scale, first_token, zigzag, keeps)
+
+
+def _find(carrier, q, v, g, cu_seqlens, scale, first_token, zigzag, keeps) -> Prepared:
+    """For tensors that were checked."""
+    shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
+    layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
+    return Prepared(shape, layout, (scale, first_token, zigzag, keeps))
 
 
 def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
@@ -257,84 +280,106 @@ def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
     return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, device, zigzag, keeps)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
-    *, prepared: Reference | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or None, and what backward takes: Shape.kept)."""
-    carrier = carrier_of(handle)
-    with carrier.comm.call():
-        known = _known(prepared, carrier)
-        if known is None:
-            _check_call(q, k, v, g, initial_state, cu_seqlens, carrier, first_token, zigzag)
-            known = _fill(prepared, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps)
-        final_state, kept = made = _made(q, v, cu_seqlens, final, known.shape)
-        return *known.run(carrier, forward_plan, q, k, v, g, initial_state, final_state, kept), *made
-
-
-def _fill(reference: Reference | None, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps) -> Prepared:
-    """What ``reference`` is to, or one for this call alone."""
-    shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
-    layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-    prepared = None if reference is None else reference()
-    return (prepared or Prepared()).fill(shape, layout, scale)
-
-
-def _made(q, v, cu_seqlens, final, shape):
+def _made(q, final, shape):
     """(final_state or None, and uninitialised, for backward, Shape.kept)."""
-    return _zeros(q, v, cu_seqlens, final), q.new_empty(shape.kept_words, dtype=torch.float32)
+    return _ends(q, final, shape), q.new_empty(shape.kept_words, dtype=torch.float32)
 
 
-def _zeros(q, v, cu_seqlens, wanted):
-    """States, or None."""
-    return q.new_zeros(_state_shape(q, v, cu_seqlens), dtype=torch.float32) if wanted else None
+def _ends(q, wanted, shape):
+    """A state for each sequence, or None."""
+    return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
 
 
-def _fake(q, k, v, g, initial_state, cu_seqlens, scale, final, handle, first_token=None, zigzag=False, keeps=False):
-    return torch.empty_like(v), *_made(q, v, cu_seqlens, final, _shape(q, v, g, cu_seqlens, zigzag, keeps, Shape))
+class _Eager(Function):
+    """Where nobody compiles. An autograd graph has a weak reference to what was prepared: it is not to keep the plans
+    of a communicator that is gone."""
+
+    @staticmethod
+    def forward(ctx, rest, *tensors):
+        prepared, carrier, final, cu_seqlens = rest
+        o, final_state, kept = prepared.forward(carrier, final, *tensors)
+        pending = [] if recomputing() else carrier.pending(prepared.carried, prepared.shape.zigzag)
+        _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)
+        ctx.prepared = weakref.ref(prepared)
+        return o, final_state
+
+    @staticmethod
+    def backward(ctx, do, dfinal):
+        traced = torch.compiler.is_compiling() or watched((do, dfinal))
+        return None, *_gradient(_traced.backward if traced else partial(_run_backward, ctx.prepared()), ctx, do, dfinal)
 
 
-def _backward(
-    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    kept: Tensor, scale: float, initial: bool, handle: int, first_token: int | None = None,
-    zigzag: bool = False, keeps: bool = False, *, prepared: Reference | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dv, dq, dk, dg, dinitial_state or None)."""
-    carrier = carrier_of(handle)
-    with carrier.comm.call(reverse=True):
-        refuse_second_derivative("zeco_gla")
-        known = _known(prepared, carrier)
-        if known is None:
-            known = _fill(None, carrier, scale, q, v, g, cu_seqlens, first_token, zigzag, keeps)
-        dinitial = _zeros(q, v, cu_seqlens, initial)
-        dv, dq, dk, dg = known.run(carrier, backward_plan, q, k, v, g, do, dfinal, dinitial, kept)
-        return dv, dq, dk, dg, dinitial
-
-
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, scale, initial, handle, first_token=None, zigzag=False,
-                   keeps=False):  # fmt: skip
-    return *(torch.empty_like(x) for x in (v, q, k, g)), _zeros(q, v, cu_seqlens, initial)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, g, initial_state, cu_seqlens, ctx.scale, _, *ctx.where = inputs
-    ctx.initial = initial_state is not None and initial_state.requires_grad
-    ctx.save_for_backward(q, k, v, g, cu_seqlens, output[2])
+def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, options):
+    ctx.save_for_backward(q, k, v, g, cu_seqlens, kept)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
-    handle, _, zigzag, _ = ctx.where
-    ctx.pending = [] if no_node else carrier_of(handle).pending(_carried_shape(q, v), zigzag)
+    ctx.pending = pending
+    ctx.rest = initial_state is not None and initial_state.requires_grad, handle, *options
 
 
-def _gradient(backward, ctx, do, dfinal, *_):
+def _gradient(backward, ctx, do, dfinal):
+    """Of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
     q, k, v, g, cu_seqlens, kept = ctx.saved_tensors
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
-    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, ctx.scale, ctx.initial, *ctx.where)
-    return dq, dk, dv, dg, dinitial if ctx.initial else None, None, None, None, None, None, None, None
+    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, *ctx.rest)
+    return dq, dk, dv, dg, dinitial if ctx.rest[0] else None
 
 
-_operator = Operator("allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save, _gradient, tensors=6)
+def _run_backward(prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, *options):
+    carrier = carrier_of(handle)
+    with carrier.comm.call(reverse=True):
+        refuse_second_derivative("zeco_gla")
+        prepared = prepared or _find(carrier, q, v, g, cu_seqlens, *options)
+        return prepared.backward(carrier, do, dfinal, q, k, v, g, kept, initial)
+
+
+# The custom operator, which torch.compile traces
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, final: bool,
+    handle: int, scale: float, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    carrier = carrier_of(handle)
+    with carrier.comm.call():
+        prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, scale, first_token, zigzag, keeps)
+        return prepared.forward(carrier, final, q, k, v, g, initial_state)
+
+
+def _fake(q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_token=None, zigzag=False, keeps=False):
+    return torch.empty_like(v), *_made(q, final, _shape(q, v, g, cu_seqlens, zigzag, keeps, Shape))
+
+
+def _backward(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
+    kept: Tensor, initial: bool, handle: int, scale: float, first_token: int | None = None, zigzag: bool = False,
+    keeps: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _run_backward(
+        None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, scale, first_token, zigzag, keeps
+    )
+
+
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, scale, first_token=None, zigzag=False,
+                   keeps=False):  # fmt: skip
+    dinitial = _ends(q, initial, _shape(q, v, g, cu_seqlens, zigzag, keeps, Shape))
+    return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
+
+
+def _save_traced(ctx, inputs, output):
+    *tensors, _, handle, scale, first_token, zigzag, keeps = inputs
+    ctx.mark_non_differentiable(output[2])
+    pending = []
+    if type(output[0]) is Tensor and not recomputing():  # not traced by torch.compile, nor checkpointing's
+        pending = carrier_of(handle).pending(_carried_shape(tensors[0], tensors[2]), zigzag)
+    _save(ctx, *tensors, output[2], pending, handle, (scale, first_token, zigzag, keeps))
+
+
+def _gradient_traced(backward, ctx, do, dfinal, _):
+    return *_gradient(backward, ctx, do, dfinal), *[None] * 7
+
+
+_traced = CustomOperator(
+    "allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save_traced, _gradient_traced
+)
