@@ -60,11 +60,11 @@ class Plan:
         self._tensors = 0  # that are given, and outputs
         self._launches: list[Launch] = []
         self._forked: Part | None = None
-        self._steps: list[Callable[[Run], None]] = []  # changes of memory, and of what is between two of them a Part
+        self._parts = [Part()]
 
     def given(self, like: Tensor) -> Buffer:
         """The next tensor of a run; all come before anything else is recorded."""
-        assert not self._steps
+        assert not (self._parts[-1].steps or self._parts[-1].makes)
         return self._tensor(tuple(like.shape), like.dtype)
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
@@ -88,25 +88,17 @@ class Plan:
 
     def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
         """A new tensor, made here, which a run returns."""
-        return self._output(lambda tensors: tensors[0].new_empty(shape, dtype=dtype), shape, dtype)
+        return self._output(None, shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
         assert x.memory >= FIRST_TENSOR
-        given = x.memory - FIRST_TENSOR
-        return self._output(lambda tensors: torch.empty_like(tensors[given]), x.shape, x.dtype)
+        return self._output(x.memory - FIRST_TENSOR, x.shape, x.dtype)
 
-    def _output(
-        self, make: Callable[[list[Tensor]], Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Buffer:  # fmt: skip
-        """A step that makes a tensor, one with that before it if that makes some, too. Of a plan that is ``at_once``
-        before its only part."""
-        last = len(self._steps) - (self.at_once and bool(self._steps) and isinstance(self._steps[-1], Part))
-        before = self._steps[last - 1] if last else None
-        if isinstance(before, Outputs):
-            before.makes.append(make)
-        else:
-            self._steps.insert(last, Outputs([make]))
+    def _output(self, like: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        if self._parts[-1].steps and not self.at_once:
+            self._parts.append(Part())
+        self._parts[-1].makes.append((like, shape, dtype))
         return self._tensor(shape, dtype)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
@@ -138,7 +130,7 @@ class Plan:
                 at([run.places[memory] + offset for memory, offset in places])
 
         self._launches.append(launch)
-        part = self._part()
+        part = self._parts[-1]
         part.steps.append(step)
         part.launches += 1
         part.checks += [] if check is None else [check]
@@ -147,41 +139,34 @@ class Plan:
         """``function(context, *tensors)``, with the context of the run. ``only_launches``: a CUDA graph of what it
         launches does the same again."""
         numbers = [x.number for x in buffers]
-        self._part().steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
-        self._part().only_launches &= only_launches
-
-    def _part(self) -> Part:
-        if not (self._steps and isinstance(self._steps[-1], Part)):
-            self._steps.append(Part())
-        part = self._steps[-1]
-        assert isinstance(part, Part)
-        return part
+        self._parts[-1].steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
+        self._parts[-1].only_launches &= only_launches
 
     @contextmanager
     def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it. May be
         inside of another one, and is joined there then."""
-        self._forked = self._part()
+        self._forked = self._parts[-1]
         self._forked.steps.append(lambda run: run.enter(stream(run.context)))
         yield
-        self._part().steps.append(lambda run: run.leave())
+        self._parts[-1].steps.append(lambda run: run.leave())
 
     def join(self) -> None:
         """From here on the current stream has what was recorded beside it."""
-        assert self._forked is self._part(), "no change of memory between beside() and join(): a part is a whole graph"
-        self._part().steps.append(lambda run: run.join())
+        assert self._forked is self._parts[-1], "no change of memory between beside() and join(): a part is one graph"
+        self._parts[-1].steps.append(lambda run: run.join())
 
     def free_short(self) -> None:
         """Give the memory of short-lived buffers back."""
         if not self.at_once:
-            self._steps.append(lambda run: run.free_short())
+            self._parts.append(Part(frees_short=True))
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
-        """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step
+        """All parts, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step
         raise, what runs beside is joined first: it uses memory that is given back now."""
         run = Run(self, context, given)
-        for step in self._steps:
-            step(run)
+        for part in self._parts:
+            part(run)
         return run.tensors[len(given) :]
 
     def ready(self) -> bool:
@@ -191,25 +176,12 @@ class Plan:
         return self._ready
 
 
-class Outputs:
-    """A step of a plan: tensors that are made one after another, and returned."""
-
-    def __init__(self, makes: list[Callable[[list[Tensor]], Tensor]]) -> None:
-        self.makes = makes
-
-    def __call__(self, run: Run) -> None:
-        tensors, places = run.tensors, run.places
-        for make in self.makes:
-            out = make(tensors)
-            tensors.append(out)
-            if places is not None:
-                places.append(out.data_ptr())
-
-
 class Part:
-    """Steps of a plan with no change of memory between them: launches, and on which stream they are."""
+    """Of a plan: a change of memory, and the launches up to the next one, and on which stream they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, frees_short: bool = False) -> None:
+        self.frees_short = frees_short
+        self.makes: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # outputs; like which given tensor
         self.steps: list[Callable[[Run], None]] = []
         self.checks: list[Callable[[], None]] = []
         self.launches = 0
@@ -217,10 +189,18 @@ class Part:
         self._graphs = Graphs()
 
     def __call__(self, run: Run) -> None:
+        tensors, places = run.tensors, run.places
+        if self.frees_short:
+            run.free_short()
+        for like, shape, dtype in self.makes:
+            out = torch.empty_like(tensors[like]) if like is not None else tensors[0].new_empty(shape, dtype=dtype)
+            tensors.append(out)
+            if places is not None:
+                places.append(out.data_ptr())
         for check in self.checks:
             check()
-        if run.places is not None and self.only_launches and self.launches > 1:
-            self._graphs.launch(run.device, tuple(run.places), self._launch, run)
+        if places is not None and self.only_launches and self.launches > 1:
+            self._graphs.launch(run.device, tuple(places), self._launch, run)
         else:
             self._launch(run)
 
@@ -245,16 +225,17 @@ class Run:
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
         self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
         addresses = [x.data_ptr() for x in given]
-        if not aligned(addresses) or not plan.ready() or hooked():
+        if not (plan.ready() and aligned(addresses)) or hooked():
             self._empty: dict[tuple[int, int], Tensor] = {}  # by memory and offset
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
                 if buffer.memory in (LONG, SHORT) and buffer.number not in plan.divided:
                     self.tensor(buffer.number)
             return
-        empty, words = given[0].new_empty, plan.words
-        self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in words]
-        self.device = given[0].get_device()
-        self.places = [*[0 if x is None else x.data_ptr() for x in self._memory], 0, *addresses]
+        long, short = plan.words
+        empty, self.device = given[0].new_empty, given[0].get_device()
+        self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in (long, short)]
+        self.places = [self._memory[LONG].data_ptr() if long else 0, self._memory[SHORT].data_ptr() if short else 0, 0]
+        self.places += addresses
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""

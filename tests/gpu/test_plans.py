@@ -16,7 +16,6 @@ from allscan.communicator import cached_on
 from allscan.delta.passes import functions_with_plans
 from allscan.gla import launches
 from allscan.graphs import Graphs
-from allscan.plan import Part
 from allscan.traces import Traced
 from support.delta import Whole
 from support.fla import import_fla
@@ -165,7 +164,7 @@ def test_new_plans_on_streams_that_are_not_joined(run, size):
 def graphs_of(comm):
     """The graphs of all plans that ``comm`` keeps."""
     plans = [plan for layout, _ in cached_on(comm, "tables").values() for plan in layout._derived.values()]
-    parts = [part for plan in plans for part in plan._steps if isinstance(part, Part)]
+    parts = [part for plan in plans for part in plan._parts]
     return [graph for part in parts for graph in part._graphs._known.values() if graph is not None]
 
 
