@@ -14,8 +14,8 @@ from .graphs import Graphs
 from .launching import Launch, aligned, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
-ALIGNMENT = 64  # words
-LONG, SHORT, TABLE, FIRST_TENSOR = range(4)  # memories of a run; from the last on what it is given, then its outputs
+ALIGNMENT = 256  # bytes
+OWN, TABLE, FIRST_TENSOR = range(3)  # memories of a run; from the last on what it is given, then its outputs
 
 
 class Buffer(NamedTuple):
@@ -34,38 +34,39 @@ class Plan:
 
         plan = Plan()
         x = plan.given(like_x)                              # the tensors of each run, in this order
+        y = plan.output_like(x)
         t = plan.empty(chunks, H, K)                        # memory that a run takes
         plan.launch(first_kernel, grid, x, t, H=H, num_warps=4)
-        y = plan.output_like(x)
         plan.launch(second_kernel, grid, t, y, H=H)
         ...
         [y] = plan.run(None, x)
 
-    All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is two allocations, the
-    addresses in them, and launches; the second allocation is given back by :meth:`free_short`. Launches between two
-    changes of memory are one CUDA graph where the same addresses have come before, see :class:`allscan.graphs.Graphs`.
-    In the interpreter, and where a :class:`Launch` has to go through Triton, every buffer is a tensor of its own.
-
-    at_once: outputs are made before all launches, and short-lived buffers live to the end: no memory changes between
-    launches, so that they are one graph. For runs that take so little memory that time counts more.
+    All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is an allocation for
+    each output and one for all else, the addresses in them, and launches; those are one CUDA graph where the same
+    addresses have come before, see :class:`allscan.graphs.Graphs`. In the interpreter, and where a :class:`Launch` has
+    to go through Triton, every buffer is a tensor.
     """
 
-    def __init__(self, at_once: bool = False) -> None:
-        self.at_once = at_once
+    def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.divided: set[int] = set()  # buffers of which there are parts
+        self.divided: set[int] = set()  # empty buffers of which there are parts
         self.tables: dict[int, Tensor] = {}  # by number of the buffer
-        self.words = [0, 0]  # of the memories LONG and SHORT
+        self.bytes = 0  # of a run's own memory
+        self.makes: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # outputs; like which given tensor
         self._ready = False
-        self._tensors = 0  # that are given, and outputs
+        self._given = 0
+        self._lent: dict[int, int] = {}  # bytes of outputs that are in use before, by number of the buffer
         self._launches: list[Launch] = []
-        self._forked: Part | None = None
-        self._parts = [Part()]
+        self._steps: list[Callable[[Run], None]] = []
+        self._checks: list[Callable[[], None]] = []
+        self._only_launches = True
+        self.graphs = Graphs()
 
     def given(self, like: Tensor) -> Buffer:
         """The next tensor of a run; all come before anything else is recorded."""
-        assert not (self._parts[-1].steps or self._parts[-1].makes)
-        return self._tensor(tuple(like.shape), like.dtype)
+        assert not (self._steps or self.makes)
+        self._given += 1
+        return self._buffer(FIRST_TENSOR + self._given - 1, 0, tuple(like.shape), like.dtype)
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
@@ -73,12 +74,19 @@ class Plan:
         self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32, short: bool = False) -> Buffer:
-        """Uninitialised, until the end of a run; ``short``: until :meth:`free_short`."""
-        memory = SHORT if short and not self.at_once else LONG
-        offset, words = self.words[memory], max(1, -(-math.prod(shape) * dtype.itemsize // WORD))
-        self.words[memory] += -(-words // ALIGNMENT) * ALIGNMENT
-        return self._buffer(memory, offset * WORD, shape, dtype)
+    def empty(
+        self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()
+    ) -> Buffer:  # fmt: skip
+        """Uninitialised, until the end of a run. ``before``: outputs that are written only when this is not used any
+        more; it lies in one of them, if there is room."""
+        size = max(1, math.prod(shape) * dtype.itemsize)
+        for output in before:
+            used = self._lent.get(output.number, 0)
+            if used + size <= math.prod(output.shape) * output.dtype.itemsize:
+                self._lent[output.number] = _aligned(used + size)
+                return self._buffer(output.memory, used, shape, dtype)
+        offset, self.bytes = self.bytes, self.bytes + _aligned(size)
+        return self._buffer(OWN, offset, shape, dtype)
 
     def table(self, tensor: Tensor) -> Buffer:
         """A tensor that is the same in all runs."""
@@ -87,7 +95,7 @@ class Plan:
         return buffer
 
     def output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Buffer:
-        """A new tensor, made here, which a run returns."""
+        """A new tensor, which a run returns."""
         return self._output(None, shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
@@ -96,14 +104,8 @@ class Plan:
         return self._output(x.memory - FIRST_TENSOR, x.shape, x.dtype)
 
     def _output(self, like: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        if self._parts[-1].steps and not self.at_once:
-            self._parts.append(Part())
-        self._parts[-1].makes.append((like, shape, dtype))
-        return self._tensor(shape, dtype)
-
-    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        self._tensors += 1
-        return self._buffer(FIRST_TENSOR + self._tensors - 1, 0, shape, dtype)
+        self.makes.append((like, shape, dtype))
+        return self._buffer(FIRST_TENSOR + self._given + len(self.makes) - 1, 0, shape, dtype)
 
     def _buffer(self, memory: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         buffer = Buffer(len(self.buffers), memory, offset, shape, dtype)
@@ -130,44 +132,47 @@ class Plan:
                 at([run.places[memory] + offset for memory, offset in places])
 
         self._launches.append(launch)
-        part = self._parts[-1]
-        part.steps.append(step)
-        part.launches += 1
-        part.checks += [] if check is None else [check]
+        self._steps.append(step)
+        self._checks += [] if check is None else [check]
 
     def call(self, function: Callable[..., None], *buffers: Buffer, only_launches: bool = False) -> None:
         """``function(context, *tensors)``, with the context of the run. ``only_launches``: a CUDA graph of what it
         launches does the same again."""
         numbers = [x.number for x in buffers]
-        self._parts[-1].steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
-        self._parts[-1].only_launches &= only_launches
+        self._steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
+        self._only_launches &= only_launches
 
     @contextmanager
     def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it. May be
         inside of another one, and is joined there then."""
-        self._forked = self._parts[-1]
-        self._forked.steps.append(lambda run: run.enter(stream(run.context)))
+        self._steps.append(lambda run: run.enter(stream(run.context)))
         yield
-        self._parts[-1].steps.append(lambda run: run.leave())
+        self._steps.append(lambda run: run.leave())
 
     def join(self) -> None:
         """From here on the current stream has what was recorded beside it."""
-        assert self._forked is self._parts[-1], "no change of memory between beside() and join(): a part is one graph"
-        self._parts[-1].steps.append(lambda run: run.join())
-
-    def free_short(self) -> None:
-        """Give the memory of short-lived buffers back."""
-        if not self.at_once:
-            self._parts.append(Part(frees_short=True))
+        self._steps.append(lambda run: run.join())
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
-        """All parts, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`. Should a step
-        raise, what runs beside is joined first: it uses memory that is given back now."""
+        """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`."""
         run = Run(self, context, given)
-        for part in self._parts:
-            part(run)
+        for check in self._checks:
+            check()
+        if run.places is not None and self._only_launches and len(self._launches) > 1:
+            self.graphs.launch(run.device, tuple(run.places), self._launch, run)
+        else:
+            self._launch(run)
         return run.tensors[len(given) :]
+
+    def _launch(self, run: Run) -> None:
+        """Should a step raise, what runs beside is joined first: it uses memory that is given back then."""
+        try:
+            for step in self._steps:
+                step(run)
+        except BaseException:
+            run.abandon()
+            raise
 
     def ready(self) -> bool:
         """Whether all its kernels are compiled."""
@@ -176,41 +181,8 @@ class Plan:
         return self._ready
 
 
-class Part:
-    """Of a plan: a change of memory, and the launches up to the next one, and on which stream they are."""
-
-    def __init__(self, frees_short: bool = False) -> None:
-        self.frees_short = frees_short
-        self.makes: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # outputs; like which given tensor
-        self.steps: list[Callable[[Run], None]] = []
-        self.checks: list[Callable[[], None]] = []
-        self.launches = 0
-        self.only_launches = True
-        self._graphs = Graphs()
-
-    def __call__(self, run: Run) -> None:
-        tensors, places = run.tensors, run.places
-        if self.frees_short:
-            run.free_short()
-        for like, shape, dtype in self.makes:
-            out = torch.empty_like(tensors[like]) if like is not None else tensors[0].new_empty(shape, dtype=dtype)
-            tensors.append(out)
-            if places is not None:
-                places.append(out.data_ptr())
-        for check in self.checks:
-            check()
-        if places is not None and self.only_launches and self.launches > 1:
-            self._graphs.launch(run.device, tuple(places), self._launch, run)
-        else:
-            self._launch(run)
-
-    def _launch(self, run: Run) -> None:
-        try:
-            for step in self.steps:
-                step(run)
-        except BaseException:
-            run.abandon()
-            raise
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Run:
@@ -220,22 +192,23 @@ class Run:
 
     def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
         self._plan, self.context = plan, context
-        self.tensors = [*given]  # and outputs, once they are made
         self._beside: list[AbstractContextManager] = []  # streams that it is in, the innermost last
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
+        new_empty, empty_like = given[0].new_empty, torch.empty_like
+        self.tensors = tensors = [*given]  # and outputs
+        for like, shape, dtype in plan.makes:
+            tensors.append(new_empty(shape, dtype=dtype) if like is None else empty_like(given[like]))
+        addresses = [x.data_ptr() for x in tensors]
         self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
-        addresses = [x.data_ptr() for x in given]
         if not (plan.ready() and aligned(addresses)) or hooked():
-            self._empty: dict[tuple[int, int], Tensor] = {}  # by memory and offset
+            self._empty: dict[int, Tensor] = {}  # by offset
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
-                if buffer.memory in (LONG, SHORT) and buffer.number not in plan.divided:
+                if buffer.memory == OWN and buffer.number not in plan.divided:
                     self.tensor(buffer.number)
             return
-        long, short = plan.words
-        empty, self.device = given[0].new_empty, given[0].get_device()
-        self._memory: list[Any] = [empty(n, dtype=torch.float32) if n else None for n in (long, short)]
-        self.places = [self._memory[LONG].data_ptr() if long else 0, self._memory[SHORT].data_ptr() if short else 0, 0]
-        self.places += addresses
+        self.device = given[0].get_device()
+        self._memory = new_empty(plan.bytes // WORD, dtype=torch.float32) if plan.bytes else None
+        self.places = [0 if self._memory is None else self._memory.data_ptr(), 0, *addresses]
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""
@@ -247,15 +220,16 @@ class Run:
             if whole.shape == shape and whole.dtype == dtype:
                 return whole  # an output as it is: of a view, torch forbids its caller changes in place
         elif self.places is None:
-            found = self._empty.get((memory, offset))
+            found = self._empty.get(offset)
             if found is None:
-                found = self._empty[memory, offset] = self.tensors[0].new_empty(shape, dtype=dtype)
+                found = self._empty[offset] = self.tensors[0].new_empty(shape, dtype=dtype)
             return found if found.shape == shape else found.view(shape)
         else:
-            whole = self._memory[memory]
-        whole = whole if dtype == whole.dtype else whole.view(dtype)
+            assert self._memory is not None
+            whole = self._memory
+        start = (whole.storage_offset() * whole.itemsize + offset) // dtype.itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return whole.as_strided(shape, strides, whole.storage_offset() + offset // dtype.itemsize)
+        return whole.new_empty(0, dtype=dtype).set_(whole.untyped_storage(), start, shape, strides)
 
     def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
         self._joins.append(beside.__enter__())
@@ -266,13 +240,6 @@ class Run:
 
     def join(self) -> None:
         self._joins.pop()()
-
-    def free_short(self) -> None:
-        if self.places is not None:
-            self._memory[SHORT] = None
-        else:
-            for place in [place for place in self._empty if place[0] == SHORT]:
-                del self._empty[place]
 
     def abandon(self) -> None:
         """After an error in a step: leave the streams that it is in and join all, inner ones first, whatever fails."""

@@ -188,12 +188,15 @@ class NoCarrier:
     """Carries nothing."""
 
     class comm:
-        size = 2
+        size, streams = 2, Streams(torch.device("cpu"))
 
         @staticmethod
         @contextlib.contextmanager
         def call(reverse=False):
             yield
+
+    def prepare(self, *_):
+        pass
 
     def stream(self, *_):
         return contextlib.nullcontext(lambda: None)
@@ -257,11 +260,12 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
     monkeypatch.setattr(operator, "carrier_of", lambda handle: NoCarrier())
-    monkeypatch.setattr(operator, "_check_call", lambda *_: None)
+    monkeypatch.setattr(operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(operator, "checked", lambda _: {})
     monkeypatch.setattr(operator, "find_layout", lambda *_: layout)
     initial = torch.zeros(1, H, K, V)
     with torch.no_grad():
-        how = 0.1, True, 0, None, False, keeps
+        how = True, 0, 0.1, None, False, keeps
         _, final, *kept = operator._forward(q, k, v, g, initial, None, *how)
         operator._backward(do, final, q, k, v, g, None, *kept, *how)
     seen = set()

@@ -16,7 +16,7 @@ import triton.language as tl
 from allscan import graphs, streams
 from allscan.launching import Launch
 from allscan.packing import Layout, Piece
-from allscan.plan import Plan
+from allscan.plan import OWN, Plan
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 
@@ -32,26 +32,23 @@ def sum_of(plan, x, y, out, scale):
 
 
 def launches_in_order(group):
-    """x + 2 y + 3 table, by way of memory of a run; twice, with other tensors."""
-    for at_once, parts in ((False, 3), (True, 1)):
-        table, plan = torch.ones(8), Plan(at_once)
-        x, y = plan.given(table), plan.given(torch.zeros(2, 8))
-        t, other = plan.empty(8), plan.empty(8, short=True)
-        first, second = plan.part(y, 0, 8), plan.part(y, 8, 8)
-        sum_of(plan, x, first, t, 2.0)
-        sum_of(plan, t, t, other, 0.0)
-        plan.free_short()
-        out = plan.output_like(x)
-        sum_of(plan, t, plan.table(table), out, 3.0)
-        same = plan.output_like(x)
-        sum_of(plan, second, second, same, 0.0)
-        assert len(plan._parts) == parts
-        assert plan.words == ([128, 0] if at_once else [64, 64])
-        for i in range(2):
-            given, pair = torch.randn(8), torch.randn(2, 8)
-            found = plan.run(None, given, pair)
-            assert torch.equal(found[0], given + 2 * pair[0] + 3 * table), i
-            assert torch.equal(found[1], pair[1])
+    """x + 2 y + 3 table, by way of memory of a run and of an output; twice, with other tensors."""
+    table, plan = torch.ones(8), Plan()
+    x, y = plan.given(table), plan.given(torch.zeros(2, 8))
+    out, same = plan.output_like(x), plan.output(8)
+    t, other = plan.empty(8), plan.empty(8, before=[out])
+    first, second = plan.part(y, 0, 8), plan.part(y, 8, 8)
+    sum_of(plan, x, first, t, 2.0)
+    sum_of(plan, t, t, other, 0.0)
+    sum_of(plan, other, plan.table(table), same, 3.0)
+    sum_of(plan, same, same, out, 0.0)
+    sum_of(plan, second, second, same, 0.0)
+    assert plan.bytes == 256
+    for i in range(2):
+        given, pair = torch.randn(8), torch.randn(2, 8)
+        found = plan.run(None, given, pair)
+        assert torch.equal(found[0], given + 2 * pair[0] + 3 * table), i
+        assert torch.equal(found[1], pair[1])
 
 
 def parts_of_a_runs_memory_are_one(group):
@@ -66,10 +63,34 @@ def parts_of_a_runs_memory_are_one(group):
 
 def test_places_follow_one_another_and_are_aligned():
     plan = Plan()
-    a, b, c = plan.empty(3, 5), plan.empty(7, dtype=torch.bfloat16), plan.empty(2, short=True)
-    assert (a.offset, b.offset, c.offset) == (0, 256, 0) and plan.words == [128, 64]
+    a, b = plan.empty(3, 5), plan.empty(7, dtype=torch.bfloat16)
+    assert (a.offset, b.offset, plan.bytes) == (0, 256, 512)
     assert plan.empty(1, dtype=torch.int64).offset == 512
     assert plan.empty(0).offset == 768 and plan.empty(1).offset == 1024
+
+
+def test_places_in_outputs():
+    """The first of the outputs that has room; else the run's own memory."""
+    plan = Plan()
+    small, large = plan.output(33, dtype=torch.bfloat16), plan.output(100)
+    first, *others = (plan.empty(15, before=[small, large]) for _ in range(4))
+    assert (first.memory, first.offset) == (small.memory, 0)
+    assert [(x.memory, x.offset) for x in others] == [(large.memory, 0), (large.memory, 256), (OWN, 0)]
+    assert plan.empty(100, before=[plan.output(99)]).memory == OWN
+
+
+def lent_as_another_dtype(group):
+    """In an output of another dtype, with an odd number of elements."""
+    plan = Plan()
+    x, out = plan.given(torch.zeros(8)), plan.output(145, dtype=torch.bfloat16)
+    plan.empty(3, dtype=torch.int8, before=[out])
+    t, end = plan.empty(8, before=[out]), plan.output_like(x)
+    assert (t.memory, t.offset) == (out.memory, 256) != (end.memory, 0)
+    sum_of(plan, x, x, t, 1.0)
+    sum_of(plan, t, t, end, 0.0)
+    given = torch.randn(8)
+    found = plan.run(None, given)
+    assert found[0].shape == (145,) and torch.equal(found[1], 2 * given)
 
 
 def test_a_layout_goes_with_what_is_derived_of_it():
@@ -301,6 +322,9 @@ def a_launch_in_the_interpreter(group):
         launch.at([0, 0, 0])
 
 
-@pytest.mark.parametrize("case", [launches_in_order, parts_of_a_runs_memory_are_one, a_launch_in_the_interpreter])
+@pytest.mark.parametrize(
+    "case",
+    [launches_in_order, lent_as_another_dtype, parts_of_a_runs_memory_are_one, a_launch_in_the_interpreter],
+)
 def test_in_the_interpreter(run, case):
     run(1, case)

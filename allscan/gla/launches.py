@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,6 @@ OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
 FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
-
-# Words of q or v up to which a pass is one CUDA graph, and all of its memory is given back at its end
-AT_ONCE = {"cuda": 1 << 23, "cpu": 1 << 14}
 
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
@@ -135,7 +132,7 @@ class GLAPlan(Plan):
     """
 
     def __init__(self, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool, final: bool):
-        super().__init__(at_once=shape.B * shape.T * shape.H * max(shape.K, shape.V) <= AT_ONCE[shape.device])
+        super().__init__()
         self.shape, self.scale, self.layout = shape, scale, layout
         self.reverse, self.has_outside, self.has_final = reverse, outside, final
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
@@ -327,10 +324,11 @@ class GLAPlan(Plan):
             )  # fmt: skip
         return dstates, passed
 
-    def chunk_states(self, x, y, gate, entering):
-        """What enters each chunk [NC, H, K, V], as store_fine has it; ``entering``: own, gates, prev."""
+    def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]):
+        """What enters each chunk [NC, H, K, V], as store_fine has it; ``entering``: own, gates, prev. ``grads``: what
+        is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
-        low = self.of_chunks(torch.int8, short=True) if self.narrow else states
+        low = self.of_chunks(torch.int8, before=grads) if self.narrow else states
         self._with_state(
             state_kernel, min(128, self.BK), OF_CHUNKS, x, y, gate, self.segments, states, low, gate, *entering,
             states, gate, REVERSE=False, EVERY_CHUNK=True,
@@ -362,14 +360,15 @@ class GLAPlan(Plan):
             *of_scores, *of_states, *grads, **common, **self.of_strong,
         )  # fmt: skip
 
-    def kept_parts(self, kept: Buffer):
+    def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()):
         """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept has
-        memory of the run."""
+        memory of the run, or of ``grads``, of which backward makes all but gate and strong no use any more when it
+        writes them."""
         stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
         parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
         made = parts[4:] or [
-            self.empty(*shape, dtype=dtype, short=self.reverse and i > 1)  # backward takes gate and strong to the end
+            self.empty(*shape, dtype=dtype, before=grads if i > 1 else ())
             for i, (shape, dtype) in enumerate(self.shape.made(self.num_chunks, self.reverse))
         ]
         return parts[0], parts[1:4], *made[:2], made[2:]
@@ -410,9 +409,9 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
     q, k, v, g, do, dfinal, dinitial, kept = given
-    ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
+    dv, *grads = (plan.output_like(x) for x in (v, q, k, g))
+    ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept, grads)
     dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
-    dv = plan.output_like(v)
     if not shape.keeps:
         operands = q, k, g, gate, strong, q_in, k_out, a
         plan.operands(True, *operands)
@@ -420,12 +419,11 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     sums = plan.segment_states(q_in, do, gate, dstates)
     states, low = plan.carry(
         carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket,
-        lambda: plan.chunk_states(k_out, v, gate, entering),
+        lambda: plan.chunk_states(k_out, v, gate, entering, grads),
     )  # fmt: skip
     of_scores = plan.score_gradients(v, do)
     plan.join_carry()
     of_dstates = plan.value_gradients(do, q_in, k_out, a, gate, (dstates, dgates, dprev), dv, states, low)
-    plan.free_short()  # low; and k_out, q_in, a, unless they were kept
-    of_states = states, *of_dstates
-    plan.gradients(q, k, v, g, do, gate, strong, of_scores, of_states, [plan.output_like(x) for x in (q, k, g)])
+    # from here on grads are what they are called: low, and k_out, q_in, a unless they were kept, have been in them
+    plan.gradients(q, k, v, g, do, gate, strong, of_scores, (states, *of_dstates), grads)
     return plan

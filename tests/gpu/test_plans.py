@@ -14,7 +14,6 @@ from triton import knobs
 import allscan
 from allscan.communicator import cached_on
 from allscan.delta.passes import functions_with_plans
-from allscan.gla import launches
 from allscan.graphs import Graphs
 from allscan.traces import Traced
 from support.delta import Whole
@@ -164,15 +163,13 @@ def test_new_plans_on_streams_that_are_not_joined(run, size):
 def graphs_of(comm):
     """The graphs of all plans that ``comm`` keeps."""
     plans = [plan for layout, _ in cached_on(comm, "tables").values() for plan in layout._derived.values()]
-    parts = [part for plan in plans for part in plan._parts]
-    return [graph for part in parts for graph in part._graphs._known.values() if graph is not None]
+    return [graph for plan in plans for graph in plan.graphs._known.values() if graph is not None]
 
 
-def graphs_case(group, recompute, at_once):
+def graphs_case(group, recompute):
     """Launched as a graph: nothing else, with the same bits, also in a graph of the caller's and after an error."""
     once = functools.partial(step, recompute=recompute)
-    words = mock.patch.dict(launches.AT_ONCE, {} if at_once else {"cuda": 0})
-    with words, allscan.Communicator(group) as comm:
+    with allscan.Communicator(group) as comm:
         tensors = leaves(comm.device)
         # without its autograd graph, in which torch keeps that the leaves were used on another stream
         expected = [x.detach() for x in once(comm, tensors)]
@@ -204,9 +201,9 @@ def graphs_case(group, recompute, at_once):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("recompute, at_once", [(True, True), (True, False), (False, True)])
-def test_what_comes_again_is_a_graph(run, size, recompute, at_once):
-    run(size, graphs_case, recompute, at_once)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_comes_again_is_a_graph(run, size, recompute):
+    run(size, graphs_case, recompute)
 
 
 def profiled_case(group):
