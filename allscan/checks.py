@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,14 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg().contiguous() if x.is_neg() or not x.is_contiguous() else x
 
 
-def plain_or_traced(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def plain_or_traced(*tensors: torch.Tensor | None) -> Sequence[Any]:
     """:func:`plain` of each, wherever this is called: torch.compile cannot trace the questions."""
     if torch.compiler.is_compiling():
         return [x if x is None else x.resolve_neg().contiguous() for x in tensors]
-    return [x if x is None else plain(x) for x in tensors]
+    for x in tensors:
+        if x is not None and (x.is_neg() or not x.is_contiguous()):
+            return [y if y is None else plain(y) for y in tensors]
+    return tensors
 
 
 def signature_of(*inputs: Any) -> tuple:

@@ -15,7 +15,7 @@ from .launching import Launch, aligned, hooked
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 256  # bytes
-OWN, TABLE, FIRST_TENSOR = range(3)  # memories of a run; from the last on what it is given, then its outputs
+OWN, TABLE = -2, -1  # memories of a run, behind what it is given and its outputs
 
 
 class Buffer(NamedTuple):
@@ -66,7 +66,7 @@ class Plan:
         """The next tensor of a run; all come before anything else is recorded."""
         assert not (self._steps or self.makes)
         self._given += 1
-        return self._buffer(FIRST_TENSOR + self._given - 1, 0, tuple(like.shape), like.dtype)
+        return self._buffer(self._given - 1, 0, tuple(like.shape), like.dtype)
 
     def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
@@ -100,12 +100,12 @@ class Plan:
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
-        assert x.memory >= FIRST_TENSOR
-        return self._output(x.memory - FIRST_TENSOR, x.shape, x.dtype)
+        assert x.memory >= 0
+        return self._output(x.memory, x.shape, x.dtype)
 
     def _output(self, like: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         self.makes.append((like, shape, dtype))
-        return self._buffer(FIRST_TENSOR + self._given + len(self.makes) - 1, 0, shape, dtype)
+        return self._buffer(self._given + len(self.makes) - 1, 0, shape, dtype)
 
     def _buffer(self, memory: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         buffer = Buffer(len(self.buffers), memory, offset, shape, dtype)
@@ -156,17 +156,27 @@ class Plan:
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
         """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`."""
-        run = Run(self, context, given)
+        new_empty, tensors = given[0].new_empty, [*given]
+        for like, shape, dtype in self.makes:
+            tensors.append(new_empty(shape, dtype=dtype) if like is None else torch.empty_like(given[like]))
+        places = [x.data_ptr() for x in tensors]
         for check in self._checks:
             check()
-        if run.places is not None and self._only_launches and len(self._launches) > 1:
-            self.graphs.launch(run.device, tuple(run.places), self._launch, run)
+        if not (self.ready() and aligned(places)) or hooked():
+            self._launch(context, tensors)
+            return tensors[len(given) :]
+        memory = new_empty(self.bytes // WORD, dtype=torch.float32)
+        places += memory.data_ptr(), 0
+        if self._only_launches and len(self._launches) > 1:
+            device, key = given[0].get_device(), tuple(places)
+            self.graphs.launch(device, key, self._launch, context, tensors, memory, places)
         else:
-            self._launch(run)
-        return run.tensors[len(given) :]
+            self._launch(context, tensors, memory, places)
+        return tensors[len(given) :]
 
-    def _launch(self, run: Run) -> None:
+    def _launch(self, *args: Any) -> None:
         """Should a step raise, what runs beside is joined first: it uses memory that is given back then."""
+        run = Run(self, *args)
         try:
             for step in self._steps:
                 step(run)
@@ -186,46 +196,41 @@ def _aligned(size: int) -> int:
 
 
 class Run:
-    """Memory and streams of one run."""
+    """Memory and streams of one run that is no graph.
 
-    __slots__ = "_plan", "context", "tensors", "_beside", "_joins", "_empty", "places", "_memory", "device"
+    tensors: what it is given, and its outputs. places: where these, its own memory and tables are; None where every
+    buffer is a tensor."""
 
-    def __init__(self, plan: Plan, context: Any, given: tuple[Tensor, ...]) -> None:
-        self._plan, self.context = plan, context
+    __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_beside", "_joins", "_empty"
+
+    def __init__(
+        self, plan: Plan, context: Any, tensors: list[Tensor], memory: Tensor | None = None,
+        places: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
         self._beside: list[AbstractContextManager] = []  # streams that it is in, the innermost last
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
-        new_empty, empty_like = given[0].new_empty, torch.empty_like
-        self.tensors = tensors = [*given]  # and outputs
-        for like, shape, dtype in plan.makes:
-            tensors.append(new_empty(shape, dtype=dtype) if like is None else empty_like(given[like]))
-        addresses = [x.data_ptr() for x in tensors]
-        self.places: list[int] | None = None  # where memories are; None where every buffer is a tensor
-        if not (plan.ready() and aligned(addresses)) or hooked():
-            self._empty: dict[int, Tensor] = {}  # by offset
+        self._empty: dict[int, Tensor] = {}  # by offset
+        if places is None:
             for buffer in plan.buffers:  # here: memory belongs to the stream that is current when it is taken
                 if buffer.memory == OWN and buffer.number not in plan.divided:
                     self.tensor(buffer.number)
-            return
-        self.device = given[0].get_device()
-        self._memory = new_empty(plan.bytes // WORD, dtype=torch.float32) if plan.bytes else None
-        self.places = [0 if self._memory is None else self._memory.data_ptr(), 0, *addresses]
 
     def tensor(self, number: int) -> Tensor:
         """The buffer with this number."""
         _, memory, offset, shape, dtype = self._plan.buffers[number]
         if memory == TABLE:
             return self._plan.tables[number]
-        if memory >= FIRST_TENSOR:
-            whole = self.tensors[memory - FIRST_TENSOR]
+        if memory >= 0:
+            whole = self._tensors[memory]
             if whole.shape == shape and whole.dtype == dtype:
                 return whole  # an output as it is: of a view, torch forbids its caller changes in place
-        elif self.places is None:
+        elif self._memory is None:
             found = self._empty.get(offset)
             if found is None:
-                found = self._empty[offset] = self.tensors[0].new_empty(shape, dtype=dtype)
+                found = self._empty[offset] = self._tensors[0].new_empty(shape, dtype=dtype)
             return found if found.shape == shape else found.view(shape)
         else:
-            assert self._memory is not None
             whole = self._memory
         start = (whole.storage_offset() * whole.itemsize + offset) // dtype.itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..checks import (
     in_dual_level,
     integer,
     is_zigzag,
-    plain,
     plain_or_traced,
     signature_of,
 )
@@ -123,7 +122,7 @@ def zeco_gla_by(
                 if len(known) >= KEPT:
                     del known[next(iter(known))]
                 known[key] = prepared
-        given: list[Any] = [x if x is None else plain(x) for x in tensors]
+        given = plain_or_traced(*tensors)
         if differentiable:
             return _Eager.apply((prepared, carrier, output_final_state, cu_seqlens), *given)
         o, final_state, _ = prepared.forward(carrier, output_final_state, *given)
@@ -172,7 +171,7 @@ class Prepared:
     def __init__(self, shape: Shape, layout: Layout, options: tuple) -> None:
         self.shape, self.layout, self.options = shape, layout, options
         self.carried = shape.B * shape.H, shape.K, shape.V
-        self._plans: dict[tuple, Plan] = {}
+        self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
     def forward(
         self, carrier: StateCarrier, final: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
@@ -180,7 +179,8 @@ class Prepared:
     ) -> tuple[Tensor, Any, Tensor]:  # fmt: skip
         """(o, final_state or None, and what backward takes: Shape.kept)."""
         final_state, kept = _made(q, final, self.shape)
-        (o,) = self._run(carrier, forward_plan, q, k, v, g, initial_state, final_state, kept)
+        kind = forward_plan, initial_state is None, final_state is None
+        (o,) = self._run(carrier, kind, q, k, v, g, initial_state, final_state, kept)
         return o, final_state, kept
 
     def backward(
@@ -189,18 +189,18 @@ class Prepared:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """(dv, dq, dk, dg, dinitial_state or None)."""
         dinitial = _ends(q, initial, self.shape)
-        dv, dq, dk, dg = self._run(carrier, backward_plan, q, k, v, g, do, dfinal, dinitial, kept)
+        kind = backward_plan, dfinal is None, dinitial is None
+        dv, dq, dk, dg = self._run(carrier, kind, q, k, v, g, do, dfinal, dinitial, kept)
         return dv, dq, dk, dg, dinitial
 
-    def _run(self, carrier: StateCarrier, make: Callable[..., Plan], *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan of a pass, made at the first call with these tensors that are None. In a capture, whose graph
-        has the addresses of the layout's tables, the communicator keeps them."""
+    def _run(self, carrier: StateCarrier, kind: tuple, *tensors: Tensor | None) -> list[Tensor]:
+        """Run the plan of a pass. ``kind``: what makes it, and which of these tensors are None. In a capture, whose
+        graph has the addresses of the layout's tables, the communicator keeps them."""
         if carrier.comm.streams.capturing():
             cached_on(carrier.comm, "layouts in graphs")[id(self.layout)] = self.layout
-        kind = make, *[x is None for x in tensors]
         plan = self._plans.get(kind)
         if plan is None:
-            shape, layout, scale = self.shape, self.layout, self.options[0]
+            (make, *_), shape, layout, scale = kind, self.shape, self.layout, self.options[0]
             key = type(carrier), shape, scale, *kind
             plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
             self._plans[kind] = plan
