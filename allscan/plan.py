@@ -100,7 +100,7 @@ class Plan:
 
     def output_like(self, x: Buffer) -> Buffer:
         """The same, with the shape and dtype of ``x``, which is given."""
-        assert x.memory >= 0
+        assert 0 <= x.memory < self._given
         return self._output(x.memory, x.shape, x.dtype)
 
     def _output(self, like: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
@@ -232,7 +232,9 @@ class Run:
             return found if found.shape == shape else found.view(shape)
         else:
             whole = self._memory
-        start = (whole.storage_offset() * whole.itemsize + offset) // dtype.itemsize
+        start, rest = divmod(int(whole.storage_offset()) * whole.itemsize + offset, dtype.itemsize)
+        if rest:  # of a tensor that a saved_tensors_hook of the caller's has moved
+            raise ValueError(f"a tensor of {dtype} begins at no multiple of its {dtype.itemsize} bytes")
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.new_empty(0, dtype=dtype).set_(whole.untyped_storage(), start, shape, strides)
 

@@ -91,6 +91,12 @@ def lent_as_another_dtype(group):
     given = torch.randn(8)
     found = plan.run(None, given)
     assert found[0].shape == (145,) and torch.equal(found[1], 2 * given)
+    plan = Plan()
+    x = plan.given(torch.zeros(4))
+    plan.call(lambda _, number: number.zero_(), plan.part(x, 0, 1, dtype=torch.int64))
+    for begin in (0, 1):
+        with contextlib.nullcontext() if begin == 0 else pytest.raises(ValueError, match="multiple of its 8 bytes"):
+            plan.run(None, torch.zeros(8)[begin : begin + 4])
 
 
 def test_a_layout_goes_with_what_is_derived_of_it():

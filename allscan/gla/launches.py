@@ -362,8 +362,8 @@ class GLAPlan(Plan):
 
     def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()):
         """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept has
-        memory of the run, or of ``grads``, of which backward makes all but gate and strong no use any more when it
-        writes them."""
+        memory of the run; all but gate and strong, which backward uses to the end, where there is room that of
+        ``grads``, which it writes last."""
         stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
         parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
