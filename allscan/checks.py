@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 
@@ -20,9 +21,9 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return operator.index(value)
 
 
-def boundaries(cu_seqlens: Any) -> torch.Tensor:
+def boundaries(cu_seqlens: Any) -> Tensor:
     """cu_seqlens as a tensor of integers [N + 1]. Raises TypeError or ValueError."""
-    if not isinstance(cu_seqlens, torch.Tensor):
+    if not isinstance(cu_seqlens, Tensor):
         try:
             cu_seqlens = torch.as_tensor(cu_seqlens, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
@@ -34,13 +35,13 @@ def boundaries(cu_seqlens: Any) -> torch.Tensor:
     return cu_seqlens
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
+def plain(x: Tensor) -> Tensor:
     """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
     kernel sees. Where torch.compile does not trace: see :func:`plain_or_traced`."""
     return x.resolve_neg().contiguous() if x.is_neg() or not x.is_contiguous() else x
 
 
-def plain_or_traced(*tensors: torch.Tensor | None) -> Sequence[Any]:
+def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
     """:func:`plain` of each, wherever this is called: torch.compile cannot trace the questions."""
     if torch.compiler.is_compiling():
         return [x if x is None else x.resolve_neg().contiguous() for x in tensors]
@@ -56,7 +57,7 @@ def signature_of(*inputs: Any) -> tuple:
     for x in inputs:
         if x is None:
             found.append(None)
-        elif isinstance(x, torch.Tensor):
+        elif isinstance(x, Tensor):
             found += type(x), x.shape, x.dtype, x.device, x.layout
         else:
             found.append(type(x))
@@ -65,9 +66,9 @@ def signature_of(*inputs: Any) -> tuple:
 
 def check_tensor(name: str, tensor, shape, device) -> None:
     """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} (of a DTensor: to_local())")
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be float32 and dense, got {tensor.dtype}, {tensor.layout}")
@@ -91,7 +92,7 @@ def decay_target(decay, shape, device):
     """
     if decay is None:
         return None
-    if not isinstance(decay, torch.Tensor):
+    if not isinstance(decay, Tensor):
         if not isinstance(decay, numbers.Real):
             raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
         return ()
@@ -115,7 +116,7 @@ def decay_rows(decay, shape, device):
     stride of a row))."""
     if decay is None:
         return None, (0, 0)
-    if not isinstance(decay, torch.Tensor):
+    if not isinstance(decay, Tensor):
         return torch.full((), float(decay), dtype=torch.float32, device=device), (0, 0)
     target = _target(decay, shape)
     decay = decay.resolve_neg()
@@ -143,7 +144,7 @@ def check_for_an_operator(what: str, tensors: dict, scale) -> None:
     for name, x in tensors.items():
         if x is None and name == "initial_state":
             continue
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")

@@ -12,6 +12,8 @@ from typing import Any, Literal, overload
 
 import torch
 import triton.language as tl
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, plain, signature_of
 from .communicator import Communicator
@@ -184,7 +186,7 @@ class AllScan:
         return forward, reverse
 
     def channel(
-        self, reverse: bool = False, *, ticket: torch.Tensor | None = None, adjoint_of: torch.Tensor | None = None
+        self, reverse: bool = False, *, ticket: Tensor | None = None, adjoint_of: Tensor | None = None
     ) -> Channel:
         """The channel of one direction, for kernels of your own: see ``allscan.device``.
 
@@ -203,9 +205,7 @@ class AllScan:
             raise ValueError(f"a ticket must be {wanted}, got {given.dtype} {list(given.shape)} on {given.device}")
         return self.channel_of_scan(reverse, ticket, adjoint_of)
 
-    def channel_of_scan(
-        self, reverse: bool, ticket: torch.Tensor | None = None, adjoint_of: torch.Tensor | None = None
-    ) -> Channel:
+    def channel_of_scan(self, reverse: bool, ticket: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
         """:meth:`channel`, for :meth:`scan` only, whatever the algorithm."""
         if ticket is not None:
             return _with_ticket(self._channels[reverse], ticket)
@@ -213,7 +213,7 @@ class AllScan:
             return _with_ticket(self._adjoint_channels[reverse], adjoint_of)
         return self._channels[reverse]
 
-    def ticket(self) -> torch.Tensor:
+    def ticket(self) -> Tensor:
         """Room for a ticket: see :meth:`channel`."""
         return new_tickets(self.comm, 1)
 
@@ -304,24 +304,24 @@ class AllScan:
 
     @overload
     def scan(
-        self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
-        adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
-        out: torch.Tensor | None = None, channel: Channel | None = None, async_op: Literal[False] = False,
-    ) -> torch.Tensor: ...  # fmt: skip
+        self, state: Tensor, decay: Tensor | float | None = None, *, transition: Tensor | None = None,
+        adjoint: bool = False, initial_state: Tensor | None = None, reverse: bool = False,
+        out: Tensor | None = None, channel: Channel | None = None, async_op: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def scan(
-        self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
-        adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
-        out: torch.Tensor | None = None, channel: Channel | None = None, async_op: Literal[True],
+        self, state: Tensor, decay: Tensor | float | None = None, *, transition: Tensor | None = None,
+        adjoint: bool = False, initial_state: Tensor | None = None, reverse: bool = False,
+        out: Tensor | None = None, channel: Channel | None = None, async_op: Literal[True],
     ) -> Work: ...  # fmt: skip
 
     @dynamo_disabled
     def scan(
-        self, state: torch.Tensor, decay: torch.Tensor | float | None = None, *, transition: torch.Tensor | None = None,
-        adjoint: bool = False, initial_state: torch.Tensor | None = None, reverse: bool = False,
-        out: torch.Tensor | None = None, channel: Channel | None = None, async_op: bool = False,
-    ) -> torch.Tensor | Work:  # fmt: skip
+        self, state: Tensor, decay: Tensor | float | None = None, *, transition: Tensor | None = None,
+        adjoint: bool = False, initial_state: Tensor | None = None, reverse: bool = False,
+        out: Tensor | None = None, channel: Channel | None = None, async_op: bool = False,
+    ) -> Tensor | Work:  # fmt: skip
         """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
 
         state: float32 tensor of this AllScan's shape, on the communicator's device.
@@ -368,7 +368,7 @@ class AllScan:
     ) -> Any:  # fmt: skip
         """:meth:`scan` in a call of the communicator. signature: of (state, decay, transition, initial_state, out).
         ticket: as for :meth:`channel`, ``of_adjoint`` that of the forward launch."""
-        one_hop = decay is not None and not isinstance(decay, torch.Tensor) and self._is_zero(decay)
+        one_hop = decay is not None and not isinstance(decay, Tensor) and self._is_zero(decay)
         key = signature, one_hop, adjoint, reverse, of_adjoint
         known = self._known.get(key)
         if known is None:
@@ -397,7 +397,7 @@ class AllScan:
             # a scan may read its state from where it writes the result
             _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
             if not out.is_inference():
-                torch.autograd.graph.increment_version(out)  # so that torch knows of the write
+                increment_version(out)  # so that torch knows of the write
         if not async_op:
             self._launch(launch, tensors, addresses, reverse, of_adjoint)
             return out
@@ -413,7 +413,7 @@ class AllScan:
     ) -> tuple[Any, bool]:  # fmt: skip
         """What is the same at all calls with such inputs, which were checked: (launch, whether the decay has all rows
         that a kernel reads)."""
-        whole = isinstance(decay, torch.Tensor) and decay.shape == self._rows
+        whole = isinstance(decay, Tensor) and decay.shape == self._rows
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
         else:
@@ -439,7 +439,7 @@ class AllScan:
         ticket = addresses.pop()
         launch.at((*addresses, (*before, ticket, *behind)))
 
-    def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: torch.Tensor) -> None:
+    def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
         """The same; the last one is the ticket."""
         channel = (self._adjoint_channels if adjoint else self._channels)[reverse]
         self._after_launch(launch(*tensors[:-1], _with_ticket(channel, tensors[-1])))
@@ -485,10 +485,10 @@ class AllScan:
         )  # fmt: skip
 
     def there_and_back(
-        self, there: torch.Tensor, back: torch.Tensor, *, decays: tuple = (None, None),
-        transitions: tuple = (None, None), adjoint: bool = False, initial_state: torch.Tensor | None = None,
+        self, there: Tensor, back: Tensor, *, decays: tuple = (None, None),
+        transitions: tuple = (None, None), adjoint: bool = False, initial_state: Tensor | None = None,
         channels: tuple[Channel, Channel] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The scan of ``there`` over the ranks, then that of ``back`` from the last rank to the first, which begins
         with what the first one leaves behind the last rank: both halves of the zigzag layout.
 
@@ -512,7 +512,7 @@ class AllScan:
         return prev, self.scan(back, initial_state=handed, reverse=True, **options[1])
 
 
-def _with_ticket(channel: Channel, ticket: torch.Tensor) -> Channel:
+def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:
     return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
 
 
@@ -538,15 +538,15 @@ class Work:
     as ignored, see :func:`allscan.allscan`.
     """
 
-    def __init__(self, comm: Communicator, result: torch.Tensor, join: Callable[[], None], read: tuple) -> None:
+    def __init__(self, comm: Communicator, result: Tensor, join: Callable[[], None], read: tuple) -> None:
         self._comm, self.result, self._join, self._read = comm, result, join, read
 
-    def of(self, result: torch.Tensor) -> Work:
+    def of(self, result: Tensor) -> Work:
         """This, with ``result`` in place of the tensor that the scan writes."""
         self.result = result
         return self
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """The result. What is launched on the current stream from here on has it; the host does not wait. May be called
         again. Raises AllScanTimeout or AllScanOutOfStep if the scan is known to have failed; as long as it is not, the
         next call does, as for a scan that was not asynchronous."""
@@ -560,14 +560,14 @@ class Work:
             self._join()
 
 
-def leaves(state: torch.Tensor, decay, transition, prev: torch.Tensor, adjoint: bool = False) -> torch.Tensor:
+def leaves(state: Tensor, decay, transition, prev: Tensor, adjoint: bool = False) -> Tensor:
     """What leaves a rank that ``prev`` enters, differentiable: decay * prev + state; of a decay that is 0, state."""
     if transition is not None:  # float64, since torch may multiply float32 as TF32
         factor = transition.mT if adjoint else transition
         return (factor.double() @ prev.double() + state).float()
     if decay is None:
         return prev + state
-    if not isinstance(decay, torch.Tensor):
+    if not isinstance(decay, Tensor):
         return state if decay == 0 else decay * prev + state
     factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)] if decay.ndim else decay
     return factor * torch.where(factor == 0, prev.nan_to_num(0.0, 0.0, 0.0), prev) + state
