@@ -57,8 +57,8 @@ _TORCHS_OWN = Tensor, torch.nn.Parameter
 
 
 def watched(inputs) -> bool:
-    """Whether torch looks at the operators that are called, or the tensors are of another kind than torch's own."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    """Whether torch.compile traces, a torch dispatch mode is on, or tensors are of a subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     for x in inputs:
         if x is not None and type(x) not in _TORCHS_OWN and isinstance(x, Tensor):
@@ -91,18 +91,14 @@ class CustomOperator:
     ) -> None:  # fmt: skip
         self.backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
         self.backward.register_fake(_without_none(fake_backward))
-        self._forward = torch.library.custom_op(name, _without_none(forward), mutates_args=())
-        self._forward.register_fake(_without_none(fake))
-        self._forward.register_autograd(lambda ctx, *grads: gradient(self.backward, ctx, *grads), setup_context=save)
-
-    def __call__(self, *inputs):
-        """All inputs by position."""
-        return self._forward(*inputs)
+        self.forward = torch.library.custom_op(name, _without_none(forward), mutates_args=())
+        self.forward.register_fake(_without_none(fake))
+        self.forward.register_autograd(lambda ctx, *grads: gradient(self.backward, ctx, *grads), setup_context=save)
 
 
 class Operator:
-    """Where torch.compile traces, a torch dispatch mode is on or tensors are of a subclass, a :class:`CustomOperator`;
-    else an autograd.Function of the same functions, which takes about a third of the host's time.
+    """Where inputs are :func:`watched` a :class:`CustomOperator`, which see; else an autograd.Function of the same
+    functions, which takes about a third of the host's time.
 
     tensors: how many inputs, the first ones, may be tensors.
     """
@@ -123,15 +119,15 @@ class Operator:
 
             @staticmethod
             def backward(ctx, *grads):
-                run = traced.backward if torch.compiler.is_compiling() or watched(grads) else backward
+                run = traced.backward if watched(grads) else backward
                 return None, *gradient(run, ctx, *grads)[:tensors]
 
-        self._forward, self._traced, self._eager, self._tensors = forward, traced, Eager, tensors
+        self._forward, self._traced, self._eager, self._tensors = forward, traced.forward, Eager, tensors
 
     def __call__(self, *inputs):
         """All inputs by position."""
         tensors = inputs[: self._tensors]
-        if torch.compiler.is_compiling() or watched(tensors):
+        if watched(tensors):
             return self._traced(*inputs)
         if wants_gradient(tensors):
             return self._eager.apply(inputs[self._tensors :], *tensors)

@@ -55,7 +55,7 @@ class Plan:
         self.makes: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # outputs; like which given tensor
         self._ready = False
         self._given = 0
-        self._lent: dict[int, int] = {}  # bytes of outputs that are in use before, by number of the buffer
+        self._lent: dict[int, int] = {}  # bytes of outputs in which empty buffers lie, by number of the output
         self._launches: list[Launch] = []
         self._steps: list[Callable[[Run], None]] = []
         self._checks: list[Callable[[], None]] = []
@@ -74,9 +74,7 @@ class Plan:
         self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
-    def empty(
-        self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()
-    ) -> Buffer:  # fmt: skip
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()) -> Buffer:
         """Uninitialised, until the end of a run. ``before``: outputs that are written only when this is not used any
         more; it lies in one of them, if there is room."""
         size = max(1, math.prod(shape) * dtype.itemsize)
@@ -196,7 +194,7 @@ def _aligned(size: int) -> int:
 
 
 class Run:
-    """Memory and streams of one run that is no graph.
+    """Memory and streams of one run whose launches are made one by one, or captured.
 
     tensors: what it is given, and its outputs. places: where these, its own memory and tables are; None where every
     buffer is a tensor."""

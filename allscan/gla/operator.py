@@ -104,20 +104,21 @@ def zeco_gla_by(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
     tensors = q, k, v, g, initial_state
-    options = cu_seqlens, first_token, scale, layout, recompute
+    differentiable = wants_gradient(tensors)
+    keeps = differentiable and not recompute
     if torch.compiler.is_compiling():
-        return _traced_call(carrier, tensors, output_final_state, *_checked(carrier, tensors, *options))
+        rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
+        return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
     with carrier.comm.call():
-        differentiable = wants_gradient(tensors)
-        known, key = cached_on(carrier.comm, "calls of zeco_gla"), None
-        if cu_seqlens is None:
-            key = _key(carrier, tensors, scale, layout, differentiable and not recompute)
+        known = cached_on(carrier.comm, "calls of zeco_gla")
+        key = None if cu_seqlens is not None else _key(carrier, tensors, scale, layout, keeps)
         prepared = None if key is None else known.get(key)
         if prepared is None:
-            cu_seqlens, *rest = _checked(carrier, tensors, *options)
+            cu_seqlens, scale, first_token, zigzag = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
+            options = scale, first_token, zigzag, keeps
             if watched((*tensors, cu_seqlens)):
-                return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *rest)
-            prepared = _prepare(carrier, tensors, cu_seqlens, *rest)
+                return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *options)
+            prepared = _prepare(carrier, tensors, cu_seqlens, *options)
             if key is not None:
                 if len(known) >= KEPT:
                     del known[next(iter(known))]
@@ -129,8 +130,8 @@ def zeco_gla_by(
         return o, final_state
 
 
-def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, recompute):
-    """What depends on these arguments alone: (cu_seqlens, scale, first_token, zigzag, whether operands are kept)."""
+def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout):
+    """(cu_seqlens, scale, first_token, zigzag), after the checks that need no other rank."""
     problem = None
     try:
         zigzag = is_zigzag(layout)
@@ -142,12 +143,12 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, recompute
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return cu_seqlens, scale, first_token, zigzag, not recompute and wants_gradient(tensors)
+    return cu_seqlens, scale, first_token, zigzag
 
 
 def _traced_call(carrier, tensors, final, cu_seqlens, *rest):
     """By the custom operator."""
-    o, final_state, _ = _traced(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *rest)
+    o, final_state, _ = _traced.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *rest)
     return o, final_state if final else None
 
 
@@ -305,8 +306,8 @@ class _Eager(Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):
-        traced = torch.compiler.is_compiling() or watched((do, dfinal))
-        return None, *_gradient(_traced.backward if traced else partial(_run_backward, ctx.prepared()), ctx, do, dfinal)
+        run = _traced.backward if watched((do, dfinal)) else partial(_run_backward, ctx.prepared())
+        return None, *_gradient(run, ctx, do, dfinal)
 
 
 def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, options):
