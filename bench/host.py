@@ -10,7 +10,8 @@ Torch's thread for backward passes is woken, and waited for, once in a call of "
 calls, each of which takes the output of the one before as its v, in rows with "a layer": a model has many.
 ``total_us``: until the GPU has ended them, too. Medians over SAMPLES, of the slowest rank, methods in turns whose order
 is drawn anew each time. ``over_nccl``: host_us over that of ``all_gather_into_tensor`` of the same state, since hosts
-differ. Without two GPUs every method is called once on 2 CPU ranks.
+differ, and one host from minute to minute: it has its turns among the methods of each T. Without two GPUs every method
+is called once on 2 CPU ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ def collectives(comm, heads, width, held: list) -> dict:
     """{method: call} for a state [heads, width, width]. What is to have a backward pass is put into ``held``."""
     state, decay = (torch.rand(heads, width, *w, device=comm.device) for w in ((width,), ()))
     leaf, out = state.clone().requires_grad_(), torch.empty_like(state)
-    gathered = state.new_empty(comm.size * heads, width, width)
     scan, tokens = allscan.AllScan(comm, state.shape), torch.zeros(1, 64, heads * width, device=comm.device)
 
     def with_gradients():
@@ -64,7 +64,6 @@ def collectives(comm, heads, width, held: list) -> dict:
         return allscan.allscan(state, decay, comm=comm, async_op=True).wait()
 
     return {
-        NCCL: lambda: dist.all_gather_into_tensor(gathered, state, group=comm.group),
         "AllScan.scan(out=)": lambda: scan.scan(state, decay, out=out),
         "allscan, no gradients": lambda: allscan.allscan(state, decay, comm=comm),
         "allscan, async_op": asynchronous,
@@ -72,6 +71,13 @@ def collectives(comm, heads, width, held: list) -> dict:
         NOTHING: lambda: torch.autograd.grad(Nothing.apply(leaf, decay), leaf, state),
         "halo": lambda: allscan.halo(tokens, 3, comm=comm),
     }
+
+
+def all_gather(comm, heads, width):
+    """NCCL's call for that state."""
+    state = torch.rand(heads, width, width, device=comm.device)
+    gathered = state.new_empty(comm.size * heads, width, width)
+    return lambda: dist.all_gather_into_tensor(gathered, state, group=comm.group)
 
 
 def operators(comm, T, heads, width) -> dict:
@@ -152,7 +158,8 @@ def point(T: int | None, heads: int = H, width: int = D) -> dict:
     """{method: (host_us, total_us)} on each of 2 ranks; T None: the collectives. On CPUs nothing is timed."""
     with allscan.Communicator(group_of(2), timeout=300.0) as comm:  # fla tunes its kernels meanwhile
         held: list = []
-        calls = collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)
+        calls = {NCCL: all_gather(comm, heads, width)}
+        calls |= collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)
         for call in [*calls.values()] * (1 if comm.device.type == "cpu" else 5):  # fla's functions are plans then
             call()
             run_backward(held)
@@ -190,12 +197,11 @@ def main() -> int:
     if importlib.util.find_spec("fla") is not None:
         compile_ahead([Job("kda", H), Job("gla", H)])
     with Table(arguments.csv, COLUMNS) as table, Ranks(2, "cuda") as ranks:
-        nccl = 0.0
         for T in (None, *arguments.tokens):
             answers = ranks.run(point, T, timeout=570.0)
+            nccl = max(answer[NCCL][0] for answer in answers)
             for name in answers[0]:
                 host, total = (max(answer[name][i] for answer in answers) for i in range(2))
-                nccl = host if name == NCCL else nccl
                 row = dict(method=name, T=T or "", H=H, D=D, ranks=2, host_us=host, total_us=total)
                 table.write(row | dict(over_nccl=host / nccl))
                 print(f"{name:50} T={T or '-':<6} host {host:8.1f} us  total {total:8.1f}  {host / nccl:6.2f} x NCCL",

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
         if sharing and ("nvshmem" in item.nodeid or "alone" in item.keywords):
             size = largest + 1
         wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
-        (kept if wanted and before.get(item.nodeid) != "passed" else dropped).append(item)
+        (kept if wanted and before.get(item.nodeid, (None,))[0] != "passed" else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
         ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
     for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():

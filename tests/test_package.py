@@ -175,7 +175,7 @@ def test_doctor():
 
 @pytest.mark.cpu
 def test_the_record_of_gpu_tests(tmp_path):
-    """Its two parts add up; results of a run that was cut, or of other tests, count once all of a part have run."""
+    """Its two parts add up; results of a part that was cut, or of other tests, count once all of it have run."""
     folder = tmp_path / "gpu"
     folder.mkdir()
     of = dict(gpus=["a GPU"], versions={}, sha256="of sources", tests="of tests")
@@ -185,7 +185,7 @@ def test_the_record_of_gpu_tests(tmp_path):
         for test, outcome in results.items():
             when = "setup" if outcome in ("skipped", "error") else "call"
             outcome = "failed" if outcome == "error" else outcome
-            report = dict(nodeid=test, when=when, outcome=outcome)
+            report = dict(nodeid=test, when=when, outcome=outcome, keywords={marks: 1})
             made.pytest_runtest_logreport(
                 types.SimpleNamespace(**report, failed=outcome == "failed", skipped=outcome == "skipped")
             )
@@ -209,9 +209,13 @@ def test_the_record_of_gpu_tests(tmp_path):
     assert session("not alone", dict(b="error"), exitstatus=1) == (["not alone"], [1, 0, 1, 1], ["b"])
     assert session("alone", dict(e="passed")) == (["not alone", "alone"], [2, 0, 1, 1], ["b"])
     assert session("not alone", dict(b="passed"))[1:] == ([3, 0, 0, 1], [])
-    assert gpu_record.read(str(folder))[1] == dict(a="passed", b="passed", c="skipped", e="passed")
-    assert session("alone", dict(e="passed"), of=of | dict(sha256="others")) == (["alone"], [1, 0, 0, 0], [])
-    assert session("", dict(e="failed"), exitstatus=1, of=of | dict(tests="others")) == (["all"], [0, 1, 0, 0], ["e"])
+    of_each = {test: outcome for test, (outcome, _) in gpu_record.read(str(folder))[1].items()}
+    assert of_each == dict(a="passed", b="passed", c="skipped", e="passed")
+    others = of | dict(sha256="others")
+    session("not alone", dict(a="passed", b="failed"), exitstatus=2, of=others)
+    assert session("alone", dict(e="passed"), of=others) == (["alone"], [1, 0, 0, 0], [])
+    others["tests"] = "others"
+    assert session("", dict(e="failed"), 1, of=others) == (["not alone", "alone"], [0, 1, 0, 0], ["e"])
 
 
 @pytest.mark.cpu

@@ -103,7 +103,7 @@ def _last_run() -> str:
         record = json.load(file)
     same = "these very sources" if record["sha256"] == source_hash() else "OTHER sources than these"
     gpus = f"{len(record['gpus'])} x {record['gpus'][0]}"
-    part = "" if "all" in record["parts"] or len(record["parts"]) > 1 else f" (of those with -m {record['parts'][0]!r})"
+    part = "" if len(record["parts"]) > 1 else f" (of those with -m {record['parts'][0]!r})"
     failed = record["failed"] + record["error"]
     return f"{record['passed']} passed, {failed} failed{part} on {gpus}, {record['date']}, {same}"
 

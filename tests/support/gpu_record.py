@@ -1,8 +1,8 @@
 """What the GPU tests gave: each result as it comes, so that a run that was cut can go on, and a record of whole parts.
 
 ``tests/gpu/results.jsonl``, which git does not keep: first what the results are of (GPUs, versions, sources, tests),
-then [test, outcome], and [None, part] for a part of the suite of which all have run. ``tests/gpu/last_run.json``, which
-it keeps: how many passed, which failed, of which parts.
+then [test, outcome, part], and [None, "whole", part] for a part of the suite of which all have run.
+``tests/gpu/last_run.json``, which it keeps: of which parts all have run, how many of them passed and which failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 
 import torch
 
-PARTS = {"not alone", "alone"}  # of the tests, as make test-gpu has them; or "all"
+PARTS = {"not alone", "alone"}  # of the tests, as make test-gpu has them
 OUTCOMES = "passed", "failed", "error", "skipped"
 
 
@@ -44,14 +44,14 @@ def what_runs(tests: str) -> dict:
     }
 
 
-def read(folder: str) -> tuple[dict, dict[str, str], list[str]]:
-    """(what the results in tests/gpu, ``folder``, are of, the outcome of each test, whole parts)."""
-    of, outcomes, parts = {}, {}, []
+def read(folder: str) -> tuple[dict, dict[str, tuple[str, str]], set[str]]:
+    """(what the results in tests/gpu, ``folder``, are of, the outcome and part of each test, whole parts)."""
+    of, results, parts = {}, {}, set()
     try:
         with open(os.path.join(folder, "results.jsonl")) as file:
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return of, outcomes, parts
+        return of, results, parts
     for text in lines:
         try:
             line = json.loads(text)
@@ -60,10 +60,10 @@ def read(folder: str) -> tuple[dict, dict[str, str], list[str]]:
         if isinstance(line, dict):
             of = line
         elif line[0] is None:
-            parts.append(line[1])
+            parts.add(line[2])
         else:
-            outcomes[line[0]] = line[1]
-    return of, outcomes, parts
+            results[line[0]] = line[1], line[2]
+    return of, results, parts
 
 
 class Record:
@@ -75,25 +75,27 @@ class Record:
         with open(os.path.join(folder, "results.jsonl"), "a" if same else "w") as file:
             file.write("\n" if same else json.dumps(of) + "\n")
 
-    def add(self, test: str | None, what: str) -> None:
+    def add(self, test: str | None, what: str, part: str) -> None:
         with open(os.path.join(self._folder, "results.jsonl"), "a") as file:
-            file.write(json.dumps([test, what]) + "\n")
+            file.write(json.dumps([test, what, part]) + "\n")
 
     def pytest_runtest_logreport(self, report) -> None:
+        part = "alone" if "alone" in report.keywords else "not alone"
         if report.when == "call" or report.skipped:
-            self.add(report.nodeid, report.outcome)
+            self.add(report.nodeid, report.outcome, part)
         elif report.failed:
-            self.add(report.nodeid, "error")
+            self.add(report.nodeid, "error", part)
 
     def whole(self, part: str) -> None:
         """All tests of a part have run: write last_run.json."""
-        self.add(None, part)
-        _, outcomes, parts = read(self._folder)
-        parts = ["all"] if part == "all" else sorted({*parts} & PARTS, reverse=True)
+        for one in PARTS if part == "all" else (part,):
+            self.add(None, "whole", one)
+        _, results, parts = read(self._folder)
+        outcomes = {test: what for test, (what, part) in results.items() if part in parts}
         found = [*outcomes.values()]
         record = {
             "date": time.strftime("%Y-%m-%d"), **self._of, **{kind: found.count(kind) for kind in OUTCOMES},
-            "parts": parts,
+            "parts": sorted(parts, reverse=True),
             "tests_that_failed": sorted(test for test, what in outcomes.items() if what in ("failed", "error")),
         }  # fmt: skip
         del record["tests"]
