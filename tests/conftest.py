@@ -184,9 +184,9 @@ def pytest_sessionstart(session):
 def pytest_sessionfinish(session, exitstatus):
     options, record = session.config.option, session.config.pluginmanager.get_plugin("gpu record")
     chosen = "keyword", "file_or_dir", "collectonly", "lf", "deselect", "ignore", "ignore_glob"
-    part = options.markexpr or "all"
+    parts = {options.markexpr} & gpu_record.PARTS if options.markexpr else gpu_record.PARTS
     if record is None or any(getattr(options, name, None) for name in chosen):
         return  # some tests are no part
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if ended and not session.shouldfail and part in ("all", *gpu_record.PARTS):  # the last but one after --exitfirst
-        record.whole(part)
+    if ended and parts and not session.shouldfail:  # the last but one after --exitfirst
+        record.whole(parts)

@@ -86,10 +86,10 @@ class Record:
         elif report.failed:
             self.add(report.nodeid, "error", part)
 
-    def whole(self, part: str) -> None:
-        """All tests of a part have run: write last_run.json."""
-        for one in PARTS if part == "all" else (part,):
-            self.add(None, "whole", one)
+    def whole(self, ended: set[str]) -> None:
+        """All tests of these parts have run: write last_run.json."""
+        for part in ended:
+            self.add(None, "whole", part)
         _, results, parts = read(self._folder)
         outcomes = {test: what for test, (what, part) in results.items() if part in parts}
         found = [*outcomes.values()]
