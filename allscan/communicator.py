@@ -123,6 +123,7 @@ class Communicator:
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._record = self.record.numpy().data  # the same memory, quicker to read
+        self.nothing = torch.empty(0, device=self.device)  # saved for backward in place of what a rank does not have
         self.streams = Streams(self.device)
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
@@ -428,6 +429,16 @@ def communicator_of(handle: int) -> Communicator:
         return _communicators[handle]
     except KeyError:
         raise RuntimeError("this Communicator is gone") from None
+
+
+def saved_tensors(ctx: Any, comm: Communicator, reverse: bool) -> tuple[torch.Tensor, ...]:
+    """ctx.saved_tensors, for a backward pass that is about to make its call; here activation checkpointing may make
+    others. What it raises (a tensor that was written to since) is this call's error: the others make it."""
+    try:
+        return ctx.saved_tensors
+    except Exception:
+        with comm.call(reverse):
+            raise
 
 
 def cached_on(comm: Communicator, kind: str) -> dict:

@@ -16,7 +16,7 @@ from .checks import (
     signature_of,
 )
 from .collective import Work, leaves
-from .communicator import Communicator, cached_on, communicator_of
+from .communicator import Communicator, cached_on, communicator_of, saved_tensors
 from .errors import Problem
 from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
@@ -222,20 +222,23 @@ class _AllScan(Function):
             works.append(prev)
             prev = prev.result
         _, _, of_decay, of_transition, _ = ctx.needs_input_grad
-        ctx.save_for_backward(decay, transition, prev if of_decay or of_transition else None)
+        # two on every rank, whichever inputs it has: by what was saved, and unpacked, torch's activation checkpointing
+        # decides what it computes again, and when
+        nothing, factor = scan.comm.nothing, decay if transition is None else transition
+        ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
         pending = None if again else PendingBackward(scan, reverse, ticket, tickets)
-        ctx.given = scan, reverse, ticket, number, pending
+        ctx.given = scan, reverse, ticket, number, pending, decay is not None, transition is not None
         return prev
 
     @staticmethod
     def backward(ctx, dprev):
-        scan, reverse, ticket, number, pending = ctx.given
+        scan, reverse, ticket, number, pending, has_decay, has_transition = ctx.given
         if pending is not None:
             pending.run()
-        decay, transition, prev = ctx.saved_tensors  # here checkpointing may call the scan again, a call by itself
+        factor, prev = saved_tensors(ctx, scan.comm, not reverse)
         with scan.comm.call(not reverse):
             refuse_second_derivative("allscan()")
-            given = number if decay is None else decay
+            given, transition = factor if has_decay else number, factor if has_transition else None
             wanted = ctx.needs_input_grad[2:]
             return None, *_gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
 

@@ -328,6 +328,97 @@ def test_a_call_that_is_recomputed(run):
     assert max(run(2, checkpoint_case)) < 1e-5
 
 
+def recomputed_operators(comm):
+    """{name: function of [1, 4, 2, 8]}; of the scans each rank has what another one does not."""
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    learned = torch.full((1, 2), 0.5, device=comm.device, requires_grad=True)
+    decays = {"some": 0.5 * learned.detach() if last else None, "number": 0.5 if first else learned.detach(),
+              "learned": learned if last else None, "learned or a number": learned if first else 0.0,
+              "learned or given": learned if last else learned.detach()}  # fmt: skip
+    packed = torch.tensor([0, 5, 4 * comm.size], device=comm.device)
+
+    def scan(decay, **options):
+        return lambda x: allscan.allscan(x.mean(1), decay, comm=comm, **options)
+
+    def zigzag(x):
+        pair = x[:, :2].mean(1), x[:, 2:].mean(1)
+        return torch.cat(allscan.allscan(pair, (decays["some"], decays["learned"]), comm=comm, layout="zigzag"))
+
+    def waited(x):
+        return allscan.allscan(x.mean(1), decays["learned"], comm=comm, async_op=True).wait()
+
+    def gla(x, **options):
+        return allscan.zeco_gla(x, x, x, -x.square(), comm=comm, **options)[0]
+
+    def rule(name, x, **options):
+        import_fla()
+        g = -x.square() if name == "kda" else -x.square().mean(-1)
+        call = allscan.zeco_kda if name == "kda" else allscan.zeco_gated_delta_rule
+        return call(x, x, x, g, x.sigmoid().mean(-1), comm=comm, **options)[0]
+
+    def ssd(x, **options):
+        given = x, x.square().mean(-1), -learned.squeeze(0).square(), x, x, 4
+        y = allscan.zeco_ssd(*given, comm=comm, **options)
+        return y[0] + y[1].mean() if isinstance(y, tuple) else y
+
+    made = {f"decay {name}": scan(decay) for name, decay in decays.items()}
+    made |= {f"reverse {name}": scan(decay, reverse=True) for name, decay in decays.items()}
+    made |= {
+        "zigzag": zigzag,
+        "async_op": waited,
+        "initial state": lambda x: allscan.allscan(
+            x.mean(1), decays["some"], comm=comm, initial_state=learned[..., None].expand(1, 2, 8).contiguous()
+        ),
+    }
+    for options in ({}, dict(layout="zigzag"), dict(cu_seqlens=packed)):
+        name = str(options.get("layout", "packed" if options else "contiguous"))
+        made |= {f"{kind} {name}": lambda x, f=f, options=options: f(x, **options) for kind, f in (
+            ("halo", lambda x, **o: allscan.halo(x, 2, comm=comm, **o)), ("gla", gla),
+            ("kept gla", lambda x, **o: gla(x, recompute=False, **o)), ("kda", lambda x, **o: rule("kda", x, **o)),
+            ("gated delta rule", lambda x, **o: rule("gated", x, **o)), ("ssd", ssd),
+            ("ssd with states", lambda x, **o: ssd(x, return_final_states=True, **o)))}  # fmt: skip
+    made["to_zigzag"] = lambda x: allscan.zigzag.to_zigzag(x, comm=comm)
+    return made, learned
+
+
+def recomputed_case(group, early_stop):
+    """Differences of gradients to those without checkpointing, by operator and place in the region."""
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    with allscan.Communicator(group, timeout=5) as comm:
+        operators, learned = recomputed_operators(comm)
+        found = {}
+        for (name, function), last in product(operators.items(), (False, True)):
+
+            def region(x, function=function, last=last):
+                y = function(x.sin())
+                return y if last else y.cos().square()
+
+            def gradients(call):
+                x = torch.linspace(0.1, 1.0, 64, device=comm.device).view(1, 4, 2, 8).requires_grad_()
+                learned.grad = None
+                call(x).square().sum().backward()
+                return x.grad, torch.zeros_like(learned) if learned.grad is None else learned.grad
+
+            def checkpointed(x, region=region):
+                with set_checkpoint_early_stop(early_stop):
+                    return checkpoint(region, x, use_reentrant=False)
+
+            found[name, last] = max(
+                (a - b).abs().max().item() for a, b in zip(gradients(region), gradients(checkpointed), strict=True)
+            )
+        comm.barrier()
+        return found
+
+
+@pytest.mark.parametrize("size, early_stop", [(2, True), (3, False)])
+def test_what_ranks_compute_again(run, size, early_stop):
+    """Non-reentrant checkpointing of each operator, last in its region or not: whichever optional inputs a rank has,
+    it is computed again on all ranks at the same place, or on none."""
+    for found in run(size, recomputed_case, early_stop):
+        assert len(found) == 70 and max(found.values()) < 1e-5, {k: v for k, v in found.items() if not v < 1e-5}
+
+
 def other_backward_case(group, options=None):
     """Rank 0 runs the backward of its second call first, the others that of the first."""
     comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})

@@ -19,7 +19,7 @@ from ..checks import (
     plain_or_traced,
     signature_of,
 )
-from ..communicator import Communicator, communicator_of
+from ..communicator import Communicator, communicator_of, saved_tensors
 from ..errors import Problem
 from ..first_call import check_first, checked, find_layout
 from ..operators import Operator, refuse_second_derivative
@@ -379,7 +379,7 @@ def _save(ctx, inputs, output):
 def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
-    q, k, v, beta, cu_seqlens, *saved = ctx.saved_tensors
+    q, k, v, beta, cu_seqlens, *saved = saved_tensors(ctx, communicator_of(ctx.where[0]), True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
     given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
     dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)

@@ -21,7 +21,7 @@ from ..checks import (
     plain_or_traced,
     signature_of,
 )
-from ..communicator import Communicator, cached_on
+from ..communicator import Communicator, cached_on, saved_tensors
 from ..errors import Problem
 from ..first_call import KEPT, check_first, checked, find_layout
 from ..operators import (
@@ -321,7 +321,7 @@ def _gradient(backward, ctx, do, dfinal):
     """Of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
-    q, k, v, g, cu_seqlens, kept = ctx.saved_tensors
+    q, k, v, g, cu_seqlens, kept = saved_tensors(ctx, carrier_of(ctx.rest[1]).comm, True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
     dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, *ctx.rest)
     return dq, dk, dv, dg, dinitial if ctx.rest[0] else None
