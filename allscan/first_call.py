@@ -213,7 +213,7 @@ def find_layout(
 
     def make():
         if lengths is not None:
-            pieces = zigzag_cut(lengths, first, T) if zigzag else cut(lengths, first, T)
+            pieces = (zigzag_cut if zigzag else cut)(lengths, first, T, comm.rank == 0)
         else:
             begins, ends = FIRST.value * (comm.rank == 0), LAST.value * (comm.rank == (0 if zigzag else comm.size - 1))
             halves = ((begins, ends),) if not zigzag else ((begins, 0), (0, ends))

@@ -112,12 +112,13 @@ def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: bool = F
     return B * (T // segment) + sequences + B * zigzag
 
 
-def cut(lengths, begin: int, T: int) -> list[Piece]:
+def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
     """The pieces of packed sequences in tokens begin .. begin + T - 1. An empty sequence lies where a token before it
-    would: behind the last token of the rank that ends there, or on the first rank."""
+    would: behind the last token of the rank that ends there, or on the first rank, which ``on_first`` says of this one.
+    A rank without tokens inside of a sequence has an empty piece of it."""
     pieces = []
     for i, (first, end) in enumerate(zip(lengths, lengths[1:])):
-        here = begin < end <= begin + T or (first == end == begin == 0)
+        here = begin < end <= begin + T or (on_first and first == end == begin == 0)
         if first == end:
             flags = FIRST.value | LAST.value
         else:
@@ -128,12 +129,12 @@ def cut(lengths, begin: int, T: int) -> list[Piece]:
     return pieces
 
 
-def zigzag_cut(lengths, begin: int, T: int) -> list[Piece]:
+def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
     """The same of a rank in the zigzag layout, with the tokens begin .. begin + T / 2 - 1 and as many that lie as far
     from the end as these from the beginning: state 0 is that of the former, 1 that of the latter."""
     n = T // 2
-    tails = cut(lengths, lengths[-1] - begin - n, n)
-    return cut(lengths, begin, n) + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
+    heads, tails = cut(lengths, begin, n, on_first), cut(lengths, lengths[-1] - begin - n, n, False)
+    return heads + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:

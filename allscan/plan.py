@@ -111,7 +111,9 @@ class Plan:
         return buffer
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Buffer, **fixed: Any) -> None:
-        """``kernel[grid](*args, **fixed)``, on the stream that is current then."""
+        """``kernel[grid](*args, **fixed)``, on the stream that is current then; nothing for an empty grid."""
+        if 0 in grid:
+            return
         launch = Launch(kernel, grid, **fixed)
         self.step(launch, args, lambda addresses: launch.at(addresses), launch)
 

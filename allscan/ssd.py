@@ -36,21 +36,24 @@ def zeco_ssd(
 
     The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, and comm=.
 
-    x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks, nothing else may.
+    x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and be 0, nothing
+        else may differ.
     dt: [B, T, H]. A: [H], at most 0, which is checked at the first call for a shape only: looking waits for the GPU.
     B, C: [B, T, G, N], of groups of H / G heads. D: [H] or [H, P]. z: like x. dt_bias: [H]. Any float types.
     chunk_size: tokens that are computed at once; results do not depend on it.
     dt_limit: bounds of d_t, the lower one at least 0.
     initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on the
-        rank that has a sequence's first token.
+        rank that has a sequence's first token, without cu_seqlens on the first rank.
     return_final_states: whether to return each sequence's state after its last token.
     cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
     chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
         return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or None
-        where the rank has tokens of one sequence. Default: that of mamba_ssm on GPUs, if it is installed, else torch.
+        where the rank has tokens of one sequence; on a rank without tokens with one of zeros. Default: that of
+        mamba_ssm on GPUs, if it is installed, else torch.
 
     Returns y [B, T, H, P] like x, with return_final_states (y, final_states): [B or number of sequences, H, P, N]
-    float32, true on the rank that has the sequence's last token and zeros on the others.
+    float32, true on the rank that has the sequence's last token, without cu_seqlens on the last rank, and zeros on the
+    others.
 
     Differentiable in all tensors; gradients of A, D and dt_bias are this rank's share. The operator runs once, from
     zero: what the state before this rank's tokens adds to outputs is linear in it, one product. One scan forward and
@@ -72,11 +75,12 @@ def zeco_ssd(
         d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
         A = A.float()
         scan = chunk_scan or _installed(x.device)
-        y, last = scan(x, d, A, B, C, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
+        taken = (x, d, A, B, C) if x.shape[1] else [t if t is A else _one_token(t) for t in (x, d, A, B, C)]
+        y, last = scan(*taken, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
         tokens = _Tokens(x, d, d * A, B, C)
-        halves = [[s for s in spans if s.half == half and s.end > s.start] for half in range(1 + zigzag)]
+        halves = [_of_half(spans, half) for half in range(1 + zigzag)]
         states = {halves[-1][-1]: last.float()}  # of spans' tokens alone
-        for span in spans:
+        for span in (*spans, halves[0][-1]):
             if span not in states and (span is halves[0][-1] or (return_final_states and span.ends)):
                 states[span] = tokens.state(span)
         entering = {s: initial_states[s.rows] for s in spans if s.begins and initial_states is not None}
@@ -98,8 +102,9 @@ def zeco_ssd(
         else:
             prevs = (allscan(leaving[0], decays[0], comm=comm),)
         entering |= {some[0]: prev for some, prev in zip(halves, prevs, strict=True) if not some[0].begins}
-        y = torch.cat([y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
-                       for s in spans if s.end > s.start], 1)  # fmt: skip
+        outputs = [y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
+                   for s in spans if s.end > s.start]  # fmt: skip
+        y = torch.cat(outputs or [y[:, :0].float()], 1)
         used = prevs if initial_states is None else (*prevs, initial_states)
         y = Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
         if not return_final_states:
@@ -126,6 +131,19 @@ class _Span(NamedTuple):
 
     def __hash__(self):
         return hash((self.start, self.end, self.rows.start))  # slices have no hash before Python 3.12
+
+
+def _of_half(spans, half) -> list[_Span]:
+    """The spans that have tokens of a half. If there are none: that through which the state passes."""
+    own, through = [s for s in spans if s.half == half], _Span(0, 0, half, slice(None), False, False)
+    return [s for s in own if s.end > s.start] or [
+        next((s for s in own if s.rows == slice(None) or not s.ends), through)  # others are empty sequences
+    ]
+
+
+def _one_token(x: Tensor) -> Tensor:
+    """Zeros for a token, which leave a state as it is, of no tokens [B, 0, ...]."""
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
 class Using(torch.autograd.Function):
@@ -217,9 +235,9 @@ def _check(comm, x, dt, A, B, C, D, z, dt_bias):
             raise TypeError(f"{name} must be a tensor of floats of at most 32 bits, got {kind}")
         if t.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {t.device}")
-    if x.ndim != 4 or B.ndim != 4 or min(*x.shape, *B.shape) < 1:
+    if x.ndim != 4 or B.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:], *B.shape[2:]):
         shapes = f"{tuple(x.shape)}, {tuple(B.shape)}"
-        raise ValueError(f"x must be [B, T, H, P] and B [B, T, G, N] with no empty dimension, got {shapes}")
+        raise ValueError(f"x must be [B, T, H, P] and B [B, T, G, N] with no empty dimension but T, got {shapes}")
     (batch, T, H, P), (G, N) = x.shape, B.shape[2:]
     if H % G:
         raise ValueError(f"the {H} heads of x must be a multiple of the {G} groups of B")
@@ -243,7 +261,7 @@ def _spans(comm, x, lengths, first_token, zigzag):
         key = ("ssd", batch, T)
     else:
         first = partition_start(comm, lengths, T, first_token, zigzag)
-        pieces = zigzag_cut(lengths, first, T) if zigzag else cut(lengths, first, T)
+        pieces = (zigzag_cut if zigzag else cut)(lengths, first, T, comm.rank == 0)
         spans = [
             _Span(p.start, p.end, p.state_index, slice(p.sequence, p.sequence + 1), bool(p.flags & FIRST.value),
                   bool(p.flags & LAST.value)) for p in pieces

@@ -41,7 +41,7 @@ def local(layout: Layout, packed: bool, device) -> Local:
 
 def normalized(x: Tensor) -> Tensor:
     """x over the root of its square and 1e-6, along the last dimension."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not x.numel():
         return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
     from fla.modules.norm.l2norm import l2norm
 
@@ -51,7 +51,7 @@ def normalized(x: Tensor) -> Tensor:
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, scalar: bool) -> Tensor:
     """Logarithms of decays [..., HV, K], scalar: [..., HV], of raw ones, float32: of each head
     -exp(A_log) softplus(g + dt_bias), or with a lower bound lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
-    if not scalar and not torch.compiler.is_compiling():
+    if not scalar and not torch.compiler.is_compiling() and g.numel():
         from fla.ops.kda.gate import fused_kda_gate
 
         return cast(Tensor, fused_kda_gate(g, A_log, dt_bias, lower_bound))

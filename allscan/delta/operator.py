@@ -64,7 +64,7 @@ def zeco_kda(
     The arguments are those of ``fla.ops.kda.chunk_kda``, and comm=, with the same defaults.
 
     q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; float16, float32 or, on
-        GPUs, bfloat16, all three alike. K up to 256. T may differ between ranks, nothing else may.
+        GPUs, bfloat16, all three alike. K up to 256. T may differ between ranks and be 0, nothing else may differ.
     g: [B, T, HV, K], natural logarithm of the decay, at most 0 and finite; float32, or like q. beta: [B, T, HV], any
         float type.
     use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
@@ -209,9 +209,10 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
                         "there, makes garbage of products of bfloat16")  # fmt: skip
     if g.dtype not in (torch.float32, q.dtype):
         raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
-    if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or min(*q.shape, *v.shape) < 1:
+    empty = 0 in (*q.shape[:1], *q.shape[2:], *v.shape[2:])
+    if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or empty:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in dict(q=q, k=k, v=v).items())
-        raise ValueError(f"q, k must be [B, T, H, K] and v [B, T, HV, V] with no empty dimension, got {shapes}")
+        raise ValueError(f"q, k must be [B, T, H, K] and v [B, T, HV, V] with no empty dimension but T, got {shapes}")
     B, T, H, K = q.shape
     HV = v.shape[2]
     if HV % H:
@@ -311,6 +312,9 @@ def _forward(
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
         final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
         states = _state_pass(rule, layout, q, v, comm, zigzag)
+        if not q.shape[1]:
+            states.forward_of_none(initial_state, final_state, Kept(*kept))
+            return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
         if zigzag:
             q, k, v, g, beta = _in_one(q, k, v, g, beta)
         o, sums, scores, solved = RULES[rule].forward(
@@ -324,9 +328,14 @@ def _forward(
 
 def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None, zigzag=False):
     final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
+    return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
+
+
+def _sums_and_chunks(rule, k, v, g):
+    """Uninitialised sums of gates, scores and solved."""
     chunk = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
     scores = k.new_empty(0) if RULES[rule].scalar else chunk
-    return torch.empty_like(v), final_state, torch.empty_like(g, dtype=torch.float32), scores, chunk.clone(), *kept
+    return torch.empty_like(g, dtype=torch.float32), scores, chunk.clone()
 
 
 def _backward(
@@ -342,6 +351,9 @@ def _backward(
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
         dinitial = _zeros(q, v, cu_seqlens, initial)
         states, like = _state_pass(rule, layout, q, v, comm, zigzag), (q, k, v, sums, beta)
+        if not q.shape[1]:
+            states.backward_of_none(dfinal, dinitial, Kept(transitions, enters, ticket))
+            return *(torch.empty_like(x) for x in like), dinitial
         if zigzag:
             q, k, v, sums, beta, scores, solved, do = _in_one(
                 q, k, v, sums, beta, scores if scores.numel() else None, solved, do

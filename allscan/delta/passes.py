@@ -92,7 +92,7 @@ class StatePass:
         self, comm: Communicator, layout: Layout, B: int, H: int, HK: int, K: int, V: int, dtype: torch.dtype,
         scalar: bool, zigzag: bool = False,
     ) -> None:  # fmt: skip
-        self.comm, self.layout, self.B, self.H, self.K, self.V = comm, layout, B, H, K, V
+        self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing travels
         BK = max(16, next_power_of_2(K))
@@ -123,6 +123,23 @@ class StatePass:
         """(dh, like h: the gradient of the state that leaves each chunk; dv', like dv). dinitial is filled where a
         sequence begins here."""
         return self._run(self._backward, q, k, w, g, do, dv, *entering, dinitial, scale=scale)
+
+    def forward_of_none(self, initial, final: Tensor | None, kept: Kept) -> None:
+        """:meth:`forward` of a rank without tokens: what comes goes on."""
+        k, v, g = self._nothing()
+        self.forward(k, k, v, g, initial, final, kept)
+
+    def backward_of_none(self, dfinal, dinitial: Tensor | None, kept: Kept) -> None:
+        """:meth:`turn` and :meth:`backward` of such a rank."""
+        k, v, g = self._nothing()
+        *_, entering = self.turn(k, k, k, v, g, v, None, dfinal, 1.0, kept, dv=v)
+        self.backward(k, k, k, g, v, v, 1.0, entering, dinitial)
+
+    def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and gates of one token, of which kernels read no more than a gate, without using it."""
+        make = self.comm.step_word.new_zeros
+        k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
+        return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 
     def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale):
         """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel."""

@@ -50,13 +50,14 @@ def zeco_gla(
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
 
     q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike. K up to
-        512. T may differ between ranks; B, H, K and V may not. B * T of a rank at most 65,535 chunks of 64 tokens, a
-        sequence's last one on the rank counting as whole.
+        512. T may differ between ranks, and from call to call, and be 0: such a rank passes on what comes. B, H, K and
+        V may not differ. B * T of a rank at most 65,535 chunks of 64 tokens, a sequence's last one on the rank counting
+        as whole.
     g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no gate
         is positive is checked at the first call for a shape only: looking waits for the GPU.
     scale: default K ** -0.5.
     initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token. Its
-        gradient is non-zero on the rank that has this token.
+        gradient is non-zero on the rank that has this token, without cu_seqlens on the first rank.
     output_final_state: whether to return each sequence's state after its last token.
     cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
         i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
@@ -76,7 +77,8 @@ def zeco_gla(
         choose for itself.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
-    the sequence's last token and zeros on the others, or None.
+    the sequence's last token, without cu_seqlens on the last rank, even if that has none, and zeros on the others; or
+    None.
 
     Differentiable in q, k, v, g and initial_state. One scan forward and one in reverse in backward, each moving one
     state of B*H*K*V float32 words from a rank to the next, while the kernels that need nothing remote run. The result
@@ -214,8 +216,8 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
     for name, x in names.items():
         if x.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
-        if x.ndim != 4 or min(x.shape) < 1:
-            raise ValueError(f"{name} must be [B, T, H, K or V] with no empty dimension, got {tuple(x.shape)}")
+        if x.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:]):
+            raise ValueError(f"{name} must be [B, T, H, K or V] with no empty dimension but T, got {tuple(x.shape)}")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
     if g.dtype not in (torch.float32, q.dtype):

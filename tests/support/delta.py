@@ -51,7 +51,7 @@ class Whole:
         """NAMES in float64."""
         leaves = [x.double().requires_grad_() for x in (*self.tensors(), self.initial)]
         o, final = delta_reference(*leaves[:5], initial_state=leaves[5], cu_seqlens=self.lengths)
-        return [o, final, *torch.autograd.grad(self.loss(o, final, self.do), leaves)]
+        return [o, final, *torch.autograd.grad(self.loss(o, final, self.do), leaves, materialize_grads=True)]
 
     def loss(self, o, final, do):
         return (o * do.to(o.dtype)).sum() + (final * self.dfinal.to(final.dtype)).sum()

@@ -54,7 +54,7 @@ class Whole:
         leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.initial)]
         o, final = gla_reference(*leaves[:4], initial_state=leaves[4], cu_seqlens=self.lengths)
         ((o * self.do.double()).sum() + (final * self.dfinal.double()).sum()).backward()
-        return [o, final] + [x.grad.nan_to_num() for x in leaves]
+        return [o, final] + [torch.zeros_like(x) if x.grad is None else x.grad.nan_to_num() for x in leaves]
 
     def ours(self, comm, mine, call=allscan.zeco_gla):
         """The same of zeco_gla on tokens ``mine``. -inf gates have no gradient worth the name: 0 here."""
