@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _are_functorch_transforms_active as _transforms_active
 
 from .algorithms import check_algorithm, choose, runs
-from .bindings.interpreter import remember_repeated_work
+from .bindings.interpreter import prepare_interpreter
 from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
@@ -111,7 +111,7 @@ class Communicator:
         cuda = self.transport != "shm"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.transport == "shm":
-            remember_repeated_work()  # init() does it too, of which a communicator of one rank has no need
+            prepare_interpreter()  # init() does it too, of which a communicator of one rank has no need
         if self.size > 1:
             init(transport=self.transport)
             self.heap = symmetric_heap(self)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .bindings.arena import arena_bytes
 from .bindings.cuda_ipc import CudaIpcHeap
-from .bindings.interpreter import remember_repeated_work
+from .bindings.interpreter import prepare_interpreter
 from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
 from .bindings.transport import SymmetricHeap
@@ -83,7 +83,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     elif transport == "ipc":
         _heap = CudaIpcHeap(dist.get_rank(), exchange, heap_bytes)
     else:
-        remember_repeated_work()
+        prepare_interpreter()
         _heap = SharedMemoryHeap(exchange, heap_bytes)
     _job = dist.group.WORLD
 

@@ -43,8 +43,12 @@ def operations_by_numpy(core, interpreter) -> dict:
         else:
             exact = abs(number) < 1 << 24 if type(number) is int else not number or 2.0**-126 <= abs(number) < 2.0**127
             fits = dtype.name == core.float32.name and exact
-        # -0.0 is 0.0 to Triton too
-        return np.array([number or 0], dtype=interpreter._get_np_dtype(dtype)) if fits else None
+        if number == 0 and not keeps_sign:
+            number = 0
+        return np.array([number], dtype=interpreter._get_np_dtype(dtype)) if fits else None
+
+    # -0.0 is 0.0 to Triton before 3.9
+    keeps_sign = np.signbit(interpreter.interpreter_semantic.to_tensor(-0.0).handle.data).all()
 
     def fitting(lhs, rhs):
         """Whether numpy takes two types of elements as Triton does."""
@@ -68,7 +72,7 @@ def operations_by_numpy(core, interpreter) -> dict:
                 if kind is tensor and type(self) is tensor:
                     key = self.type.name, self.handle.dtype.name, other.type.name
                 elif type(self) is tensor and (kind is int or kind is float):
-                    key = self.type.name, self.handle.dtype.name, kind, other
+                    key = self.type.name, self.handle.dtype.name, kind, other or str(other)  # -0.0 == 0.0
                 else:
                     return slowly(self, other)
                 plan = plans.get(key)
@@ -128,7 +132,7 @@ def operations_by_numpy(core, interpreter) -> dict:
         def where(condition, x, y):
             x, y = (v.value if type(v) is constexpr else v for v in (x, y))
             given = [v.handle.data if type(v) is tensor else None for v in (x, y)]
-            names = tuple(v.type.name if type(v) is tensor else (type(v), v) for v in (x, y))
+            names = tuple(v.type.name if type(v) is tensor else (type(v), v or str(v)) for v in (x, y))
             if type(condition) is not tensor or given[0] is None and given[1] is None:
                 return slowly(condition, x, y)
             key = condition.type.name, *names
@@ -186,7 +190,7 @@ def operations_by_numpy(core, interpreter) -> dict:
             kind = type(other)
             if not of_memory(pointer, mask) or not (other is None or kind in (tensor, int, float)):
                 return slowly(pointer, mask, other, **options)
-            of_other = other.type.name if kind is tensor else (kind, other)
+            of_other = other.type.name if kind is tensor else (kind, other or str(other))
             key = pointer.type.name, None if mask is None else mask.type.name, of_other, *options.items()
             plan = plans.get(key)
             if not plan:
@@ -194,7 +198,7 @@ def operations_by_numpy(core, interpreter) -> dict:
                 element = pointer.dtype.element_ty
                 if plan is None and (kind is not tensor or other.dtype.name == element.name) and other == other:
                     shape = tuple(found.handle.data.shape)
-                    number = None if kind is tensor else filled(other or 0, element, shape)
+                    number = None if kind is tensor else filled(0 if other is None else other, element, shape)
                     plans[key] = fields_of(found), shape, element, interpreter._get_np_dtype(element), number
                     if mask is None:
                         plans[key] += (np.ones(shape, dtype=bool),)
@@ -228,6 +232,13 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         return store
 
+    def one_of(name, both, number):
+        """numpy's function of two numbers, of which one may be NaN: from Triton 3.8 on the other is the result."""
+        nan, zero = (handle(np.array([x], dtype=np.float32), core.float32) for x in (np.nan, 0.0))
+        return both if np.isnan(getattr(interpreter.interpreter_builder, name)(nan, zero).data[0]) else number
+
+    largest, least = one_of("create_maxnumf", np.maximum, np.fmax), one_of("create_minnumf", np.minimum, np.fmin)
+
     def bitwise(x):
         return operation(x, signed | {core.int1.name})
 
@@ -241,6 +252,6 @@ def operations_by_numpy(core, interpreter) -> dict:
         "__lt__": operation(np.less, numbers), "__le__": operation(np.less_equal, numbers),
         "__gt__": operation(np.greater, numbers), "__ge__": operation(np.greater_equal, numbers),
         "__getitem__": index, "where": choose, "load": loading, "store": storing,
-        "maximum": operation(np.maximum, numbers), "minimum": operation(np.minimum, numbers),
+        "maximum": operation(largest, numbers), "minimum": operation(least, numbers),
         "__eq__": operation(np.equal, numbers), "__ne__": operation(np.not_equal, numbers),
     }  # fmt: skip

@@ -7,10 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.bindings.interpreter import remember_repeated_work
+from allscan.bindings.interpreter import prepare_interpreter
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 FOUND = []
+# a number that is no int32, which Triton refuses beside one from 3.9 on
+BEYOND = tl.constexpr(3000000000 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 2147483647)
 
 
 def keep(*values):
@@ -43,7 +45,7 @@ def of_floats(x, y, s):
 def of_integers(x, y, s):
     keep(
         x // 3, x % 3, x // 2, x % -2, s // 2, s % 2, x & 5, x | s, x ^ y, x + 0.5, x * 2.0, x / 2,
-        x.to(tl.int64) * 3000000000, x == 0.5, x >> 1, x << 2, 7 // (x * x + 1), 7 % (x * x + 1), x < 3000000000,
+        x.to(tl.int64) * 3000000000, x == 0.5, x >> 1, x << 2, 7 // (x * x + 1), 7 % (x * x + 1), x < BEYOND,
         x // (y * y + 1), x % (y * y + 1), x.to(tl.uint32) + 1, x.to(tl.uint32) > 5, x.to(tl.float32) / 3,
     )  # fmt: skip
 
@@ -106,7 +108,7 @@ def found(seed):
 
 def both():
     as_it_is = [found(seed) for seed in range(4)]
-    remember_repeated_work()
+    prepare_interpreter()
     # the first call goes Triton's way for every kind of operands, the others do not
     return as_it_is, [found(seed) for seed in (*range(4), *range(4))]
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..algorithms import ALGORITHMS
-from ..bindings.interpreter import remember_repeated_work
+from ..bindings.interpreter import prepare_interpreter
 from ..errors import AllScanTimeout
 from ..rails import Rails, warps_of
 from ..shmem_kernels import wait
@@ -158,7 +158,7 @@ class VirtualRanks:
     ) -> None:  # fmt: skip
         cuda = torch.cuda.is_available()
         if not cuda:
-            remember_repeated_work()
+            prepare_interpreter()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.size, self.shape, self.algorithm = size, tuple(shape), algorithm
         self.nodes = (size,) if nodes is None else tuple(nodes)

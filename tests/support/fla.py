@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-import triton.runtime.interpreter as interpreter
 from triton.runtime.autotuner import Autotuner
 
 from allscan.reference import delta_reference, gla_reference
@@ -16,19 +15,10 @@ os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept 
 
 
 def import_fla(models=True):
-    """fla, each kernel in the first of its configurations: their speed does not matter here. ``models``: its layers and
-    models too, which take ten seconds."""
-    Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
-    if (
-        not torch.cuda.is_available()
-    ):  # numpy 2.4 does not take the interpreter's [1]-shaped bounds of loops for numbers
-        patch = interpreter._patch_lang_tensor
-
-        def patched(tensor, *scope):
-            patch(tensor, *scope)
-            tensor.__index__ = lambda self: self.handle.data.item()
-
-        interpreter._patch_lang_tensor = patched
+    """fla, on GPUs with each kernel in the first of its configurations: their speed does not matter here. ``models``:
+    its layers and models too, which take ten seconds."""
+    if torch.cuda.is_available():
+        Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
     if not models:
         return None
     import fla.layers
