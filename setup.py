@@ -1,7 +1,9 @@
 from setuptools import setup
 
-# NVSHMEM: from 3.7 its bitcode is newer than what Triton 3.6 reads, so host library and bitcode stay below that.
-NVSHMEM = ">=3.4,<3.7"
+# No upper bounds of what torch brings along: Triton and NVSHMEM are those of the torch that is installed, and pip would
+# take an older torch for them. docs/limits.md says which are tested; `allscan doctor` compares.
+NVSHMEM = ">=3.4"
+FLA = "flash-linear-attention>=0.6,<0.7"
 
 setup(
     name="allscan",
@@ -9,6 +11,8 @@ setup(
     description="All-Scan and ZeCO: sequence parallelism for linear attention, in Triton and NVSHMEM",
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
+    author="The allscan authors",
+    keywords="linear attention, sequence parallelism, prefix scan, Triton, NVSHMEM",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
@@ -23,13 +27,13 @@ setup(
     ],
     package_dir={"allscan.shmem_kernels": "shmem_kernels", "allscan.bindings": "bindings"},
     package_data={"allscan": ["py.typed"]},
-    install_requires=["torch>=2.6", "triton>=3.6,<3.8", "numpy"],
+    install_requires=["torch>=2.11", "triton>=3.6", "numpy"],
     extras_require={
         "cuda13": ["nvshmem4py-cu13>=0.3,<0.5", f"nvidia-nvshmem-cu13{NVSHMEM}", "cupy-cuda13x>=13.6"],
         "cuda12": ["nvshmem4py-cu12>=0.3,<0.5", f"nvidia-nvshmem-cu12{NVSHMEM}", "cupy-cuda12x>=13.6"],
-        "fla": ["flash-linear-attention>=0.6,<0.7"],
-        "transformers": ["transformers>=5.23,<5.24"],
-        "megatron": ["megatron-core>=0.19,<0.20", "flash-linear-attention>=0.6,<0.7", "einops"],
+        "fla": [FLA],
+        "transformers": ["transformers>=5.18,<5.24"],
+        "megatron": ["megatron-core>=0.19,<0.20", FLA, "einops"],
         "bench": ["matplotlib"],
         # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that
         # PyTorch 2.11 brings along, because the tests count registers and stack (3.6: 128 bytes of stack)
@@ -49,5 +53,12 @@ setup(
         ],
     },
     entry_points={"console_scripts": ["allscan=allscan.tools.doctor:main"]},
-    classifiers=["License :: OSI Approved :: Apache Software License", "Operating System :: POSIX :: Linux"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Environment :: GPU :: NVIDIA CUDA",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
 )

@@ -14,6 +14,7 @@ import torch
 
 from .arena import Arena, arena_bytes, check_alike
 
+INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # what an error advises
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
 
 
@@ -50,7 +51,7 @@ def load():
     except Exception as error:  # ImportError, or pathfinder's own errors when the shared library is absent
         raise RuntimeError(
             "transport 'nvshmem' needs nvshmem4py and NVSHMEM's host library: "
-            f"pip install allscan[cuda13] (or [cuda12]). {type(error).__name__}: {error}"
+            f"{INSTALL}. {type(error).__name__}: {error}"
         ) from error
     return bindings
 

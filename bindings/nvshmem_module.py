@@ -7,7 +7,7 @@ import os
 
 import triton
 
-from .nvshmem_host import initialized_modules, load
+from .nvshmem_host import INSTALL, initialized_modules, load
 
 DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
 
@@ -16,17 +16,17 @@ DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
 def device_library() -> str:
     """Path of NVSHMEM's LLVM bitcode. Raises RuntimeError naming the package when there is none that Triton can read.
 
-    Up to NVSHMEM 3.6 it is one file; from 3.7 there is one for each architecture, in a newer bitcode.
+    Up to NVSHMEM 3.6 it is one file; from 3.7 there is one for each architecture.
     """
     try:
         import nvidia.nvshmem as package
     except ImportError:
-        raise RuntimeError("NVSHMEM's device library is missing: pip install allscan[cuda13] (or [cuda12])") from None
+        raise RuntimeError(f"NVSHMEM's device library is missing: {INSTALL}") from None
     folder = os.path.join(list(package.__path__)[0], "lib")
     for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_90.bc"):
         if os.path.exists(os.path.join(folder, name)):
             return os.path.join(folder, name)
-    raise RuntimeError(f"no NVSHMEM bitcode in {folder}: install nvidia-nvshmem 3.4 to 3.6")
+    raise RuntimeError(f"no NVSHMEM bitcode in {folder}: install nvidia-nvshmem 3.4 or later")
 
 
 def extern_libs() -> dict:

@@ -42,7 +42,7 @@ class SharedMemoryHeap:
                 raise RuntimeError(
                     "transport 'shm' needs all ranks on one host, got "
                     + ", ".join(sorted({node for node, _, _ in peers}))
-                    + "; across hosts use GPUs and the transport 'nvshmem' (pip install allscan[cuda13])"
+                    + "; across hosts use GPUs and the transport 'nvshmem'"
                 )
             check_alike([size for _, _, size in peers])
             self._arenas = [self._map(peer_path, size) for _, peer_path, size in peers]

@@ -1,6 +1,6 @@
 """transformers' Trainer over a split sequence: a Qwen3-Next of 3 layers of Gated DeltaNet and 1 of softmax attention.
 
-    pip install 'allscan[transformers]' accelerate
+    pip install '.[transformers]' accelerate    # in a checkout
     python examples/train_transformers.py         # on all GPUs, or on 4 CPU processes in Triton's interpreter
 
 What the split needs of a Trainer: every rank gets the same batch and takes its part of each sequence, and the loss, a

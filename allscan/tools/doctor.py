@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from .. import __version__
 from ..bindings.arena import arena_bytes
 from ..bindings.nvshmem_module import device_library
 from ..reference import allscan_reference
@@ -20,9 +21,20 @@ from .timing import copy_kernel, replay_us
 STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
 
 
+USAGE = """usage: allscan doctor       what this machine has, which transport would be used and why, and a self-test
+       allscan --version
+       allscan --help"""
+
+
 def main() -> int:
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(USAGE)
+        return 0
+    if sys.argv[1:] == ["--version"]:
+        print(f"allscan {__version__}")
+        return 0
     if sys.argv[1:] != ["doctor"]:
-        print("usage: allscan doctor", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
         return 2
     missing = report()
     ok = self_test()
@@ -52,7 +64,7 @@ def report() -> bool:
         )
         cuda = (torch.version.cuda or "13").partition(".")[0]
         if gpus > 1 and not (binding and nvshmem_version()):
-            needs.append(f"pip install 'allscan[cuda{cuda}]'      # NVSHMEM, for more than one GPU")
+            needs.append(f"pip install nvshmem4py-cu{cuda} nvidia-nvshmem-cu{cuda}      # for more than one GPU")
     print("transport   " + _transport(gpus))
     print("network     " + _network())
     try:
