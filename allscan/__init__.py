@@ -1,6 +1,7 @@
 """All-Scan and ZeCO: sequence parallelism for linear attention. See README.md."""
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import device, zigzag
 from .collective import AllScan, Work
@@ -22,10 +23,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str):
-    """What takes its time to import, when it is asked for."""
+_ON_DEMAND = "delta", "integrations", "reference", "tools"  # modules that take their time to import
+
+
+def __getattr__(name: str) -> Any:
     if name in ("zeco_gated_delta_rule", "zeco_kda"):
         from . import delta
 
         return getattr(delta, name)
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'allscan' has no attribute {name!r}")

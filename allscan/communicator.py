@@ -450,7 +450,15 @@ def _process_group(group) -> dist.ProcessGroup | None:
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is None:
-        return dist.group.WORLD if dist.is_initialized() else None
+        if dist.is_initialized():
+            return dist.group.WORLD
+        started = os.environ.get("WORLD_SIZE", "1")
+        if "RANK" in os.environ and started != "1":  # by torchrun, or in its way
+            raise RuntimeError(
+                f"WORLD_SIZE={started}, but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group first, or unset RANK and WORLD_SIZE for a process by itself"
+            )
+        return None
     if hasattr(group, "get_group") and hasattr(group, "ndim"):  # DeviceMesh
         if group.ndim != 1:
             raise ValueError(f'a DeviceMesh must have one dimension (mesh["sp"]), got {group.ndim}')

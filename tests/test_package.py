@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import glob
 import graphlib
+import importlib.util
 import inspect
 import json
 import os
 import subprocess
 import sys
+import textwrap
 import types
 
 import conftest
@@ -129,6 +131,83 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
     assert os.path.exists(os.path.join(target, "allscan", "py.typed"))
 
 
+def python(code, tmp_path, **environment):
+    """A program of a user's, in an empty folder."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True,
+        timeout=240, env=os.environ | {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"} | environment,
+    )  # fmt: skip
+
+
+def test_modules_are_imported_when_they_are_asked_for(tmp_path):
+    code = "import allscan; print(allscan.reference.gla_reference.__name__, allscan.integrations.softmax.__name__)"
+    done = python(code, tmp_path)
+    assert done.stdout.split() == ["gla_reference", "allscan.integrations.softmax"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "module, missing, package",
+    [("fla", "fla", "flash-linear-attention"), ("fla_cp", "fla", "flash-linear-attention"),
+     ("megatron", "megatron", "megatron-core"), ("transformers", "transformers", "transformers")],
+)  # fmt: skip
+def test_a_missing_package_is_named(module, missing, package, tmp_path):
+    """Names of packages on the index, which differ from those of modules."""
+    code = f"""
+        import sys
+        class Nothing:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == {missing!r}:
+                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        sys.meta_path.insert(0, Nothing())
+        try:
+            from allscan.integrations.{module} import sequence_parallel
+        except ImportError as error:
+            print(error)
+    """
+    done = python(code, tmp_path)
+    assert f"needs {package}" in done.stdout and f"pip install '{package}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.cpu
+def test_a_forgotten_init_process_group_is_refused(tmp_path):
+    """Processes that torchrun has started are not ranks of one, each by itself."""
+    code = "import allscan; allscan.Communicator(transport='shm')"
+    assert python(code, tmp_path).returncode == 0
+    done = python(code, tmp_path, RANK="1", WORLD_SIZE="3")
+    assert done.returncode != 0 and "torch.distributed.init_process_group first" in done.stderr
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs flash-linear-attention")
+def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
+    """By themselves and in a model of fla's, forward and backward, with the environment of a user."""
+    code = """
+        import torch, torch.distributed as dist, torch.nn.functional as F
+        from fla.models import KDAConfig, KDAForCausalLM
+        import allscan
+        dist.init_process_group("gloo")
+        with allscan.Communicator() as comm:
+            torch.manual_seed(0)
+            q, k, v, g = (torch.randn(1, 40, 2, 16).requires_grad_() for _ in "qkvg")
+            o, _ = allscan.zeco_kda(q, F.normalize(k, dim=-1), v, -g.abs(), torch.rand(1, 40, 2), comm=comm)
+            o.sum().backward()
+            options = dict(hidden_size=32, num_hidden_layers=1, num_heads=1, head_dim=16, vocab_size=32)
+            model = allscan.integrations.fla.sequence_parallel(KDAForCausalLM(KDAConfig(**options)), comm=comm)
+            tokens = torch.randint(32, (1, 8))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            assert all(x.grad.isfinite().all() for x in (q, k, v, g, *model.parameters()))
+            print("right")
+        dist.destroy_process_group()
+    """
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = {name: x for name, x in os.environ.items() if name != "FLA_CACHE_RESULTS"}
+    environment |= {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout.count("right") == 2, done.stdout + done.stderr
+
+
 def test_public_things_are_documented():
     public = [getattr(allscan, name) for name in allscan.__all__]
     public += [getattr(allscan.device, name).fn for name in allscan.device.__all__ if name[0].islower()]
@@ -171,6 +250,9 @@ def test_doctor():
     for word in ("torch", "triton", "NVSHMEM", "transport   shm", "GPU tests", "self-test   2 ranks on cpu"):
         assert word in done.stdout
     assert subprocess.run([sys.executable, "-m", "allscan"], cwd=ROOT, capture_output=True).returncode == 2
+    for option, words in (("--version", allscan.__version__), ("--help", "allscan doctor")):
+        done = subprocess.run([sys.executable, "-m", "allscan", option], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and words in done.stdout
 
 
 @pytest.mark.cpu

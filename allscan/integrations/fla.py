@@ -11,9 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
-from fla.layers import attn as softmax_attention
-from fla.layers.utils import get_layer_cache, update_layer_cache
 
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator
@@ -22,7 +19,15 @@ from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..halos import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
+from . import needs
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
+
+try:
+    from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+    from fla.layers import attn as softmax_attention
+    from fla.layers.utils import get_layer_cache, update_layer_cache
+except ModuleNotFoundError as error:
+    raise needs(__name__, "flash-linear-attention>=0.6,<0.7") from error
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 

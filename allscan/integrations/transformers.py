@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator
@@ -25,8 +22,16 @@ from ..packing import TensorKey, boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..ssd import zeco_ssd
 from ..zigzag import zigzag_positions
+from . import needs
 from .recurrent import Piece, convolved, delta_rule
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
+
+try:
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ModuleNotFoundError as error:
+    raise needs(__name__, "transformers>=5.18,<5.24") from error
 
 NAME = "allscan"  # of the attention function
 SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
