@@ -5,11 +5,18 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+
+class Shift(NamedTuple):
+    """In place of a decay, for halo() of a rank with fewer tokens than travel: R_{p+1}[k] = R_p[k + rows] + state_p[k],
+    where there is such a row. Its adjoint shifts the other way."""
+
+    rows: int
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
@@ -90,7 +97,7 @@ def decay_target(decay, shape, device):
 
     Raises TypeError or ValueError unless it is a number, None, or a tensor broadcastable to one of these.
     """
-    if decay is None:
+    if decay is None or isinstance(decay, Shift):
         return None
     if not isinstance(decay, Tensor):
         if not isinstance(decay, numbers.Real):

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import check_tensor, check_transition, decay_rows, decay_target, integer, plain, signature_of
+from .checks import Shift, check_tensor, check_transition, decay_rows, decay_target, integer, plain, signature_of
 from .communicator import Communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -25,7 +26,7 @@ from .runtime import outside_inference_mode
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel
-from .shmem_kernels.scan import scan_kernel
+from .shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from .shmem_kernels.transition import transition_kernel
 from .tickets import new_tickets
 from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
@@ -265,7 +266,7 @@ class AllScan:
 
     def _description(self, kernel, reverse) -> str:
         name = getattr(kernel, "__name__", None) or kernel.fn.__name__
-        if name in ("scan_kernel", "transition_kernel", "rails_kernel"):
+        if name in ("scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel"):
             name = "scan"  # ranks may mix them
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
@@ -368,7 +369,7 @@ class AllScan:
     ) -> Any:  # fmt: skip
         """:meth:`scan` in a call of the communicator. signature: of (state, decay, transition, initial_state, out).
         ticket: as for :meth:`channel`, ``of_adjoint`` that of the forward launch."""
-        one_hop = decay is not None and not isinstance(decay, Tensor) and self._is_zero(decay)
+        one_hop = decay is not None and not isinstance(decay, Tensor) and self._one_hop(decay)
         key = signature, one_hop, adjoint, reverse, of_adjoint
         known = self._known.get(key)
         if known is None:
@@ -405,11 +406,14 @@ class AllScan:
             self._launch(launch, tensors, addresses, reverse, of_adjoint)
         return Work(self.comm, out, join, tensors)  # the ticket's memory is used there, too
 
-    def _is_zero(self, decay: Any) -> bool:
+    def _one_hop(self, decay: Any) -> bool | Shift:
+        """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
+        if isinstance(decay, Shift):
+            return decay
         return self._rails is None and isinstance(decay, numbers.Real) and decay == 0
 
     def _kind(
-        self, decay, transition, adjoint: bool, initial_state, one_hop: bool, reverse: bool, of_adjoint: bool
+        self, decay, transition, adjoint: bool, initial_state, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
     ) -> tuple[Any, bool]:  # fmt: skip
         """What is the same at all calls with such inputs, which were checked: (launch, whether the decay has all rows
         that a kernel reads)."""
@@ -419,6 +423,8 @@ class AllScan:
         else:
             strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)[1]
         has_decay = decay is not None and not one_hop
+        if isinstance(one_hop, Shift) and adjoint:
+            one_hop = Shift(-one_hop.rows)
         kind = transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse
         launch = self._launches.get((kind, of_adjoint))
         if launch is None:
@@ -462,7 +468,7 @@ class AllScan:
         )  # fmt: skip
 
     def _make_launch(
-        self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool, has_initial: bool,
+        self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool | Shift, has_initial: bool,
         reverse: bool = False,
     ) -> Any:  # fmt: skip
         """A Launch of a scan, ``dense`` with transitions. strides: of decays, or of rows and columns of transitions."""
@@ -472,11 +478,14 @@ class AllScan:
                 self._linked(rails_kernel), reverse, min(self.num_tiles, self._workspace.max_ctas),
                 stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=has_decay,
             )  # fmt: skip
+        num_warps = max(1, min(8, math.prod(self.tile) // 512))
+        if isinstance(one_hop, Shift):
+            return Launch(self._linked(shift_rows_kernel), (1,), rows=one_hop.rows, **fixed, num_warps=num_warps)
         if not dense:
             return Launch(
                 self._linked(scan_kernel), (min(self.num_tiles, self.max_ctas),),
                 stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=has_decay, ONE_HOP=one_hop,
-                num_warps=max(1, min(8, math.prod(self.tile) // 512)),
+                num_warps=num_warps,
             )  # fmt: skip
         tiles = -(-self.num_tiles // self.max_ctas)  # of a program
         return Launch(
@@ -562,6 +571,9 @@ class Work:
 
 def leaves(state: Tensor, decay, transition, prev: Tensor, adjoint: bool = False) -> Tensor:
     """What leaves a rank that ``prev`` enters, differentiable: decay * prev + state; of a decay that is 0, state."""
+    if isinstance(decay, Shift):
+        rows = -decay.rows if adjoint else decay.rows
+        return state + F.pad(prev, (0, 0, -rows, rows))  # negative: rows that are left out
     if transition is not None:  # float64, since torch may multiply float32 as TF32
         factor = transition.mT if adjoint else transition
         return (factor.double() @ prev.double() + state).float()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import boundaries, check_halves, integer, is_zigzag, signature_of
+from .checks import Shift, boundaries, check_halves, integer, is_zigzag, signature_of
 from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import KEPT, cached_table, get_or_create_scan, partition_start
@@ -25,26 +26,27 @@ def halo(
     x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
     first_token: int | None = None, layout: str = "contiguous",
 ) -> Xs:  # fmt: skip
-    """The n tokens that precede this rank's part of the sequence: the last n of the rank before. Differentiable.
+    """The n tokens that precede this rank's part of the sequence: the last n of the ranks before. Differentiable.
 
         out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]
 
     With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
 
-    x: [B, T, ...], this rank's T tokens, at least n; T may differ between ranks, other dimensions may not. Floats of
-        at most 32 bits, which travel as float32 (-0.0 may arrive as +0.0), or integers, which travel 16 bits a word and
-        arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
+    x: [B, T, ...], this rank's T tokens; T may differ between ranks, and be less than n or 0, other dimensions may not.
+        Floats of at most 32 bits, which travel as float32 (-0.0 may arrive as +0.0), or integers, which travel 16 bits
+        a word and arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
     cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
         the one at the cut count as none.
-    layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second, each
-        half of at least n tokens.
+    layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second.
     Returns [B, n, ...] like x, a tuple for a tuple. torch.compile takes it with fullgraph=True, but not the zigzag
-    layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits
-    for its neighbours only. The first call for a shape is collective on the host. For gradients every rank uses the
-    result, the first one too, which has zeros: else its own backward does not run, and the next call raises (in a
-    compiled function the others time out instead).
+    layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits for
+    its neighbours only; one with fewer than n tokens passes on those of ranks before it, and waits for them first. The
+    first call for a shape is collective on the host. For gradients every rank uses the result, the first one too,
+    which has zeros: else its own backward does not run, and the next call raises (in a compiled function the others
+    time out instead).
 
-    Raises ValueError (n, T, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan() raises.
+    Raises ValueError (n, an odd T in zigzag, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan()
+    raises.
 
         >>> before = allscan.halo(x, 3, comm=comm)                       # a causal convolution over 4 tokens:
         >>> y = conv(torch.cat([before, x], 1))                          # without padding of its own
@@ -55,7 +57,7 @@ def halo(
         return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
     xs = x if isinstance(x, tuple) else (x,)
     if _traceable(xs, n, comm, cu_seqlens, layout):
-        edge, T = _edges(xs, n, [0 if reverse else xs[0].shape[1] - n])[0], xs[0].shape[1]
+        edge, T = _edges(xs, n, 1, reverse)[0], xs[0].shape[1]
         found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
     return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout)
@@ -69,7 +71,7 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
         for x in xs
     )  # fmt: skip
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
-    return alike and type(n) is int and 1 <= n <= xs[0].shape[1] and layout == "contiguous" and (
+    return alike and type(n) is int and n >= 1 and layout == "contiguous" and (
         cu_seqlens is None or packed and len(cu_seqlens) > 1
     )  # fmt: skip
 
@@ -96,15 +98,13 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
             known[signature] = True
     zigzag, T = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
-    half = T // halves
-    edges = _edges(xs, n, [i * half if reverse else (i + 1) * half - n for i in range(halves)])
+    edges, decay = _edges(xs, n, halves, reverse), _decay(T // halves, n, reverse)
     inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
-    # decay 0: nothing comes from beyond the neighbour
     if not zigzag:
-        found = scan_once(edges[0], 0.0, comm, None, None, reverse, None, hop=True)
+        found = scan_once(edges[0], decay, comm, None, None, reverse, None, hop=True)
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
         there, back = edges[::-1] if reverse else edges
-        pair = scan_zigzag((there, back), (0.0, 0.0), comm, None, None, False, None, "zigzag", False, hop=True)
+        pair = scan_zigzag((there, back), (decay, decay), comm, None, None, False, None, "zigzag", False, hop=True)
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
@@ -130,13 +130,9 @@ def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
         zigzag = is_zigzag(layout)
-        halves = 1 + zigzag
         shape = (B, n, sum(_widths(xs)))
         if zigzag:
             check_halves(T)
-        if T // halves < n:
-            half = "half of " * zigzag
-            raise ValueError(f"x must have T of which {half}at least n = {n} tokens, got {_shapes(xs)}")
         for x in xs:
             if x.device != comm.device:
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
@@ -146,11 +142,22 @@ def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
     return n, cu_seqlens, first_token
 
 
-def _edges(xs, n, begins) -> list[Tensor]:
-    """The n tokens from each of ``begins`` on as float32 [B, n, words], of all ``xs`` side by side."""
+def _decay(T, n, reverse) -> Any:  # float | Shift
+    """0: nothing comes from beyond a rank that has n tokens; of one that has fewer what they leave room for."""
+    return 0.0 if T >= n else Shift(-T if reverse else T)
+
+
+def _edges(xs, n, halves, reverse) -> list[Tensor]:
+    """The last n tokens of each half as float32 [B, n, words], of all ``xs`` side by side; with ``reverse`` the first.
+    Zeros for those that a half does not have."""
+    half = xs[0].shape[1] // halves
+    if half < n:
+        missing = (0, 0, 0, n - half) if reverse else (0, 0, n - half, 0)
+        return [F.pad(edge, missing) for edge in _edges(xs, half, halves, reverse)]
+    begins = [i * half if reverse else (i + 1) * half - n for i in range(halves)]
     if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
         return [xs[0][:, a : a + n] for a in begins]
-    parts = [[_to_words(x[:, a : a + n].reshape(x.shape[0], n, -1)) for x in xs] for a in begins]
+    parts = [[_to_words(x[:, a : a + n].reshape(x.shape[0], n, math.prod(x.shape[2:]))) for x in xs] for a in begins]
     return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
 
 
@@ -192,7 +199,8 @@ def _hop(
         scan = get_or_create_scan(comm, edge.shape, agree)
         ticket = scan.ticket()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        found = scan.scan(edge, 0.0, reverse=reverse, channel=scan.channel(reverse, ticket=ticket))
+        decay, channel = _decay(T, edge.shape[1], reverse), scan.channel(reverse, ticket=ticket)
+        found = scan.scan(edge, decay, reverse=reverse, channel=channel)
         return found if inside is None else torch.where(inside, found, 0.0), ticket
 
 
@@ -211,8 +219,9 @@ def _hop_backward(
         scan = get_or_create_scan(comm, dfound.shape)
         inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
         dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
+        decay = _decay(T, dfound.shape[1], reverse)
         return scan.scan(
-            dfound.contiguous(), 0.0, adjoint=True, reverse=not reverse,
+            dfound.contiguous(), decay, adjoint=True, reverse=not reverse,
             channel=scan.channel(not reverse, adjoint_of=ticket),
         )  # fmt: skip
 
@@ -269,11 +278,12 @@ def _shapes(xs) -> str:
 
 def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
     """[n, 1] for each (first, end) of the ranges of this rank's tokens: whether the token beyond the cut is of the
-    sequence on this rank's side."""
+    sequence on this rank's side. Where it has no tokens, that which goes on over the cut."""
     table = []
     for first, end in tokens:
         here = end - 1 if reverse else first  # the token next to the cut
-        begin, finish = next((a, b) for a, b in zip(lengths, lengths[1:]) if a <= here < b)
+        found = ((a, b) for a, b in zip(lengths, lengths[1:]) if (a <= here < b if first < end else a < first < b))
+        begin, finish = next(found, (0, 0))
         places = range(end, end + n) if reverse else range(first - n, first)
         table += [[begin <= t < finish] for t in places]
     return to_device(torch.tensor(table, device="cpu"), device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel import allscan_begun, begin, send_ahead, shift_ahead, shift_begun
-from .links import NONE
-from .tiles import load_decays, load_tile, tile_offsets
+from .channel import BROKEN, allscan_begun, begin, finish, receive, send_ahead, shift_ahead, shift_begun
+from .links import NONE, post
+from .tiles import load_decays, load_tile, tile_offsets, tile_place
 
 
 @triton.jit
@@ -60,3 +60,42 @@ def scan_kernel(
         tl.store(p_out + offsets, b_prev, mask=inside)
         tile = next_tile
         b_state = b_next
+
+
+@triton.jit
+def shift_rows_kernel(
+    p_state,  # float32 [G, K, V]
+    p_unused,
+    p_initial,  # float32 [G, K, V]; not read without HAS_INITIAL
+    p_out,  # float32 [G, K, V], which is not p_state
+    channel,
+    rows,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
+    """R_{p+1}[k] = R_p[k + rows] + state_p[k], of rows 0 .. K - 1: see checks.Shift. The rows of a tile come from those
+    of others, so one program takes all tiles, and sends the first when it has the last."""
+    epoch, word, ok = begin(channel, 0)
+    tile = tl.program_id(0)
+    while tile < channel.num_tiles:
+        b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+        if HAS_INITIAL:
+            b_first = load_tile(p_initial, channel, tile, K, V)
+        b_prev, ok = receive(channel, tile, epoch, word, ok, b_first)
+        offsets, inside = tile_offsets(channel, tile, K, V)
+        tl.store(p_out + offsets, b_prev, mask=inside)
+        tile += 1
+    tl.debug_barrier()  # all of R is in p_out
+    tile = tl.program_id(0)
+    while tile < channel.num_tiles:
+        g, k, v = tile_place(channel, tile, K, V)
+        source = k + rows
+        there = (k < K)[:, None] & (source >= 0)[:, None] & (source < K)[:, None] & (v < V)[None, :]
+        b_passed = tl.load(p_out + g * (K * V) + source[:, None] * V + v[None, :], mask=there, other=0.0)
+        if ok:
+            post(channel, tile, epoch, word, load_tile(p_state, channel, tile, K, V) + b_passed)
+            finish(channel, tile, epoch)
+        else:  # of all tiles if of one
+            tl.store(channel.epoch + tile, BROKEN)
+        tile += 1

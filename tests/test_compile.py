@@ -18,7 +18,7 @@ from allscan.rails import warps_of
 from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.rails import RAILS, rails_kernel
-from allscan.shmem_kernels.scan import scan_kernel
+from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.streams import Streams
 from allscan.tiling import transition_blocks, transition_tile
@@ -78,6 +78,18 @@ def test_scan_signals(recv, send, waits_signal, posts, faults, one_hop, tile, nu
 @pytest.mark.parametrize("tile", [(1, 128), (4, 128), (16, 16)])
 def test_scan_tiles_do_not_spill(tile):
     assert compile_scan(SENTINEL, SENTINEL, tile).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("link", [NONE, SENTINEL, SIGNAL, PUT])
+@pytest.mark.parametrize("tile, num_warps", [((1, 128), 1), ((16, 128), 4)])
+def test_shifted_rows(tile, num_warps, link):
+    channel, constants = channel_type(link.value, link.value, BK=tile[0], BV=tile[1], ADJOINT=True)
+    arguments = pointers("p_state p_unused p_initial p_out", "*fp32") | {"rows": "i32", "channel": channel}
+    values = {"channel": constants, "K": 128, "V": 128, "HAS_INITIAL": True}
+    libraries = nvshmem.extern_libs() if link == PUT else None
+    compiled = Compiled(shift_rows_kernel, arguments, values, num_warps=num_warps, extern_libs=libraries)
+    assert compiled.spilled_bytes == 0
+    assert compiled.count(r"bar\.sync") > 0  # before rows are read that other threads have written
 
 
 @pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous

@@ -8,9 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import allscan
+from allscan.checks import Shift
 from allscan.reference import delta_reference, gla_reference, ssd_reference
 from support.fla import import_fla
-from support.values import error, place
+from support.values import chunks, error, place
 
 REFERENCES = {
     "zeco_gla": gla_reference, "zeco_kda": delta_reference, "zeco_gated_delta_rule": delta_reference,
@@ -112,3 +113,126 @@ def test_delta_rules(run, size, name, packed):
 @pytest.mark.parametrize("name", REFERENCES)
 def test_zigzag(run, name, packed, size=2):
     check(run(size, few_case, name, IN_ZIGZAG, packed, "zigzag"))
+
+
+def halo_case(group, n, batches, reverse, packed, layout):
+    """halo() of a tuple, of what integers and floats with special values there are: as they are; and its gradient."""
+    zigzag = layout == "zigzag"
+    with allscan.Communicator(group, timeout=60) as comm:
+        for tokens, boundary in batches:
+            tokens = tokens[: comm.size]
+            total, batch = sum(tokens), 1 if packed else 2
+            lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
+            generator = torch.Generator().manual_seed(total)
+            whole = torch.randn(batch, total, 3, 2, generator=generator).to(comm.device).requires_grad_()
+            names = torch.randint(-(2**63), 2**63 - 1, (batch, total), generator=generator).to(comm.device)
+            expected, weighted = [], 0.0
+            for rank, begin, end in chunks(tokens, zigzag):
+                at = range(end, end + n) if reverse else range(begin - n, begin)
+                here = end - 1 if reverse and begin < end else begin
+                cuts = list(zip(lengths, lengths[1:])) if packed else [(0, total)]
+                least = here if begin < end else begin - 1  # without tokens: a sequence on both sides of the cut
+                own = [(a, b) for a, b in cuts if a <= least and here < b] if packed else cuts
+                first, last = own[0] if own else (0, 0)
+                for t in at:
+                    there = first <= t < last
+                    pair = [x[:, t] if there else torch.zeros_like(x[:, :1].sum(1)) for x in (whole, names)]
+                    weight = 1 + rank + 2 * len(expected)
+                    weighted = weighted + weight * pair[0].sin().sum()
+                    expected.append((rank, weight, pair))
+            (weighted + 0 * whole.sum()).backward()
+            own = [(w, pair) for rank, w, pair in expected if rank == comm.rank]
+            mine = place(comm, tokens, zigzag)
+            x = whole.detach()[:, mine].requires_grad_()
+            found, numbers = allscan.halo(
+                (x, names[:, mine]), n, comm=comm, reverse=reverse, cu_seqlens=lengths, layout=layout
+            )
+            assert found.requires_grad and found.shape[1] == len(own)
+            weights = torch.tensor([float(w) for w, _ in own], device=comm.device)[None, :, None, None]
+            (weights * found.sin()).sum().backward()
+            assert torch.equal(found, torch.stack([pair[0] for _, pair in own], 1)), (tokens, found)
+            assert torch.equal(numbers, torch.stack([pair[1] for _, pair in own], 1)), tokens
+            assert error(x.grad, whole.grad[:, mine]) < 1e-6, tokens
+        return comm.size
+
+
+SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1), 4), *BATCHES[2:]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_halo(run, size, reverse, packed):
+    for n in (1, 3):
+        run(size, halo_case, n, SHORT, reverse, packed, "contiguous")
+    run(size, halo_case, 20, SHORT, reverse, packed, "contiguous")  # more than several ranks have
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_halo_in_zigzag(run, size, reverse, packed):
+    run(size, halo_case, 3, [*IN_ZIGZAG, ((4,) * 4, 3)], reverse, packed, "zigzag")
+
+
+def tiles_case(group, depth, protocol, reverse):
+    """Rows that pass a rank with few tokens, of tiles of part of the rows and columns, and where all others send ahead;
+    more scans than the next rank's inbox holds. Every rank differs in how many tokens it has."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        n, words = 7, 9
+        scan = allscan.AllScan(comm, (2, n, words), tile=(2, 4), depth=depth, protocol=protocol)
+        order = range(comm.size)[:: -1 if reverse else 1]
+        for number in range(12):
+            generator = torch.Generator().manual_seed(number)
+            tokens = [(0, 9, 3, 5, 1, 7, 6)[(number + 2 * rank) % 7] for rank in range(comm.size)]
+            for adjoint in (False, True):
+                states = [torch.randn(2, n, words, generator=generator) for _ in order]
+                carry = torch.zeros(2, n, words)
+                for rank in order:
+                    if rank == comm.rank:
+                        expected = carry
+                    rows = -tokens[rank] if adjoint else tokens[rank]
+                    shifted = torch.stack([carry[:, k + rows] if 0 <= k + rows < n else torch.zeros(2, words)
+                                           for k in range(n)], 1)  # fmt: skip
+                    carry = shifted + states[rank]
+                few = tokens[comm.rank] < n
+                found = scan.scan(states[comm.rank].to(comm.device), Shift(tokens[comm.rank]) if few else 0.0,
+                                  adjoint=adjoint, reverse=reverse)  # fmt: skip
+                assert torch.equal(found.cpu(), expected), (number, adjoint)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("depth, protocol", [(1, "auto"), (2, "signal"), (3, "auto")])
+@pytest.mark.parametrize("size", [1, 4])
+def test_shifted_rows(run, size, depth, protocol, reverse):
+    run(size, tiles_case, depth, protocol, reverse)
+
+
+def compiled_case(group):
+    """halo(), and an operator, in a function that torch.compile takes whole."""
+    with allscan.Communicator(group, timeout=60) as comm:
+
+        def layer(x):
+            both = torch.cat([allscan.halo(x, 3, comm=comm), x], 1)
+            y = sum(both[:, i : i + x.shape[1]] for i in range(4))
+            q = y.unflatten(-1, (1, 16))
+            o, _ = allscan.zeco_gla(q, q, q, F.logsigmoid(q), comm=comm)
+            return o.flatten(2)
+
+        compiled, errors = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+        for tokens, _ in SHORT[:6]:
+            tokens = tokens[: comm.size]
+            x = torch.randn(2, sum(tokens), 16, generator=torch.Generator().manual_seed(0)).to(comm.device)
+            found = []
+            for function in (layer, compiled):
+                own = x[:, place(comm, tokens)].clone().requires_grad_()
+                o = function(own)
+                o.square().sum().backward()
+                found += o.detach(), own.grad
+            errors += error(found[2], found[0]), error(found[3], found[1])
+        return max(errors)
+
+
+@pytest.mark.cpu
+def test_compiled(run, size=3):
+    assert max(run(size, compiled_case)) < 1e-6
