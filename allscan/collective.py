@@ -160,7 +160,7 @@ class AllScan:
         comm = self.comm
         if self._closed:
             return
-        if comm.size > 1 and not (comm.closed or comm.broken or comm.order.lost is not None):
+        if comm.size > 1 and not (comm.closed or comm.broken or comm.gone or comm.order.lost is not None):
             comm.drain()
             comm.exchange("close", f"AllScan.close, of shape {self.shape}")
             for offset in self._workspace.offsets:

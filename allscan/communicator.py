@@ -20,8 +20,8 @@ from .bindings.interpreter import prepare_interpreter
 from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
-from .rendezvous import Abandoned, Rendezvous, by_rank
-from .runtime import init, outside_inference_mode, resolve_transport, symmetric_heap
+from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank
+from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
 
@@ -164,13 +164,21 @@ class Communicator:
                     raise ValueError(f"the ranks of a node must map each other, in nodes of {given} not all do")
                 self.nodes = None
         self.algorithm_for(0)
-        self.order = Order(rendezvous.private() if self.size > 1 else rendezvous, self.timeout)
+        record = self._record
+        self.order = Order(
+            rendezvous.private() if self.size > 1 else rendezvous, self.timeout, lambda: bool(record[_SET])
+        )
         self._closed = False
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
         return self._closed
+
+    @property
+    def gone(self) -> bool:
+        """Whether torch.distributed was ended, or begun anew, since this communicator was made."""
+        return self.order.rendezvous.gone
 
     @property
     def broken(self) -> bool:
@@ -193,15 +201,23 @@ class Communicator:
             rank, neighbour, tile, expected, seen = found
             job_ranks = self._ranks[rank], self._ranks[neighbour]
             if kind == wait.OUT_OF_STEP.value:
-                raise different_tags(rank, neighbour, tile, expected, seen, others, job_ranks)
-            raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others, job_ranks)
+                raise self.order.told(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
+            raise self.order.told(
+                AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others, job_ranks)
+            )
         raise AllScanOutOfStep(str(self.order.lost))
 
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
 
-        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far."""
-        return self.order.exchange(value, what)
+        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far, or if one of them has
+        raised it, or AllScanTimeout, and makes no further calls."""
+        try:
+            return self.order.exchange(value, what)
+        except AllScanOutOfStep:
+            if self.broken:
+                self.check()  # says more
+            raise
 
     def call(self, reverse: bool = False) -> AbstractContextManager[None]:
         """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
@@ -226,36 +242,37 @@ class Communicator:
         kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used,
         and their backward passes raise. Graphs that were captured before stay good. No memory is taken or lost.
 
-        Raises RuntimeError if a rank does not come, or if the ranks do not have the same AllScans.
+        Raises RuntimeError if a rank does not come (after a fault that this rank knows of within twice ``timeout``, in
+        which the others hear of it), or if the ranks do not have the same AllScans.
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
         self.drain()
+        excuse = self.order.excuse_after_fault(FAILED, 2)
         scans = sorted(self.collectives, key=lambda scan: scan.number)
         rendezvous = self.order.rendezvous
         while True:
             # another rank may just have learnt of it in another call: it comes next
-            with contextlib.suppress(AllScanOutOfStep):
-                specs = rendezvous.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync")
+            with contextlib.suppress(AllScanOutOfStep, Refused):
+                specs = rendezvous.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync", excuse)
                 break
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         rendezvous.take_back("refused")
+        rendezvous.forget_fault()
         for words in (self.record, self.fault, self.step_word):
             words.zero_()
         for scan in scans:
             scan.reset()
         self.drain()
         self.order.restart()
-        rendezvous.exchange(None, "the end of Communicator.resync")
+        rendezvous.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this and its device work so far is done.
 
-        Raises what :meth:`check` raises; AllScanOutOfStep on every rank if they have not made equally many calls."""
-        if self.order.lost is not None and not (self._closed or self.broken):
-            with contextlib.suppress(RuntimeError):
-                self.exchange("barrier", "Communicator.barrier")  # so that the others hear of it too
+        Raises what :meth:`check` raises, without waiting for anybody, and the others AllScanOutOfStep then; this on
+        every rank if they have not made equally many calls."""
         self.check()
         self.streams.synchronize()
         self.check()
@@ -263,39 +280,54 @@ class Communicator:
 
     def close(self) -> None:
         """Give the workspaces back. Collective, unless the communicator is broken: then close() returns at once. Where
-        it is broken on any rank the memory stays taken on all, because a late rank may still write into it.
+        it is broken on any rank the memory stays taken on all, because a late rank may still write into it. So it does,
+        with a warning, where the ranks cannot hear of each other any more, because torch.distributed was ended.
 
-        Raises AllScanOutOfStep on every rank, after it has closed, if they have not made equally many calls, and nobody
-        has raised it before."""
+        After a fault that this rank knows of it waits no longer than ``timeout`` for the others.
+        Raises AllScanOutOfStep, after it has closed, where this rank has not raised it before: on every rank if they
+        have not made equally many calls, and if one of them has raised it, or AllScanTimeout, and does not come."""
         if self._closed:
             return
-        if self.broken:
+        if self.broken or self.gone:
             self.streams.synchronize()
         else:
             self.drain()
-        made = self._leave(self.broken)
-        if made:
+        made: tuple = ()
+        lost: str | None = None
+        try:
+            made = self._leave(self.broken)
+        except AllScanOutOfStep as error:
+            lost = str(error)
+        except StoreGone as error:
+            warnings.warn(f"{self!r} is closed without the other ranks: {error}. Its memory stays taken", stacklevel=2)
+        if not made:
+            desert()
+        else:
             for offset in self._offsets:
                 self.heap.arena.free(offset)
         self.attributes.clear()
         self._closed = True
         if self.order.has_refused:
             self.order.rendezvous.take_back("refused")
-        if len(set(made)) > 1 and self.order.lost is None:
-            raise AllScanOutOfStep("the ranks have made different numbers of calls: " + by_rank(made))
+        if len(set(made)) > 1:
+            lost = "the ranks have made different numbers of calls: " + by_rank(made)
+        if lost is not None and self.order.lost is None:
+            raise AllScanOutOfStep(lost)
 
     def _leave(self, broken: bool) -> tuple:
         """Tell the other ranks that this one leaves, and wait for them unless it is broken. What calls each of them has
-        made; nothing if any is broken."""
+        made; nothing if any is broken. Raises AllScanOutOfStep if a rank does not come after a fault, and StoreGone."""
         order = self.order
         if self.size == 1:
             return () if broken else (order.calls_made(),)
         if broken:
+            order.tell("has closed its communicator alone, after an error")
             order.rendezvous.abandon("close", "is broken")
             return ()
         why = f", refused {order.refused[0]}" if order.refused else ""
         try:
-            return tuple(order.rendezvous.meet("close", order.calls_made() + why, "Communicator.close"))
+            excuse = order.excuse_after_fault(LOST, 1)
+            return tuple(order.rendezvous.meet("close", order.calls_made() + why, "Communicator.close", excuse, True))
         except Abandoned:
             return ()
 
@@ -307,11 +339,13 @@ class Communicator:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
             self._leave(broken=True)
+            desert()
             _buffers_kept_alive.append(self._buffers)
             self._closed = True
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
+            desert()
             _buffers_kept_alive.append(self._buffers)
             warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
 

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from .errors import REMEDY, AllScanOutOfStep, names_of
-from .rendezvous import Refused, Rendezvous, by_rank
+from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
+
+E = TypeVar("E", bound=Exception)
 
 SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether all have
 
@@ -29,11 +32,11 @@ SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether
 class Order:
     """The calls of one communicator as this rank has made them, and what the other ranks are told of them.
 
-    timeout: of the communicator, in seconds.
+    timeout: of the communicator, in seconds. broken(): whether a kernel of this rank has given up.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout: float) -> None:
-        self.rendezvous, self._timeout = rendezvous, timeout
+    def __init__(self, rendezvous: Rendezvous, timeout: float, broken: Callable[[], bool]) -> None:
+        self.rendezvous, self._timeout, self._broken = rendezvous, timeout, broken
         self.generation = -1  # how often restart() was called
         self.restart()
 
@@ -46,8 +49,10 @@ class Order:
         self.inside = False  # in a call; what it calls is part of it
         self.everywhere = False  # the error that ends the present call is raised on all ranks alike
         self.refused: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
-        self._refusals: list[tuple[int, str]] = []  # a rank that has settled one may refuse the next before others have
+        # the last two: a rank that has settled one may refuse the next before others have settled it
+        self._refusals: list[tuple[int, str]] = []
         self.lost: str | None = None  # why this rank is out of step for certain
+        self._told = False  # the others, that this rank makes no further calls
 
     @property
     def has_refused(self) -> bool:
@@ -65,7 +70,19 @@ class Order:
     def out_of_step(self, why: str) -> AllScanOutOfStep:
         """The error that this rank raises from now on."""
         self.lost = why
-        return AllScanOutOfStep(why)
+        return self.told(AllScanOutOfStep(why))
+
+    def told(self, error: E) -> E:
+        """``error``, after which this rank makes no further calls: the others hear of it, and wait for it no longer."""
+        text = str(error).removesuffix(f"{REMEDY}.").rstrip(" .;")
+        self.tell(f"has raised {type(error).__name__}: {text}")
+        return error
+
+    def tell(self, why: str) -> None:
+        """The same, in words; the first time."""
+        if not self._told:
+            self._told = True
+            self.rendezvous.tell_fault(why)
 
     def enter_call(self, reverse: bool) -> None:
         """One call of a user's begins: it counts."""
@@ -85,7 +102,7 @@ class Order:
 
     def _refuse(self, error: BaseException) -> None:
         self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
-        self._refusals = [*self._refusals[-99:], self.refused]
+        self._refusals = [*self._refusals[-1:], self.refused]
         self.rendezvous.post("refused", self._refusals)
 
     def _settle(self) -> None:
@@ -94,8 +111,7 @@ class Order:
         number, why = self.refused
         deadline = time.monotonic() + min(SETTLE_S, self._timeout)
         while True:
-            refused = self.rendezvous.posted("refused").values()
-            if sum(any(number == n for n, _ in of_a_rank) for of_a_rank in refused) == self.rendezvous.size:
+            if self._refused_by_all(number, self.rendezvous.posted("refused")):
                 self.refused = None
                 return
             if time.monotonic() > deadline:
@@ -105,6 +121,9 @@ class Order:
             f"rank {self.rendezvous.rank} has refused its call {number} ({why}), and not all ranks have; it would pair "
             f"its calls with others of theirs. {REMEDY}."
         )
+
+    def _refused_by_all(self, number: int, refused: dict[int, Any]) -> bool:
+        return sum(any(number == n for n, _ in some) for some in refused.values()) == self.rendezvous.size
 
     def _refused_by_another(self) -> str | None:
         """Who has refused the call that this rank is in, and why."""
@@ -116,15 +135,51 @@ class Order:
         return None
 
     def refusals_of_others(self) -> str:
-        """What other ranks have refused last, as sentences; "" for nothing."""
+        """What other ranks have refused last, and not all have, as sentences; "" for nothing."""
         refused = self.rendezvous.posted("refused")
-        return _sentences({p: of_a_rank[-1] for p, of_a_rank in refused.items() if p != self.rendezvous.rank})
+        last = {p: of_a_rank[-1] for p, of_a_rank in refused.items() if p != self.rendezvous.rank}
+        return _sentences({p: some for p, some in last.items() if not self._refused_by_all(some[0], refused)})
+
+    def fault(self) -> str | None:
+        """Why this rank or another one, as far as it has said so, makes no further calls."""
+        if self._broken():
+            return f"rank {self.rendezvous.rank} has waited in vain for another one"
+        return self.rendezvous.fault()
+
+    def _excuse(self, _: Callable[[], int]) -> str | None:
+        """Of an exchange that is part of a call, or a call by itself: nobody comes after a fault."""
+        if self.inside and (reason := self._refused_by_another()):
+            return REFUSED + reason
+        fault = self.fault()
+        return fault and LOST + fault
+
+    def excuse_after_fault(self, kind: str, times: float) -> Excuse:
+        """Of an exchange that ranks come to after a fault, too: decided by ``kind`` once ``times`` the time-out has
+        passed since this rank knows of one."""
+        known: float | None = None
+        limit = times * self._timeout + GRACE_S
+
+        def excuse(missing: Callable[[], int]) -> str | None:
+            nonlocal known
+            fault = self.fault()
+            if fault is None and self.refused is not None:
+                number, why = self.refused
+                if not self._refused_by_all(number, self.rendezvous.posted("refused")):
+                    fault = f"rank {self.rendezvous.rank} has refused its call {number}: {why}"
+            if fault is None:
+                known = None
+                return None
+            known = time.monotonic() if known is None else known
+            if time.monotonic() - known < limit:
+                return None
+            return f"{kind}rank {missing()} (global) did not come within {limit:g} s after a fault: {fault}"
+
+        return excuse
 
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value`` in rank order; see :meth:`Communicator.exchange`."""
         try:
-            excuse = self._refused_by_another if self.inside else None
-            answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what, excuse)
+            answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what, self._excuse)
         except Refused:
             raise  # this rank refuses the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
@@ -153,7 +208,10 @@ class Order:
         self.launches += 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            answers = self.rendezvous.exchange(what, f"launch {self.launches}")
+            answers = self.rendezvous.exchange(what, f"launch {self.launches}", self._excuse)
+        except Refused:
+            self.launches -= 1  # this rank refuses the call, too
+            raise
         except AllScanOutOfStep as problem:  # another rank is not about to launch anything
             raise self.raised_everywhere(self.out_of_step(f"{problem}; this rank launches {what}. {REMEDY}.")) from None
         except RuntimeError as error:

@@ -22,7 +22,10 @@ GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits
 
 EXCUSE_S = 0.2  # how often a rank that waits looks whether another one has said that it will not come
 
-_DONE, _FAILED, _REFUSED, _ABANDONED = "done ", "failed ", "refused ", "abandoned "  # how a decision begins
+# How a decision begins. REFUSED, LOST: the call that the exchange is part of, by a rank; the order of calls
+_DONE, FAILED, REFUSED, LOST, ABANDONED = "done ", "failed ", "refused ", "lost ", "abandoned "
+
+Excuse = Callable[[Callable[[], int]], str | None]  # of which rank has not come: how to decide without it, if at all
 
 _world: Any = None  # torch.distributed's default group that the following are of
 _exchanges: dict[str, int] = {}  # name of a rendezvous -> how many exchanges it has had: equal on all its ranks
@@ -35,6 +38,10 @@ class Abandoned(RuntimeError):
 
 class Refused(RuntimeError):
     """A rank does not come because it has refused the call that the exchange is part of."""
+
+
+class StoreGone(RuntimeError):
+    """The store does not answer, or is of a job that has ended."""
 
 
 def by_rank(values: Iterable) -> str:
@@ -68,10 +75,11 @@ class Rendezvous:
         makes the name."""
         return Rendezvous(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
 
-    def exchange(self, value: Any, what: str, excuse: Callable[[], str | None] | None = None) -> list:
+    def exchange(self, value: Any, what: str, excuse: Excuse | None = None) -> list:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
-        ``excuse()``: why a rank will not come, if that is known; then the exchange ends with Refused.
+        ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
+        with REFUSED they raise Refused, with LOST AllScanOutOfStep.
         Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S or is interrupted."""
         if self.size == 1:
             return [value]
@@ -92,8 +100,9 @@ class Rendezvous:
                     return str(number)
                 self._read(store, base)
 
-    def meet(self, topic: str, value: Any, what: str, excuse: Callable[[], str | None] | None = None) -> list:
-        """An exchange that comes once in the life of this rendezvous, under a topic of its own.
+    def meet(self, topic: str, value: Any, what: str, excuse: Excuse | None = None, last: bool = False) -> list:
+        """An exchange that comes once in the life of this rendezvous, under a topic of its own. last: it is the last
+        one, and processes may end behind it.
 
         Raises Abandoned on all ranks if one of them has called :meth:`abandon`."""
         store, base = self._store(), f"{self._prefix}{topic}/"
@@ -104,31 +113,36 @@ class Rendezvous:
                 decision = self._decision(store, base, excuse)
         except BaseException as error:
             why = f"was interrupted by {type(error).__name__}"
-            self._decide(store, base, f"{_FAILED}rank {self.ranks[self.rank]} (global) {why}")
-            self._read(store, base)
+            self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
+            self._read(store, base, last)
             raise
-        self._read(store, base)
-        if decision.startswith(_ABANDONED):
-            raise Abandoned(f"{what}: {decision.removeprefix(_ABANDONED)}")
-        if decision.startswith(_REFUSED):
-            raise Refused(f"{what}: {decision.removeprefix(_REFUSED)}")
-        if decision.startswith(_FAILED):
-            reason = decision.removeprefix(_FAILED)
+        self._read(store, base, last)
+        for kind, error_of in ((ABANDONED, Abandoned), (REFUSED, Refused), (LOST, AllScanOutOfStep)):
+            if decision.startswith(kind):
+                raise error_of(f"{what}: {decision.removeprefix(kind)}")
+        if decision.startswith(FAILED):
+            reason = decision.removeprefix(FAILED)
             raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
         values = _read_json(decision.removeprefix(_DONE))
         if json.dumps(values[self.rank]) != word:
             raise RuntimeError(f"{what}: the answer is of another exchange, {values[self.rank]} instead of {word}")
+        if last or self.ranks[self.rank] == 0:  # which has the store, as a rule
+            self._until_read(store, base)
         return list(values)
 
     def abandon(self, topic: str, why: str) -> None:
-        """In place of :meth:`meet`, without waiting for anybody."""
+        """In place of the last :meth:`meet`, without waiting for anybody."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             store, base = self._store(), f"{self._prefix}{topic}/"
-            self._decide(store, base, f"{_ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
-            self._read(store, base)
+            self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
+            self._read(store, base, last=True)
 
     def _decision(self, store, base: str, excuse) -> str:
         """What has been decided. O(1) requests a rank, but for who is missing where one is."""
+
+        def missing() -> int:
+            return next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
+
         limit = min(EXCHANGE_TIMEOUT_S, ABSENT_TIMEOUT_S) if _absent & set(self.ranks) else EXCHANGE_TIMEOUT_S
         keys = [f"{base}{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
@@ -140,14 +154,14 @@ class Rendezvous:
                 self._decide(store, base, f"{_DONE}[{', '.join(words)}]")
                 break
             if time.monotonic() > deadline:
-                missing = next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
-                self._decide(store, base, f"{_FAILED}rank {missing} (global) did not come within {limit:g} s")
-                _absent.add(missing)
+                absent = missing()
+                self._decide(store, base, f"{FAILED}rank {absent} (global) did not come within {limit:g} s")
+                _absent.add(absent)
                 break
             if excuse is not None and time.monotonic() - looked > EXCUSE_S:
                 looked = time.monotonic()
-                if reason := excuse():
-                    self._decide(store, base, _REFUSED + reason)
+                if excused := excuse(missing):
+                    self._decide(store, base, excused)
                     break
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -162,24 +176,36 @@ class Rendezvous:
         with contextlib.suppress(dist.DistError):
             store.compare_set(f"{base}decision", "", decision)
 
-    def _read(self, store, base: str) -> None:
-        """This rank has read the decision; the last one removes what was written."""
+    def _read(self, store, base: str, last: bool = False) -> None:
+        """This rank has read the decision; the last one removes what was written, behind the last exchange all."""
         with contextlib.suppress(dist.DistError):
             if store.add(f"{base}read", 1) == self.size:
-                for key in (*range(self.size), "decision", "read"):
+                if last:
+                    self.forget_fault()
+                for key in (*range(self.size), "read", "decision"):
                     store.delete_key(f"{base}{key}")
+
+    @staticmethod
+    def _until_read(store, base: str) -> None:
+        """Return when all ranks have read the decision, GRACE_S later at the latest: this process may have the store,
+        and end next."""
+        deadline, pause = time.monotonic() + GRACE_S, 1e-4
+        with contextlib.suppress(dist.DistError):
+            while store.check([f"{base}decision"]) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, 5e-3)
 
     def post(self, topic: str, value: Any) -> None:
         """Leave a value for whoever looks."""
         if self.size > 1:
-            with contextlib.suppress(dist.DistError):
+            with contextlib.suppress(dist.DistError, StoreGone):
                 self._store().set(f"{self._prefix}{topic}/{self.rank}", json.dumps(value))
                 self._store().set(f"{self._prefix}{topic}/any", "")
 
     def take_back(self, topic: str) -> None:
         """Remove what this rank has left. After all ranks have seen what is still of interest."""
         if self.size > 1:
-            with contextlib.suppress(dist.DistError):
+            with contextlib.suppress(dist.DistError, StoreGone):
                 for key in (self.rank, "any"):
                     self._store().delete_key(f"{self._prefix}{topic}/{key}")
 
@@ -195,14 +221,39 @@ class Rendezvous:
         except (dist.DistError, RuntimeError):
             return {}
 
+    def tell_fault(self, why: str) -> None:
+        """Let all ranks know of a fault; the first one is kept, until :meth:`forget_fault`."""
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError, StoreGone):
+                self._store().compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")
+
+    def fault(self) -> str | None:
+        """The fault that a rank has told of."""
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError, StoreGone):
+                store, key = self._store(), f"{self._prefix}fault"
+                if store.check([key]):
+                    return store.get(key).decode()
+        return None
+
+    def forget_fault(self) -> None:
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError, StoreGone):
+                self._store().delete_key(f"{self._prefix}fault")
+
+    @property
+    def gone(self) -> bool:
+        """Whether this rendezvous belongs to a job that has ended: torch.distributed was, or was begun anew."""
+        return self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world)
+
     @property
     def _prefix(self) -> str:
         return f"allscan/{self.name}/"
 
     def _store(self):
-        """Raises RuntimeError if this rendezvous belongs to a job that has ended."""
-        if not dist.is_initialized() or dist.group.WORLD is not self._world:
-            raise RuntimeError("torch.distributed was ended, or begun anew, since this communicator was made")
+        """Raises StoreGone if this rendezvous belongs to a job that has ended."""
+        if self.gone:
+            raise StoreGone("torch.distributed was ended, or begun anew, since this communicator was made")
         return dist.distributed_c10d._get_default_store()
 
     @staticmethod
@@ -230,6 +281,6 @@ def _store_errors(what: str) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise RuntimeError(
+        raise StoreGone(
             f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from .bindings import nvshmem_host
 from .bindings.arena import arena_bytes
 from .bindings.cuda_ipc import CudaIpcHeap
 from .bindings.interpreter import prepare_interpreter
@@ -25,6 +27,7 @@ R = TypeVar("R")
 _heap: SymmetricHeap | None = None
 _job: Any = None  # torch.distributed's default group when the heap was made
 _users: weakref.WeakSet = weakref.WeakSet()  # communicators that were made since
+_deserted = False  # whether one of them has ended without all of its ranks, of which some may be gone
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,7 +55,8 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     transport: "nvshmem" (one process a GPU; the current CUDA device is used), "ipc" (CUDA IPC: processes of one host,
         which may share GPUs, for tests; without puts), "shm" (processes without GPUs, for Triton's interpreter), or
         "auto": "nvshmem" where CUDA is, or "ipc" if ``ALLSCAN_TRANSPORT`` says so.
-    Raises RuntimeError if the transport is missing, ValueError for a bad size or name, or if ranks disagree.
+    Raises RuntimeError if the transport is missing, or NVSHMEM was left by :func:`finalize`; ValueError for a bad size
+    or name, or if ranks disagree.
 
         >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
     """
@@ -76,8 +80,15 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     def exchange(value):
         return everybody.exchange(value, "allscan.init, collective over the job")
 
-    if len(set(transports := exchange(transport))) > 1:
-        raise ValueError(f"ranks ask for different transports: {transports}")
+    left = transport == "nvshmem" and nvshmem_host.left_behind
+    transports, anybody_left = zip(*exchange((transport, left)), strict=True)
+    if len(set(transports)) > 1:
+        raise ValueError(f"ranks ask for different transports: {list(transports)}")
+    if any(anybody_left):
+        raise RuntimeError(
+            f"ranks {[rank for rank, left in enumerate(anybody_left) if left]} need a new process: finalize() has left "
+            "NVSHMEM there as it was, since its end is collective and ranks were gone"
+        )
     if transport == "nvshmem":
         _heap = NvshmemHeap(dist.get_rank(), everybody.size, exchange, heap_bytes)
     elif transport == "ipc":
@@ -91,16 +102,45 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
 def finalize() -> None:
     """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use.
 
-    Raises RuntimeError, before anything is given back, if a Communicator is open.
+    Communicators of a torch.distributed that was ended, or begun anew, since, cannot be closed together any more: they
+    are closed here, with a warning, and the next init() works. But NVSHMEM's end is collective: where ranks may be gone
+    (such a communicator, or one that closed without the others, and ranks that cannot be asked, or do not come) its
+    memory is left, with a warning, and init() over it needs a new process.
+    Raises RuntimeError, before anything is given back, if another Communicator is open.
     """
-    global _heap, _job
+    global _heap, _job, _deserted
     if _heap is None:
         return
-    if still_open := [repr(user) for user in _users if not user.closed]:
+    users = [user for user in _users if not user.closed]
+    if still_open := [repr(user) for user in users if not user.gone]:
         raise RuntimeError(f"finalize() with open communicators: {'; '.join(still_open)}. close() them first")
-    _heap.close()
+    for user in users:
+        user.close()
+    together = not _deserted
+    if _heap.transport == "nvshmem" and dist.is_initialized() and dist.group.WORLD is _job:
+        together = _all_come()
+    _heap.close(together)
+    if not together and nvshmem_host.left_behind:
+        warnings.warn("finalize() has left NVSHMEM as it was: ranks may be gone, and its end is collective. "
+                      "allscan.init() over NVSHMEM needs a new process", stacklevel=2)  # fmt: skip
     _heap = _job = None
+    _deserted = False
     _users.clear()
+
+
+def _all_come() -> bool:
+    """Whether all ranks of the job are at finalize()."""
+    try:
+        Rendezvous(range(dist.get_world_size())).exchange(None, "allscan.finalize, collective over the job")
+    except RuntimeError:
+        return False
+    return True
+
+
+def desert() -> None:
+    """A communicator has ended without all of its ranks."""
+    global _deserted
+    _deserted = True
 
 
 def symmetric_heap(user: Any = None) -> SymmetricHeap:

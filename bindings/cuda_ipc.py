@@ -11,6 +11,8 @@ import torch
 from .arena import Arena, arena_bytes, check_alike
 from .nvshmem_host import Address
 
+_left: list[torch.Tensor] = []  # blocks into which kernels of other ranks may still write
+
 
 class CudaIpcHeap:
     """One block a process. Collective over the job; ``exchange(value) -> list`` gathers what JSON knows from every
@@ -28,6 +30,7 @@ class CudaIpcHeap:
         hosts, sizes, handles = zip(*exchange((os.uname().nodename, self.arena.size, coded)), strict=True)
         if len(set(hosts)) > 1:
             raise RuntimeError(f"transport 'ipc' is for the processes of one host, these are on {sorted(set(hosts))}")
+        _left.clear()  # all ranks have closed the heaps of these by now, and have waited for their kernels
         check_alike(sizes)
         self.pes = list(range(len(handles)))
         self._peers: dict[int, torch.UntypedStorage] = {}
@@ -56,8 +59,10 @@ class CudaIpcHeap:
     def quiet(self) -> None:
         """There are no puts."""
 
-    def close(self) -> None:
-        """Collective: give the block back."""
+    def close(self, together: bool) -> None:
+        """Collective: give the block back; not ``together`` when the ranks make the next heap."""
         torch.cuda.synchronize(self.device)
         self._peers.clear()
+        if not together:
+            _left.append(self._block)
         del self._block

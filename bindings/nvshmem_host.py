@@ -18,6 +18,7 @@ INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # what a
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
 
 
+left_behind = False  # whether a heap was closed without the other ranks
 initialized_modules: set[int] = set()  # CUDA modules that have the device state of the NVSHMEM that is running now
 
 
@@ -142,10 +143,15 @@ class NvshmemHeap:
         self._bindings.quiet_on_stream(stream.cuda_stream)
         stream.synchronize()
 
-    def close(self) -> None:
-        """Collective: give the block back and finalise NVSHMEM if this object initialised it."""
+    def close(self, together: bool) -> None:
+        """Collective, if ``together``: give the block back and finalise NVSHMEM if this object initialised it. Else,
+        where ranks may be gone, with whom that would not end, leave both as they are."""
+        global left_behind
         torch.cuda.synchronize(self.device)
         del self._block
+        if not together:
+            left_behind = True
+            return
         self._bindings.free(self._base)
         if self._owner:
             self._bindings.hostlib_finalize()

@@ -91,8 +91,8 @@ class SharedMemoryHeap:
         """Return when this process's puts have arrived."""
         self.network.quiet()
 
-    def close(self) -> None:
-        """The segments go when nothing refers to their tensors any more."""
+    def close(self, together: bool) -> None:
+        """The segments go when nothing refers to their tensors any more, on whichever rank."""
         os.close(self._fd)
         self._fd = -1
 

@@ -36,5 +36,5 @@ class SymmetricHeap(Protocol):
     def quiet(self) -> None:
         """Return when the puts of this process's kernels, which have ended, have arrived."""
 
-    def close(self) -> None:
-        """Give the block back. Collective over the job."""
+    def close(self, together: bool) -> None:
+        """Give the block back: collective over the job, or by this rank alone, where others may be gone."""

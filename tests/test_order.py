@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
+import time
 import uuid
 from datetime import timedelta
 from itertools import product
@@ -38,17 +40,18 @@ def value(comm, how, i, bad):
         if how == "allscan":
             state = torch.full((1, 2), 10.0 * i, device=comm.device)
             return allscan.allscan(state.double() if bad else state, comm=comm).mean().item()
-        if how == "halo":  # too few tokens
-            x = torch.full((1, 1 if bad else 4, 3), 10.0 * i, device=comm.device)
+        kind = torch.float64 if bad else torch.float32
+        if how == "halo":
+            x = torch.full((1, 4, 3), 10.0 * i, device=comm.device, dtype=kind)
             return allscan.halo(x, 2, comm=comm).mean().item()
-        if how == "zeco_gla":  # no tokens
-            x = torch.ones(1, 0 if bad else 3, 1, 2, device=comm.device)
+        if how == "zeco_gla":
+            x = torch.ones(1, 3, 1, 2, device=comm.device, dtype=kind)
             return allscan.zeco_gla(0 * x + 1, x, 10.0 * i * x, 0 * x, comm=comm, scale=1.0)[0][0, 0, 0, 0].item()
         if "halfway" in how:
             with failing_launch(how.split()[-1] if bad else None):
                 return value(comm, how.split()[0], i, False)
-        if how == "delta":  # no tokens
-            return delta(comm, torch.full((1, 0 if bad else 3, 1, 8), 10.0 * i, device=comm.device))[0, 0, 0, 0].item()
+        if how == "delta":
+            return delta(comm, torch.full((1, 3, 1, 8), 10.0 * i, device=comm.device, dtype=kind))[0, 0, 0, 0].item()
         if bad and "skipped" in how:
             raise torch.OutOfMemoryError
         if "zigzag" in how:
@@ -231,6 +234,110 @@ def all_refuse_case(group):
 
 def test_a_call_that_all_ranks_refuse(run, pool):
     assert all(run(min(3, pool.size), all_refuse_case))
+
+
+def known_fault_case(group, kind, where, key):
+    """The last rank refuses a call, or times out; rank 0, which has not heard of it, calls what all ranks would."""
+    store = dist.distributed_c10d._get_default_store()
+    comm = allscan.Communicator(group, timeout=2.0)
+    state, last = torch.ones(1, 16, device=comm.device), comm.rank == comm.size - 1
+    scan = allscan.AllScan(comm, (2, 16))
+    allscan.allscan(state, comm=comm)
+    found, times = [], []
+
+    def call(function, *arguments, **options):
+        start = time.monotonic()
+        found.append(raised(function, *arguments, **options))
+        times.append(time.monotonic() - start)
+
+    if last:
+        call(allscan.allscan, state.double() if kind == "refused" else state, comm=comm)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        call(allscan.allscan, state, comm=comm)
+        call(comm.barrier)
+        store.set(f"{key}0", b"")
+    elif kind == "refused":
+        allscan.allscan(state, comm=comm)
+    store.wait([f"{key}0"], timedelta(seconds=60))
+    if not last:
+        call(
+            {"barrier": comm.barrier, "close": comm.close, "AllScan.close": scan.close, "resync": comm.resync}.get(
+                where, lambda: allscan.allscan(torch.ones(3, 16, device=comm.device), comm=comm)
+            )
+        )
+        store.set(f"{key}1", b"")
+    store.wait([f"{key}1"], timedelta(seconds=60))
+    if where in ("close", "resync"):  # one rank alone
+        call(comm.close)
+        return found, times, comm.closed
+    comm.resync()
+    again = (allscan.allscan(2 * state, comm=comm) == 2 * comm.rank).all().item()
+    comm.close()
+    return found, times, again
+
+
+@pytest.mark.parametrize("where", ["barrier", "first call", "AllScan.close", "close", "resync"])
+@pytest.mark.parametrize("kind", ["refused", "late"])
+def test_nobody_waits_longer_than_the_time_out_after_a_fault(run, kind, where, size=2):
+    """Neither the rank that has raised nor the others, which hear why."""
+    (found, times, after), (of_last, times_of_last, after_last) = run(
+        size, known_fault_case, kind, where, uuid.uuid4().hex, timeout=100.0
+    )
+    assert after and after_last
+    last = "AllScanOutOfStep" if kind == "refused" else "AllScanTimeout"
+    assert of_last[0][0] in ("TypeError", "AllScanTimeout") and of_last[1][0] == of_last[2][0] == last, of_last
+    assert times_of_last[2] < 1.0 and max(times_of_last) < 2 + 5 + 3, times_of_last
+    reason = "has refused its call 2 (TypeError" if kind == "refused" else "AllScanTimeout: rank 1 waited 2 s"
+    assert found[0][0] == ("RuntimeError" if where == "resync" else "AllScanOutOfStep") and reason in found[0][1], found
+    assert times[0] < {"close": 2 + 5, "resync": 4 + 5}.get(where, 0.0) + 3, times
+
+
+def compared_case(group):
+    """In debug mode the others wait for a rank before each launch: they hear that it refuses the call."""
+    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+        state = torch.ones(1, 16, device=comm.device)
+        allscan.allscan(state, comm=comm)
+        start = time.monotonic()
+        answer = raised(allscan.allscan, state.double() if comm.rank == 1 else state, comm=comm)
+        seconds = time.monotonic() - start
+        right = [(allscan.allscan(i * state, comm=comm) == i * comm.rank).all().item() for i in (1, 2)]
+        comm.barrier()
+        return answer, seconds, right
+
+
+def test_debug_hears_of_a_refused_call(run):
+    for rank, (answer, seconds, right) in enumerate(run(2, compared_case)):
+        assert answer[0] == ("TypeError" if rank else "Refused") and seconds < 3 and right == [True, True], answer
+        assert rank or "rank 1 has refused this call: TypeError" in answer[1]
+
+
+def settled_case(group):
+    """All ranks refuse calls, each at its own pace, and go on; later one rank leaves a call out."""
+    comm = allscan.Communicator(group, timeout=2.0)
+    chance, state = random.Random(comm.rank), torch.ones(1, 16, device=comm.device)
+    allscan.allscan(state, comm=comm)
+    refused = []
+    for _ in range(6):
+        time.sleep(chance.uniform(0, 0.3))
+        refused.append(raised(allscan.allscan, state.double(), comm=comm)[0])
+    right = [(allscan.allscan(i * state, comm=comm) == i * comm.rank).all().item() for i in range(1, 5)]
+    comm.barrier()
+    missed = None
+    if comm.rank:
+        missed = raised(allscan.allscan, state, comm=comm)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+            missed = raised(comm.check)
+    dist.barrier(group)
+    comm.close()
+    return refused, right, missed
+
+
+def test_a_time_out_names_no_call_that_all_ranks_refused(run):
+    for rank, (refused, right, missed) in enumerate(run(3, settled_case)):
+        assert refused == ["TypeError"] * 6 and right == [True] * 4
+        assert rank == 0 or (missed[0] == "AllScanTimeout" and "refused" not in missed[1]), missed
 
 
 def training(comm, i, ignores, validate=False, how="allscan"):
@@ -529,9 +636,6 @@ def test_a_decay_that_is_nan(run, pool):
 
 def few_programs_case(group, depth, protocol):
     """More tiles than programs: a late first rank, two places away, and late credits, in both directions."""
-    import random
-    import time
-
     with allscan.Communicator(group, max_ctas=2) as comm:
         scan = allscan.AllScan(comm, (5, 8, 16), depth=depth, protocol=protocol, tile=(4, 16))
         assert scan.num_tiles == 10

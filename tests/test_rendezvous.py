@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -246,9 +248,8 @@ def new_job_case():
     dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=1 - rank, world_size=2)
     assert "begun anew" in raised(allscan.Communicator)[1]
     assert "begun anew" in raised(comm.barrier)[1]
-    assert "begun anew" in raised(comm.close)[1]
-    comm.__exit__(RuntimeError)
-    allscan.finalize()
+    with pytest.warns(UserWarning, match="is closed without the other ranks: torch.distributed was ended"):
+        allscan.finalize()
     comm.close()
     with allscan.Communicator() as new:
         return allscan.allscan(torch.full((1, 16), 1.0 + new.rank), comm=new).sum().item()
@@ -256,6 +257,102 @@ def new_job_case():
 
 def test_torch_distributed_begun_anew(fresh):
     assert fresh(2).run(new_job_case) == [16.0, 0.0]
+
+
+def ended_job_case(how):
+    """torch.distributed ends while communicators are open (a notebook's cell, an elastic restart)."""
+    comm, other = allscan.Communicator(), allscan.Communicator()
+    scan = allscan.AllScan(comm, (4, 16, 16))
+    kept = allscan.allscan(torch.ones(1, 16, requires_grad=True), comm=comm)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    dist.destroy_process_group()
+    start = time.monotonic()
+    if how == "close":
+        scan.close()
+        for some in (comm, other):
+            with pytest.warns(UserWarning, match="is closed without the other ranks"):
+                some.close()
+        allscan.finalize()
+    elif how == "leave":
+        with pytest.warns(UserWarning, match="is closed without the other ranks"), comm, other:
+            assert raised(allscan.allscan, torch.ones(3, 16), comm=comm)[0] == "StoreGone"
+        allscan.finalize()
+    else:
+        with pytest.warns(UserWarning, match="is closed without the other ranks") as warned:
+            allscan.finalize()
+        assert len(warned) == 2
+        allscan.finalize()
+    assert comm.closed and other.closed and time.monotonic() - start < 5
+    dist.init_process_group("gloo", store=dist.PrefixStore(how, store), rank=1 - rank, world_size=2)
+    with allscan.Communicator() as new:
+        assert (new.rank, new.size) == (1 - rank, 2)
+        assert raised(kept.sum().backward)[0] == "RuntimeError"
+        found = allscan.allscan(torch.full((1, 16), 1.0 + new.rank), comm=new).sum().item()
+    allscan.finalize()  # together
+    return found
+
+
+@pytest.mark.parametrize("how", ["close", "finalize", "leave"])
+def test_a_communicator_whose_process_group_is_gone(fresh, how):
+    assert fresh(2).run(ended_job_case, how) == [16.0, 0.0]
+
+
+def nvshmem_case():
+    """What NVSHMEM's heap does of finalize(), with an NVSHMEM whose collectives would wait for ever."""
+    from allscan import runtime
+    from allscan.bindings import nvshmem_host
+
+    class Forever:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} is collective")
+
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.is_available = lambda: True
+    heap = object.__new__(nvshmem_host.NvshmemHeap)
+    heap.device, heap._base, heap._owner, heap._block, heap._bindings = "cuda", 0, True, None, Forever()
+    runtime._heap, runtime._job = heap, object()
+    runtime.desert()
+    with pytest.warns(UserWarning, match="has left NVSHMEM as it was"):
+        allscan.finalize()
+    return raised(allscan.init, transport="nvshmem")
+
+
+def test_nvshmem_is_left_where_ranks_are_gone(fresh):
+    ((kind, text),) = fresh(1).run(nvshmem_case)
+    assert kind == "RuntimeError" and "ranks [0] need a new process" in text
+
+
+def hosting_case(port, how):
+    """Rank 0 has the store, and its process ends behind the last call; the others look for answers every 2 s."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    comm = allscan.Communicator(timeout=5)
+    allscan.allscan(torch.ones(1, 16), comm=comm)
+    if rank:
+        rendezvous.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.0))
+    if how == "leave" and rank == 0:
+        comm.__exit__(ValueError)
+    elif how == "leave":
+        with pytest.warns(UserWarning, match="is closed without the other ranks"):
+            comm.close()
+    else:
+        getattr(comm, how)()
+    if rank == 0:
+        os._exit(0)
+    return comm.closed
+
+
+@pytest.mark.parametrize("how", ["close", "barrier", "leave"])
+def test_the_rank_that_has_the_store_ends_first(fresh, how):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    ranks = fresh(3)
+    ranks.start(hosting_case, port, how)
+    (_, ended), *others = ranks.results(60.0)
+    assert "exit code 0" in str(ended)
+    assert others == [(how != "barrier", None)] * 2
 
 
 def finalized_case():
