@@ -32,7 +32,7 @@ setup(
         "cuda13": ["nvshmem4py-cu13>=0.3,<0.5", f"nvidia-nvshmem-cu13{NVSHMEM}", "cupy-cuda13x>=13.6"],
         "cuda12": ["nvshmem4py-cu12>=0.3,<0.5", f"nvidia-nvshmem-cu12{NVSHMEM}", "cupy-cuda12x>=13.6"],
         "fla": [FLA],
-        "transformers": ["transformers>=5.18,<5.24"],
+        "transformers": ["transformers>=5.18"],
         "megatron": ["megatron-core>=0.19,<0.20", FLA, "einops"],
         "bench": ["matplotlib"],
         # the bitcode, so that kernels which call NVSHMEM can be compiled and checked without a GPU; the version that

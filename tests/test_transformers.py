@@ -18,7 +18,7 @@ from allscan.reference import delta_reference
 from support.fla import import_fla
 from support.values import place, raised, relative
 
-pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
 
 TOKENS = {1: [20], 2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank

@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,11 @@ try:
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ModuleNotFoundError as error:
-    raise needs(__name__, "transformers>=5.18,<5.24") from error
+    raise needs(__name__, "transformers>=5.18") from error
 
 NAME = "allscan"  # of the attention function
 SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
+CACHES = ("cache", "past_key_values")  # what forwards call their cache: from transformers 5.24 on, and before
 INNER = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # model, causal language model and softmax layer of each file in transformers.models
 FAMILIES = {
@@ -132,6 +133,11 @@ def _parts(model):
             raise ValueError(
                 f"the forward of a {type(module).__name__} was replaced: call sequence_parallel before that"
             )
+        if _name_of_cache(type(module)) is None:
+            raise ValueError(
+                f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: this version of "
+                "transformers is not covered"
+            )
     for base in bases:
         config, inner = base.config, base.config._attn_implementation
         if inner == NAME and "allscan_inner" not in vars(base):
@@ -160,6 +166,13 @@ def _class_of(module, family, which) -> bool:
     names = [FAMILIES[family][i] for i in which]
     home = f"transformers.models.{family}.modeling_{family}"
     return any(kind.__module__ == home and kind.__name__ in names for kind in type(module).__mro__)
+
+
+@functools.cache
+def _name_of_cache(kind: Any) -> str | None:
+    """What the forward of a class of models or softmax layers calls its cache."""
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
 
 
 def _restore(bases, heads, layers):
@@ -235,7 +248,7 @@ class _Sequence:
 
 def _model(
     model, comm, zigzag, home, inner, input_ids=None, *, attention_mask=None, position_ids=None, past_key_values=None,
-    inputs_embeds=None, use_cache=None, **options,
+    cache=None, inputs_embeds=None, use_cache=None, **options,
 ):  # fmt: skip
     """The forward of a text model over this rank's tokens."""
     for name in OPERATORS:
@@ -247,7 +260,8 @@ def _model(
         and masks_nothing(TensorKey(attention_mask))
     ):
         refuse(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
-    if past_key_values is not None and past_key_values.get_seq_length():
+    cache = past_key_values if cache is None else cache
+    if cache is not None and cache.get_seq_length():
         refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     for name in ("output_attentions", "output_router_logits"):
         given = options.get(name)
@@ -278,8 +292,8 @@ def _model(
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
     return type(model).forward(
-        model, input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds, use_cache=bool(use_cache), **{SEQUENCE: sequence}, **options,
+        model, input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=bool(use_cache),
+        **{_name_of_cache(type(model)): cache, SEQUENCE: sequence}, **options,
     )  # fmt: skip
 
 
@@ -456,12 +470,13 @@ class _Keys:
         return key, value
 
 
-def _softmax(layer, *arguments, past_key_values=None, **options):
+def _softmax(layer, *arguments, past_key_values=None, cache=None, **options):
     """The forward of a softmax layer, with the keys and values of all ranks."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
-    return type(layer).forward(layer, *arguments, past_key_values=_Keys(sequence, past_key_values), **options)
+    keys = _Keys(sequence, past_key_values if cache is None else cache)
+    return type(layer).forward(layer, *arguments, **{_name_of_cache(type(layer)): keys}, **options)
 
 
 class _Layer:
@@ -493,6 +508,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise ValueError(
             f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config"
         )
+    if key.shape[2] != sum(sequence.tokens):
+        refuse(
+            sequence.comm, f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
+            f"{sum(sequence.tokens)} of all ranks: this version of transformers is not covered",
+        )  # fmt: skip
     inner, home = sequence.inner, sys.modules[_home(module)]
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
     device, outputs = query.device.type, []
