@@ -76,13 +76,20 @@ def check_tensor(name: str, tensor, shape, device) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} (of a DTensor: to_local())")
+        raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} ({_way_out(tensor)})")
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be float32 and dense, got {tensor.dtype}, {tensor.layout}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def _way_out(tensor: Tensor) -> str:
+    """How a tensor of a subclass gives one with memory."""
+    if hasattr(tensor, "wait") and not hasattr(tensor, "to_local"):  # torch.distributed._functional_collectives
+        return "of a collective that is under way: wait()"
+    return "of a DTensor: to_local()"
 
 
 def check_transition(transition, decay, shape, device) -> None:

@@ -15,7 +15,7 @@ from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import KEPT, cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
-from .operators import ordered
+from .operators import check_saveable, inference_tensors, ordered, wants_gradient
 from .ops import scan_once, scan_zigzag
 from .packing import boundaries_on_host, to_device
 
@@ -90,6 +90,7 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout
     known = cached_on(comm, "signatures of halo")
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
+    cached = cached and not (wants_gradient(xs) and inference_tensors(xs))
     if not cached or signature not in known:
         n, cu_seqlens, first_token = _check_halo(xs, n, comm, cu_seqlens, first_token, layout)
         if cached:
@@ -136,6 +137,7 @@ def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
         for x in xs:
             if x.device != comm.device:
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
+        check_saveable(xs, xs)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)

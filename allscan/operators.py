@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,26 @@ def wants_gradient(inputs) -> bool:
             if x is not None and isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
+
+
+def inference_tensors(inputs: Iterable[Any]) -> bool:
+    """Whether torch cannot save for backward what a call with a backward pass is given and makes: tensors made in
+    torch.inference_mode, as all are inside of it."""
+    if torch.is_inference_mode_enabled():
+        return True
+    for x in inputs:
+        if isinstance(x, Tensor) and x.is_inference():
+            return True
+    return False
+
+
+def check_saveable(saved: Iterable[Any], inputs: Iterable[Any]) -> None:
+    """Raise ValueError if a call with ``inputs`` is to have a backward pass, and torch cannot save for it."""
+    if not torch.compiler.is_compiling() and wants_gradient(inputs) and inference_tensors(saved):
+        raise ValueError(
+            "a gradient is wanted of what is made in torch.inference_mode, which torch cannot save for backward: no "
+            "torch.enable_grad() inside of it, and clone() such tensors outside"
+        )
 
 
 class Function(torch.autograd.Function):

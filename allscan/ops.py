@@ -20,7 +20,14 @@ from .communicator import Communicator, cached_on, communicator_of, saved_tensor
 from .errors import Problem
 from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
-from .operators import Function, ordered, refuse_second_derivative, wants_gradient
+from .operators import (
+    Function,
+    check_saveable,
+    inference_tensors,
+    ordered,
+    refuse_second_derivative,
+    wants_gradient,
+)
 from .order import PendingBackward, recomputing
 from .tickets import borrow_ticket
 from .tiling import transition_tile
@@ -114,7 +121,7 @@ def _checked(state, decay, comm, transition, initial_state, out=None, hop=False)
     wanted = wants_gradient(inputs)
     bad_out = out is not None and (wanted or not (isinstance(out, Tensor) and out.is_contiguous()))
     known, signature = cached_on(comm, "signatures of hops" if hop else "signatures of allscan"), signature_of(*inputs)
-    scan = None if bad_out else known.get(signature)
+    scan = None if bad_out or (wanted and inference_tensors(inputs)) else known.get(signature)
     if scan is None:
         scan = known[signature] = _scan_for(comm, *inputs, bad_out, hop)
     return scan, wanted, signature
@@ -136,6 +143,8 @@ def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, hop):
                 check_tensor(name, x, state.shape, comm.device)
         if bad_out:
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
+        given = state, decay, transition, initial_state
+        check_saveable(given, given)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     shape = getattr(state, "shape", None)
@@ -165,6 +174,8 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
             decay_target(d, x.shape, comm.device)
             if t is not None:
                 check_transition(t, d, x.shape, comm.device)
+        inputs = there, back, *decays, *transitions, initial_state
+        check_saveable(inputs, inputs)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     if problem is not None:
@@ -173,7 +184,6 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     algorithm = "chain" if hop else _algorithm(comm, there.shape, transitions[0])
     # no rank does without the way back
     get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile, algorithm=algorithm)
-    inputs = there, back, *decays, *transitions, initial_state
     wanted = wants_gradient(inputs)
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
@@ -341,6 +351,8 @@ def _foreign(state, decay, transition, comm, initial_state, reverse, out):
         except BufferError as error:
             raise TypeError(f"this array cannot be shared: {error}") from error
 
+    if not getattr(getattr(out, "flags", None), "writeable", True):
+        raise ValueError("out must be writeable, got a read-only array")
     result = allscan(
         tensor(state), tensor(decay), transition=tensor(transition), comm=comm, initial_state=tensor(initial_state),
         reverse=reverse, out=tensor(out),

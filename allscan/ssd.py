@@ -15,7 +15,7 @@ from .communicator import Communicator
 from .errors import Problem
 from .first_call import agreed, cached_table, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
-from .operators import wants_gradient
+from .operators import check_saveable, wants_gradient
 from .ops import allscan
 from .packing import boundaries_on_host, cut, to_device, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
@@ -201,6 +201,7 @@ def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, firs
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         shape = _check(comm, **given)
         integer("chunk_size", chunk_size)
+        check_saveable(inputs := (*given.values(), initial_states), inputs)
         x, groups = given["x"], given["B"].shape[2]
         absent = tuple(given[name] is None for name in ("D", "z", "dt_bias"))
         absent += initial_states is None, cu_seqlens is None, first_token is None

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
 
 from .interpreter_operations import operations_by_numpy
 
@@ -93,6 +94,7 @@ def _patch_languages_once(interpreter) -> None:
     launch = executor.__call__
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[str] = set()  # during this launch
+    launching = threading.Lock()  # held by the thread that is inside of a launch
 
     @functools.cache
     def languages_of(python_function):
@@ -100,9 +102,17 @@ def _patch_languages_once(interpreter) -> None:
         return frozenset(value.__name__ for value in values if inspect.ismodule(value) and value in languages)
 
     def grid_call(self, *args, **kwargs):
-        patched.clear()
-        with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs say nothing of Inf and NaN
-            return launch(self, *args, **kwargs)
+        if not launching.acquire(blocking=False):  # whoever waits here may be waited for in the other launch
+            raise RuntimeError(
+                "another thread of this process is inside of a kernel, and Triton's interpreter runs one at a time: on "
+                "CPUs use communicators in one thread, or in processes of their own"
+            )
+        try:
+            patched.clear()
+            with interpreter.np.errstate(over="ignore", invalid="ignore"):  # GPUs say nothing of Inf and NaN
+                return launch(self, *args, **kwargs)
+        finally:
+            launching.release()
 
     def device_call(self, *args, **kwargs):
         wanted = languages_of(self.fn)

@@ -204,6 +204,44 @@ def test_a_missing_transport_names_what_to_install():
         load()
 
 
+def two_threads_case():
+    """Two communicators in two threads, each in the order of its own calls: on GPUs right; in the interpreter, which
+    runs one kernel at a time, an error that says so before the launch, and every result that there is is right."""
+    comms = [allscan.Communicator(timeout=TIMEOUT) for _ in range(2)]
+    state, found = torch.ones(2, 4, 8, device=comms[0].device), [[], []]
+    for comm in comms:
+        allscan.allscan(state, comm=comm)
+
+    def calls(i):
+        for _ in range(200):
+            try:
+                prev = allscan.allscan((i + 1) * state, comm=comms[i])
+                found[i].append(bool((prev == (i + 1) * comms[i].rank).all()))
+            except RuntimeError as problem:
+                found[i].append(f"{type(problem).__name__}: {problem}")
+                return
+
+    threads = [threading.Thread(target=calls, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_two_threads(fresh, request):
+    errors = []
+    for found in fresh(2).run(two_threads_case, timeout=120):
+        for of_a_thread in found:
+            assert of_a_thread and all(x is True for x in of_a_thread[:-1]), of_a_thread
+            errors += [x for x in of_a_thread if x is not True]
+    assert "InterpreterError" not in str(errors)
+    if request.config.getoption("--gpu"):
+        assert not errors, errors
+    else:
+        assert any("another thread of this process is inside of a kernel" in x for x in errors), errors
+
+
 class Unportable(Exception):
     """Can be pickled, but not back."""
 

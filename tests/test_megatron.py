@@ -295,6 +295,31 @@ def test_bfloat16(run, layout, size=2):
         assert max(ratios) < 1.3, ratios
 
 
+def not_packed_case(group):
+    """packed_seq_params of a format that is not packed and without boundaries are none; with a group of their own they
+    are refused."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from allscan.integrations.megatron import sequence_parallel
+
+    with stand_ins(), allscan.Communicator(group) as comm:
+        made, equal, refused = model(sequence_parallel(specification(), comm=comm), group), [], []
+        for mixer, mask in zip(mixers(made), ({}, dict(attention_mask=None)), strict=True):
+            x = torch.randn(8, 2, WIDTH)
+            expected, _ = mixer(x, **mask)
+            for kind in ("bshd", "sbhd", None):
+                found, _ = mixer(x, **mask, packed_seq_params=PackedSeqParams(qkv_format=kind))
+                equal.append(torch.equal(found, expected))
+            own = PackedSeqParams(qkv_format="bshd", local_cp_size=1)
+            refused.append(raised(mixer, x, **mask, packed_seq_params=own))
+        return equal, refused
+
+
+def test_packed_seq_params_that_are_none(run, size=2):
+    for equal, refused in run(size, not_packed_case):
+        assert all(equal) and all("parallel group of their own" in text for _, text in refused), (equal, refused)
+
+
 def refusals_case(group):
     """(what is raised by bad calls of each mixer on this rank, whether a good call is right behind them)."""
     from megatron.core.packed_seq_params import PackedSeqParams

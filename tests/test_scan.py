@@ -18,6 +18,7 @@ import allscan
 from allscan.reference import allscan_reference
 from allscan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from allscan.tiling import transition_tile
+from support.fla import import_fla
 from support.scans import scan_case
 from support.values import error, inputs, late, raised
 
@@ -461,6 +462,117 @@ def arrays_case(group):
 
 def test_arrays_of_other_libraries(run):
     assert max(run(2, arrays_case)) < 1e-6
+
+
+def read_only_case(group):
+    """Arrays that must not be written are read, but refused as ``out``, also where out is the state itself; and where
+    one rank alone refuses its first call, the others hear of it."""
+    with allscan.Communicator(group) as comm:
+        state = np.ones((2, 4, 8), np.float32)
+        frozen = state.copy()
+        frozen.flags.writeable = False
+        view = np.ones((2, 4, 8), np.float32)
+        view = view[:]
+        view.flags.writeable = False
+        first = raised(allscan.allscan, state, comm=comm, out=frozen if comm.rank == 1 else state.copy())
+        for bad in (frozen, view):
+            with pytest.raises(ValueError, match="writeable"):
+                allscan.allscan(state, comm=comm, out=bad)
+        with pytest.raises(ValueError, match="writeable"):
+            allscan.allscan(frozen, comm=comm, out=frozen)
+        out = np.zeros_like(state)
+        assert allscan.allscan(frozen, frozen[..., 0], comm=comm, out=out, initial_state=frozen) is out
+        assert (frozen == 1).all() and (view == 1).all() and (out == comm.rank + 1).all()
+        return first
+
+
+@pytest.mark.cpu
+def test_read_only_arrays(run):
+    first, second = run(2, read_only_case)
+    assert second[0] == "ValueError" and "writeable" in first[1] and "rank 1" in first[1]
+
+
+class Awaited(torch.Tensor):
+    """As what a functional collective returns is."""
+
+    __new__, __torch_dispatch__ = WithoutMemory.__new__, WithoutMemory.__torch_dispatch__
+
+    def wait(self):
+        return torch.ones(self.shape)
+
+
+def subclasses_case(group):
+    """What a functional collective returns is refused with the method that gives a tensor with memory."""
+    import torch.distributed._functional_collectives as functional
+
+    with allscan.Communicator(group) as comm:
+        reduced = functional.all_reduce(torch.ones(2, 3, 4, device=comm.device), "sum", group)
+        found = [raised(allscan.allscan, x, comm=comm) for x in (reduced, Awaited(reduced.wait()))]
+        return found, bool(allscan.allscan(reduced.wait(), comm=comm).eq(2 * comm.rank).all())
+
+
+def test_tensors_of_functional_collectives(run):
+    for found, good in run(2, subclasses_case):
+        assert good and all("wait()" in text and "to_local" not in text for _, text in found), found
+
+
+def inference_case(group, operator):
+    """A gradient that torch cannot save for: in enable_grad inside of inference_mode, and of tensors made there. Each
+    operator refuses it before anything is launched, on one rank alone too; then all go on."""
+    if operator in ("zeco_kda", "zeco_gated_delta_rule"):
+        import_fla(models=False)
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        calls = dict(
+            allscan=lambda q, g: allscan.allscan(q[0].transpose(0, 1), g[0, 0, :, 0], comm=comm),
+            zigzag=lambda q, g: allscan.allscan((q[0],) * 2, (g[0, :, :, 0],) * 2, comm=comm, layout="zigzag")[0],
+            halo=lambda q, g: allscan.halo((q, g), 2, comm=comm)[0],
+            packed=lambda q, g: allscan.zeco_gla(q, q, q, g, comm=comm, cu_seqlens=[0, 3, 4 * comm.size])[0],
+            zeco_gla=lambda q, g: allscan.zeco_gla(q, q, q, g, comm=comm)[0],
+            zeco_kda=lambda q, g: allscan.zeco_kda(q, q, q, g, g.exp()[..., 0], comm=comm)[0],
+            zeco_gated_delta_rule=lambda q, g: allscan.zeco_gated_delta_rule(
+                q, q, q, g[..., 0], g.exp()[..., 0], comm=comm
+            )[0],
+            zeco_ssd=lambda q, g: allscan.zeco_ssd(q, g.exp()[..., 0], g[0, 0, :, 0], q, q, 8, comm=comm),
+        )  # fmt: skip
+        call = calls[operator]
+
+        def tensors():
+            return torch.randn(1, 4, 2, 16, device=comm.device), -torch.rand(1, 4, 2, 16, device=comm.device)
+
+        def inside(q, g):
+            with torch.inference_mode(), torch.enable_grad():
+                call(q.requires_grad_(), g)
+
+        def made_inside():
+            with torch.inference_mode():
+                return tensors()[1]
+
+        q, g = tensors()
+        launches = [scan.epochs for scan in comm.collectives]
+        found = [raised(inside, q, g), raised(call, tensors()[0].requires_grad_(), made_inside())]
+        assert launches == [scan.epochs for scan in comm.collectives] == []
+        alone = raised(call, tensors()[0].requires_grad_(), made_inside() if comm.rank == 1 else g)  # a first call
+        with torch.no_grad():
+            expected = call(*(x.detach() for x in (q, g)))
+        with torch.inference_mode():
+            same = torch.equal(call(q, g), expected)
+        call(q.requires_grad_(), g).sum().backward()
+        found.append(raised(inside, q, g))  # at a later call
+        comm.barrier()
+        return found, alone, same
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "operator",
+    ["allscan", "zigzag", "halo", "packed", "zeco_gla", "zeco_kda", "zeco_gated_delta_rule", "zeco_ssd"],
+)
+def test_gradients_of_inference_tensors(run, operator):
+    for rank, (found, alone, same) in enumerate(run(2, inference_case, operator)):
+        assert same
+        for kind, text in found:
+            assert kind == "ValueError" and "inference_mode" in text, (kind, text)
+        assert "inference_mode" in alone[1] and (rank == 1 or "rank 1" in alone[1]), alone
 
 
 def memory_case(group):

@@ -22,7 +22,7 @@ from ..checks import (
 from ..communicator import Communicator, communicator_of, saved_tensors
 from ..errors import Problem
 from ..first_call import check_first, checked, find_layout
-from ..operators import Operator, refuse_second_derivative
+from ..operators import Operator, check_saveable, refuse_second_derivative
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
 from ..tickets import TICKETS
@@ -146,6 +146,8 @@ def _delta(
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, q, v, g)
+        given = *tensors.values(), before.A_log, before.dt_bias
+        check_saveable((*given, cu_seqlens), given)
         if not torch.compiler.is_compiling():
             _import_fla()
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:

@@ -27,6 +27,8 @@ from ..first_call import KEPT, check_first, checked, find_layout
 from ..operators import (
     CustomOperator,
     Function,
+    check_saveable,
+    inference_tensors,
     refuse_second_derivative,
     wants_gradient,
     watched,
@@ -113,7 +115,9 @@ def zeco_gla_by(
         return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
     with carrier.comm.call():
         known = cached_on(carrier.comm, "calls of zeco_gla")
-        key = None if cu_seqlens is not None else _key(carrier, tensors, scale, layout, keeps)
+        key = None
+        if cu_seqlens is None and not (differentiable and inference_tensors(tensors)):
+            key = _key(carrier, tensors, scale, layout, keeps)
         prepared = None if key is None else known.get(key)
         if prepared is None:
             cu_seqlens, scale, first_token, zigzag = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
@@ -140,6 +144,7 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout):
         check_for_an_operator("zeco_gla", dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        check_saveable((*tensors, cu_seqlens), tensors)
     except (TypeError, ValueError, NotImplementedError) as error:
         problem = Problem(error)
     if problem is not None:

@@ -65,7 +65,7 @@ def sequence_parallel(
 
     Packed sequences (``packed_seq_params``, format "thd") have one scan for all, but one each where each is cut. Then
     each is a multiple of 2P tokens, and its parts are no shorter than what a convolution looks back at. Sequences of a
-    row may have any length.
+    row may have any length. As for Megatron, packed_seq_params of another format and without boundaries are none.
 
     Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made
     with CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own, or
@@ -144,13 +144,16 @@ class _Mixer:
 
         if context is not None or InferenceMode.is_active():
             refuse(comm, "inference is not covered with context parallelism: use a model without")
-        if packed is None:
+        lengths: Any = None
+        if packed is not None:
+            if packed.cp_group is not None or packed.local_cp_size is not None:
+                refuse(comm, "packed_seq_params with a context parallel group of their own are not covered")
+            lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        # of a format such as "bshd" and without boundaries it says what there is without it
+        if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
             return [_Part(0, T, whole(T), where)]
-        lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         if packed.qkv_format != "thd" or lengths is None:
             refuse(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
-        if packed.cp_group is not None or packed.local_cp_size is not None:
-            refuse(comm, "packed_seq_params with a context parallel group of their own are not covered")
         if batch != 1:
             refuse(comm, f"packed sequences must be in a batch of one, got {batch}")
         numbers = boundaries_on_host(lengths)
