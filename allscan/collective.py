@@ -401,9 +401,14 @@ class AllScan:
                 increment_version(out)  # so that torch knows of the write
         if not async_op:
             self._launch(launch, tensors, addresses, reverse, of_adjoint)
+            if self.comm.debug:
+                self.comm.look_for_nan("the scan", result=out)
             return out
         with self.comm.streams.beside() as join:
             self._launch(launch, tensors, addresses, reverse, of_adjoint)
+        if self.comm.debug:
+            join()
+            self.comm.look_for_nan("the scan", result=out)
         return Work(self.comm, out, join, tensors)  # the ticket's memory is used there, too
 
     def _one_hop(self, decay: Any) -> bool | Shift:

@@ -20,7 +20,7 @@ from .bindings.interpreter import prepare_interpreter
 from .checks import integer
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .order import Order, different_tags
-from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank
+from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
 from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
@@ -58,7 +58,8 @@ class Communicator:
         a rank may be busy with something else, such as writing a checkpoint.
     debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
         differs, in kind, shape, direction or :meth:`step`, is named on every rank (RuntimeError). Default: whether the
-        environment has ALLSCAN_DEBUG=1.
+        environment has ALLSCAN_DEBUG=1. Also compares the arguments of every call, looks at its gates, and for NaN in
+        what it returns. The same on every rank.
     max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default: half
         the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all, however
         long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run beside it.
@@ -143,7 +144,7 @@ class Communicator:
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {given}")
         except (TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        mine = self.transport, self._reach(), os.uname().nodename, (given, algorithm if not problem else ""), problem
+        mine = self.transport, self._reach(), os.uname().nodename, self._choices(given, algorithm), problem
         transports, self.reaches, hosts, choices, problems = zip(
             *rendezvous.exchange(mine, "Communicator"), strict=True
         )
@@ -152,7 +153,7 @@ class Communicator:
         if any(problems):
             raise ValueError(f"wrong arguments: {by_rank(text or 'ok' for text in problems)}")
         if len(set(choices)) > 1:
-            raise ValueError(f"ranks differ in (nodes, algorithm): {by_rank(choices)}")
+            raise ValueError(f"ranks differ in {differing(choices)}")
         # [p]: whether ranks p and p + 1 reach each other by loads and stores
         self.mapped_links = [self.maps(p, p + 1) for p in range(self.size - 1)]
         self.mapped = all(self.mapped_links)
@@ -169,6 +170,10 @@ class Communicator:
             rendezvous.private() if self.size > 1 else rendezvous, self.timeout, lambda: bool(record[_SET])
         )
         self._closed = False
+
+    def _choices(self, nodes, algorithm) -> tuple[tuple[str, Any], ...]:
+        """Arguments that are the same on every rank."""
+        return ("nodes", nodes), ("algorithm", algorithm), ("debug", bool(self.debug))
 
     @property
     def closed(self) -> bool:
@@ -424,6 +429,15 @@ class Communicator:
             self.order.compare_launch(describe(*what))
         self.streams.follow()
 
+    def look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
+        """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits
+        for them."""
+        if not self.debug or self.streams.capturing():
+            return
+        found = [name for name, x in results.items() if x is not None and bool(x.isnan().any())]
+        self.check()  # what a wait that timed out has left is NaN
+        self.order.compare_results(what, found)
+
     def drain(self) -> None:
         """Wait for this rank's kernels, and until what they have put has arrived."""
         self.streams.synchronize()
@@ -465,13 +479,13 @@ def communicator_of(handle: int) -> Communicator:
         raise RuntimeError("this Communicator is gone") from None
 
 
-def saved_tensors(ctx: Any, comm: Communicator, reverse: bool) -> tuple[torch.Tensor, ...]:
+def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> tuple[torch.Tensor, ...]:
     """ctx.saved_tensors, for a backward pass that is about to make its call; here activation checkpointing may make
     others. What it raises (a tensor that was written to since) is this call's error: the others make it."""
     try:
         return ctx.saved_tensors
     except Exception:
-        with comm.call(reverse):
+        with comm().call(reverse):
             raise
 
 

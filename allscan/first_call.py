@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
 from .packing import MOST_CHUNKS, Layout, Piece, boundaries_on_host, cut, zigzag_cut
-from .rendezvous import by_rank
+from .rendezvous import by_rank, differing
 from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
+LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 KEPT = 256  # partitions of cu_seqlens, tables, and kinds of calls of zeco_gla, that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
 
@@ -27,7 +29,30 @@ def agreed(comm: Communicator, shape, agree) -> bool:
 
 
 def remember_agreement(comm: Communicator, shape, agree) -> None:
-    cached_on(comm, "agreements")[shape, agree] = True
+    agreements = cached_on(comm, "agreements")
+    if len(agreements) >= 16 * KEPT:  # of ever new scales, say: on all ranks at the same call, as agreements are made
+        agreements.clear()
+        for kind, found in comm.attributes.items():  # by which calls are found that ask nobody
+            if kind.startswith(("signatures of ", "calls of ")):
+                found.clear()
+    agreements[shape, agree] = True
+
+
+def ask_all(comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, problem: Problem | None, what: str) -> None:
+    """Raise on every rank unless all have the same (name, value) pairs and no problem: what is different, and where.
+    Collective; ``what``: for."""
+    try:
+        answers = comm.exchange((fields, problem and problem.text), what)
+    except RuntimeError as nobody_came:
+        if problem is not None:
+            raise problem.take() from nobody_came
+        raise
+    if problem is not None:
+        raise comm.order.raised_everywhere(problem.take())
+    if any(answer != (fields, None) for answer in answers):
+        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+        different = "; ".join(wrong) or differing([of_rank or () for of_rank, _ in answers])
+        raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
 
 
 def get_or_create_scan(
@@ -36,7 +61,8 @@ def get_or_create_scan(
 ) -> AllScan:  # fmt: skip
     """The AllScan that ``comm`` keeps for a shape (tile, max_ctas, algorithm), made at the first call: collective.
 
-    ``agree``: what else must be the same on all ranks; a first call with it is collective too. None: nothing.
+    ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
+    it is collective too, in debug mode every call. None: nothing.
     ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
     on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A problem
     without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: the
@@ -48,31 +74,35 @@ def get_or_create_scan(
     key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
     if algorithm != "chain":
         key = (shape, tile, max_ctas, algorithm)
-    if problem is not None and not at_first and (key in scans or (shape is None and scans)):
+    always = comm.debug and agree is not None
+    if problem is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
         raise problem.take()
-    if key not in scans or (agree is not None and not agreed(comm, shape, agree)):
-        if problem is None and comm.streams.capturing():
+    first = key not in scans or (agree is not None and not agreed(comm, shape, agree))
+    if first or always:
+        if first and problem is None and comm.streams.capturing():
             raise RuntimeError(
                 "the first call for a shape asks the other ranks and makes a workspace, which cannot be captured: call "
                 "once before the capture"
             )
-        try:
-            answers = comm.exchange(((key, agree), problem and problem.text), "the first call for a shape")
-        except RuntimeError as nobody_came:
-            if problem is not None:
-                raise problem.take() from nobody_came
-            raise
-        if problem is None and any(answer != ((key, agree), None) for answer in answers):
-            different = "ranks call with different arguments: " + by_rank(e or k for k, e in answers)
-            raise comm.order.raised_everywhere(ValueError(different))
-        if problem is not None:
-            raise comm.order.raised_everywhere(problem.take())
+        call, *pairs = agree or (None,)
+        shapes = ("the state's shape", shape), ("tile", tile), ("max_ctas", max_ctas), ("algorithm", algorithm)
+        ask_all(comm, (("call", call), *pairs, *shapes), problem, "the first call for a shape")
         if key not in scans:
             scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
-        remember_agreement(comm, shape, agree)
+        if first:
+            remember_agreement(comm, shape, agree)
     if problem is not None:
         raise problem.take()
     return scans[key]
+
+
+def common_fields(B: int, dtype, scale: float, zigzag: bool, initial: bool, packed: bool, told: bool) -> tuple:
+    """Of an operator on tokens, (name, value) of what all ranks have alike. The last three: what is None of
+    initial_state, cu_seqlens and first_token."""
+    return (
+        ("B", B), ("dtype", str(dtype)), ("scale", scale), ("layout", "zigzag" if zigzag else "contiguous"),
+        ("initial_state is None", initial), ("cu_seqlens is None", packed), ("first_token is None", told),
+    )  # fmt: skip
 
 
 def checked(comm: Communicator) -> dict:
@@ -88,27 +118,55 @@ def check_first(
     check: Callable[[], None],
     g: torch.Tensor,
     prepare: Callable[..., object],
+    tokens: int | None = None,
 ) -> None:
     """All checks of an operator with gates ``g`` at the first call with this ``signature``, which is then
-    :func:`checked`, and what the ranks agree upon.
+    :func:`checked`, and what the ranks agree upon; in debug mode at every call.
 
     shape, agree: as for :func:`get_or_create_scan`, which ``prepare(shape, agree, problem, at_first=)`` calls; None
     where the arguments have no such shape. ``check()`` raises TypeError or ValueError for arguments that are wrong on
-    this rank. Gates are looked at, which waits for the GPU, at the first call with shape and agree.
+    this rank. Gates are looked at, see :func:`check_gates`, at the first call with shape and agree.
     """
-    problem, positive = None, False
+    problem, looked = None, False
     try:
         check()
-        positive = not agreed(comm, shape, agree) and bool((g > 0).any())
-        if positive:
-            raise ValueError(f"g must be at most 0, got {g.max().item():g}")
+        looked = looks_at_gates(comm, shape, agree)
+        if looked:
+            check_gates("g", g, tokens)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    prepare(shape, agree, problem, at_first=positive)
+    prepare(shape, agree, problem, at_first=looked)
     known = checked(comm)
     if len(known) >= 16 * KEPT:  # of ever new lengths
         known.clear()
     known[signature] = True
+
+
+def looks_at_gates(comm: Communicator, shape, agree) -> bool:
+    """Whether a call with shape and agree does. Not in a capture, in which nobody may wait for the GPU."""
+    return (comm.debug or not agreed(comm, shape, agree)) and not comm.streams.capturing()
+
+
+def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
+    """Raise ValueError for logarithms of decays [B, T, ...] that are NaN or positive. ``tokens``: of an operator whose
+    kernels add up those of so many tokens; for sums below LEAST_SUM too, as of -inf. Waits for the GPU."""
+    if not g.numel():
+        return
+    least, most = torch.stack(torch.aminmax(g.detach())).tolist()
+    if most != most:
+        raise ValueError(f"{name} must not be NaN")
+    if most > 0:
+        raise ValueError(f"{name} must be at most 0, got {most:g}")
+    if tokens is None or least * tokens >= LEAST_SUM:
+        return
+    rest = (0, 0) * (g.ndim - 2) + (0, -g.shape[1] % tokens)
+    least = F.pad(g.detach().float(), rest).unflatten(1, (-1, tokens)).sum(2).min().item()
+    if least < LEAST_SUM:
+        what = "be" if tokens == 1 else f"add up, in {tokens} tokens, to"
+        raise ValueError(
+            f"{name} must {what} at least {LEAST_SUM:,.0f}, got {least:g}: float32 has no digits left there for the "
+            "decays beside. Begin documents by cu_seqlens"
+        )
 
 
 def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T_:

@@ -57,8 +57,8 @@ def halo(
         return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
     xs = x if isinstance(x, tuple) else (x,)
     if _traceable(xs, n, comm, cu_seqlens, layout):
-        edge, T = _edges(xs, n, 1, reverse)[0], xs[0].shape[1]
-        found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle)[0], xs, n)
+        edge, T, alike = _edges(xs, n, 1, reverse)[0], xs[0].shape[1], (_dtypes(xs), _widths(xs))
+        found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
     return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
@@ -87,12 +87,12 @@ _not_traced = dynamo_disabled(_eager_halo)
 def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     several = isinstance(x, tuple)
     xs = x if several else (x,)
-    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout
+    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout, bool(reverse)
     known = cached_on(comm, "signatures of halo")
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
-    cached = cached and not (wants_gradient(xs) and inference_tensors(xs))
+    cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
     if not cached or signature not in known:
-        n, cu_seqlens, first_token = _check_halo(xs, n, comm, cu_seqlens, first_token, layout)
+        n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout)
         if cached:
             if len(known) >= 16 * KEPT:  # of ever new lengths
                 known.clear()
@@ -102,10 +102,10 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     edges, decay = _edges(xs, n, halves, reverse), _decay(T // halves, n, reverse)
     inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
-        found = scan_once(edges[0], decay, comm, None, None, reverse, None, hop=True)
+        found = scan_once(edges[0], decay, comm, None, None, reverse, None, part="hop")
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
         there, back = edges[::-1] if reverse else edges
-        pair = scan_zigzag((there, back), (decay, decay), comm, None, None, False, None, "zigzag", False, hop=True)
+        pair = scan_zigzag((there, back), (decay, decay), comm, None, None, False, None, "zigzag", False, part="hop")
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
@@ -113,9 +113,16 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     return out if several else out[0]
 
 
-def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
+def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told) -> tuple:
+    """What is the same on all ranks beside (B, n, words of a token)."""
+    kinds = ("dtypes", dtypes), ("words of a token in each x", tuple(widths))
+    where = ("cu_seqlens is None", no_cu_seqlens), ("first_token is None", not_told)
+    return "halo", ("n", n), *kinds, ("reverse", bool(reverse)), ("layout", layout), *where
+
+
+def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
     """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
-    shape, problem, zigzag = None, None, False
+    shape = agree = problem = None
     try:
         for x in xs:
             if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
@@ -132,6 +139,7 @@ def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
         zigzag = is_zigzag(layout)
         shape = (B, n, sum(_widths(xs)))
+        agree = _agree(n, _dtypes(xs), _widths(xs), reverse, layout, cu_seqlens is None, first_token is None)
         if zigzag:
             check_halves(T)
         for x in xs:
@@ -140,7 +148,7 @@ def _check_halo(xs, n, comm, cu_seqlens, first_token, layout):
         check_saveable(xs, xs)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    get_or_create_scan(comm, shape, ("halo", cu_seqlens is None, first_token is None, zigzag), problem)
+    get_or_create_scan(comm, shape, agree, problem)
     return n, cu_seqlens, first_token
 
 
@@ -173,6 +181,10 @@ def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
     )
 
 
+def _dtypes(xs) -> str:
+    return ", ".join([str(x.dtype) for x in xs])
+
+
 def _widths(xs) -> list[int]:
     return [math.prod(x.shape[2:]) * _words(x.dtype) for x in xs]
 
@@ -192,12 +204,13 @@ def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | No
 
 @torch.library.custom_op("allscan::hop", mutates_args=())
 def _hop(
-    edge: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool, handle: int
-) -> tuple[Tensor, Tensor]:
+    edge: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool, handle: int, dtypes: str,
+    widths: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
     comm, n = communicator_of(handle), edge.shape[1]
     with comm.call(reverse):
-        agree = "halo", cu_seqlens is None, first_token is None, False
+        agree = _agree(edge.shape[1], dtypes, widths, reverse, "contiguous", cu_seqlens is None, first_token is None)
         scan = get_or_create_scan(comm, edge.shape, agree)
         ticket = scan.ticket()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
@@ -207,7 +220,7 @@ def _hop(
 
 
 @_hop.register_fake
-def _(edge, T, cu_seqlens, first_token, reverse, handle):
+def _(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
     return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
 
 
@@ -234,14 +247,14 @@ def _(dfound, ticket, T, cu_seqlens, first_token, reverse, handle):
 
 
 def _save_hop(ctx, inputs, output):
-    _, ctx.T, cu_seqlens, *ctx.where = inputs
+    _, ctx.T, cu_seqlens, *ctx.where, _, _ = inputs
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
 def _hop_gradient(ctx, dfound, _):
     ticket, cu_seqlens = ctx.saved_tensors
-    return _hop_backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), None, None, None, None, None
+    return _hop_backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
 
 
 torch.library.register_autograd("allscan::hop", _hop_gradient, setup_context=_save_hop)

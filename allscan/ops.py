@@ -54,7 +54,8 @@ def allscan(
         number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this one only.
     transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
         transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
-    initial_state: like state, the same on every rank; its gradient is non-zero on the first rank only.
+    initial_state: like state, the same on every rank or None on all; its gradient is non-zero on the first rank only.
+    reverse, layout: the same on every rank.
     out: like state, to be written instead of a new array; not with gradients.
     layout: "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and transition where there are
         any, are pairs of tensors, of the former and of the latter. The states go over the ranks and back:
@@ -101,9 +102,9 @@ def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, 
 _not_traced = dynamo_disabled(_eager)
 
 
-def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, hop=False):
-    """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; hop: of halo()."""
-    scan, wanted, signature = _checked(state, decay, comm, transition, initial_state, out, hop)
+def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, part=""):
+    """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; part: see :func:`_checked`."""
+    scan, wanted, signature = _checked(state, decay, comm, transition, initial_state, reverse, out, part)
     if wanted:
         works: list[Work] = []
         decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
@@ -114,20 +115,28 @@ def scan_once(state, decay, comm, transition, initial_state, reverse, out, async
     return scan._scan(signature, state, decay, transition, False, initial_state, reverse, out, async_op)
 
 
-def _checked(state, decay, comm, transition, initial_state, out=None, hop=False):
+# What ranks have agreed upon with a signature, by (part, reverse) of _checked
+_KNOWN = {
+    (part, reverse): f"signatures of allscan {part} {reverse}"
+    for part in ("", "half", "hop")
+    for reverse in (False, True)
+}
+
+
+def _checked(state, decay, comm, transition, initial_state, reverse, out=None, part=""):
     """(the AllScan, whether a gradient is wanted, the signature). Raises for wrong arguments, at a first call on every
-    rank. hop: of halo(), for which a chain is one hop."""
+    rank. part: "half" of the zigzag layout or "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
     inputs = state, decay, transition, initial_state, out
     wanted = wants_gradient(inputs)
     bad_out = out is not None and (wanted or not (isinstance(out, Tensor) and out.is_contiguous()))
-    known, signature = cached_on(comm, "signatures of hops" if hop else "signatures of allscan"), signature_of(*inputs)
-    scan = None if bad_out or (wanted and inference_tensors(inputs)) else known.get(signature)
+    known, signature = cached_on(comm, _KNOWN[part, bool(reverse)]), signature_of(*inputs)
+    scan = None if bad_out or comm.debug or (wanted and inference_tensors(inputs)) else known.get(signature)
     if scan is None:
-        scan = known[signature] = _scan_for(comm, *inputs, bad_out, hop)
+        scan = known[signature] = _scan_for(comm, *inputs, bad_out, reverse, part)
     return scan, wanted, signature
 
 
-def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, hop):
+def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, reverse, part):
     """The AllScan, after the checks of what a signature tells."""
     problem = tile = None
     try:
@@ -148,15 +157,21 @@ def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, hop):
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     shape = getattr(state, "shape", None)
-    algorithm = "chain" if hop else _algorithm(comm, shape, transition)
-    return get_or_create_scan(comm, shape, problem=problem, tile=tile, algorithm=algorithm)
+    algorithm = "chain" if part == "hop" else _algorithm(comm, shape, transition)
+    agree = None if part else _agree("contiguous", reverse, initial_state)
+    return get_or_create_scan(comm, shape, agree, problem, tile=tile, algorithm=algorithm)
+
+
+def _agree(layout, reverse, initial_state) -> tuple:
+    """What is the same on all ranks in :func:`allscan`, beside shapes."""
+    return "allscan", ("layout", layout), ("reverse", bool(reverse)), ("initial_state is None", initial_state is None)
 
 
 def _algorithm(comm, shape, transition) -> str:
     return "chain" if transition is not None or shape is None else comm.algorithm_for(4 * math.prod(shape))
 
 
-def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op, hop=False):
+def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op, part="half"):
     """The same of pairs in the zigzag layout."""
     problem = None
     try:
@@ -181,9 +196,10 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     if problem is not None:
         get_or_create_scan(comm, None, problem=problem)
     tile = None if transitions[0] is None else transition_tile(there.shape[-2])
-    algorithm = "chain" if hop else _algorithm(comm, there.shape, transitions[0])
-    # no rank does without the way back
-    get_or_create_scan(comm, there.shape, ("allscan", "zigzag"), tile=tile, algorithm=algorithm)
+    algorithm = "chain" if part == "hop" else _algorithm(comm, there.shape, transitions[0])
+    if part == "half":  # no rank does without the way back
+        agree = _agree("zigzag", False, initial_state)
+        get_or_create_scan(comm, there.shape, agree, tile=tile, algorithm=algorithm)
     wanted = wants_gradient(inputs)
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
@@ -191,11 +207,11 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
         found = _Together.apply(None, *taken)
         there, back, *rest = (x if t is None else t for x, t in zip(inputs, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
-    prev = scan_once(there, decays[0], comm, transitions[0], initial_state, False, None, hop=hop)
+    prev = scan_once(there, decays[0], comm, transitions[0], initial_state, False, None, part=part)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
         handed = leaves(there, decays[0], transitions[0], prev)
-    found = prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, hop=hop)
+    found = prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, part=part)
     # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
     return _Together.apply(None, *found) if wanted else found
 
@@ -245,7 +261,7 @@ class _AllScan(Function):
         scan, reverse, ticket, number, pending, has_decay, has_transition = ctx.given
         if pending is not None:
             pending.run()
-        factor, prev = saved_tensors(ctx, scan.comm, not reverse)
+        factor, prev = saved_tensors(ctx, lambda: scan.comm, not reverse)
         with scan.comm.call(not reverse):
             refuse_second_derivative("allscan()")
             given, transition = factor if has_decay else number, factor if has_transition else None
@@ -284,7 +300,7 @@ def _scan(
     comm = communicator_of(handle)
     with comm.call(reverse):
         given = number if decay is None else decay
-        scan, *_ = _checked(state, given, comm, transition, initial_state)
+        scan, *_ = _checked(state, given, comm, transition, initial_state, reverse)
         ticket = scan.ticket()
         options = dict(transition=transition, initial_state=initial_state, reverse=reverse)
         return scan.scan(state, given, **options, channel=scan.channel_of_scan(reverse, ticket)), ticket

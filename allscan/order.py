@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .errors import REMEDY, AllScanOutOfStep, names_of
-from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank
+from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 
 E = TypeVar("E", bound=Exception)
@@ -47,6 +47,7 @@ class Order:
         self.steps = 0
         self.launches = 0  # in debug mode
         self.inside = False  # in a call; what it calls is part of it
+        self.reverse = False  # the direction of the present call
         self.everywhere = False  # the error that ends the present call is raised on all ranks alike
         self.refused: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
         # the last two: a rank that has settled one may refuse the next before others have settled it
@@ -89,7 +90,7 @@ class Order:
         if self.refused is not None:
             self._settle()
         self.made[reverse] += 1
-        self.inside, self.everywhere = True, False
+        self.inside, self.everywhere, self.reverse = True, False, reverse
 
     def failed(self, reverse: bool, error: BaseException, broken: bool) -> None:
         """A call has ended with an ``error``: remember that if this rank alone has it."""
@@ -179,7 +180,8 @@ class Order:
     def exchange(self, value: Any, what: str) -> list:
         """Every rank's ``value`` in rank order; see :meth:`Communicator.exchange`."""
         try:
-            answers = self.rendezvous.exchange((value, tuple(self.made), self.refused), what, self._excuse)
+            mine = value, tuple(self.made), self.refused, self.reverse if self.inside else None
+            answers = self.rendezvous.exchange(mine, what, self._excuse)
         except Refused:
             raise  # this rank refuses the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
@@ -187,13 +189,16 @@ class Order:
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise
-        values, made, refused = zip(*answers, strict=True)
+        values, made, refused, reverse = zip(*answers, strict=True)
         if any(refused):
             if len({r and r[0] for r in refused}) > 1:
                 found = _sentences({rank: r for rank, r in enumerate(refused) if r})
                 raise self.raised_everywhere(self.out_of_step(f"The ranks are out of step: {found}{REMEDY}."))
             self.refused = None  # all ranks have refused that call
         if len(set(made)) > 1:
+            if None not in reverse and len({(f + d, r - d) for (f, r), d in zip(made, reverse)}) == 1:  # before this
+                directions = differing([[("reverse", d)] for d in reverse])
+                raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
             raise self.raised_everywhere(
                 self.out_of_step(
@@ -220,6 +225,14 @@ class Order:
             raise self.raised_everywhere(
                 RuntimeError(f"the ranks differ in launch {self.launches}: {by_rank(answers)}")
             )
+
+    def compare_results(self, what: str, nan: list[str]) -> None:
+        """Debug mode: RuntimeError on every rank if any of them has found NaN in results of ``what``, with these
+        names."""
+        answers = self.exchange(nan, f"the results of {what}, in debug mode")
+        if any(answers):
+            found = by_rank(", ".join(names) or "none" for names in answers)
+            raise self.raised_everywhere(RuntimeError(f"{what} has returned NaN: {found}"))
 
 
 def _sentences(refused: dict[int, tuple[int, str]]) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +47,22 @@ class StoreGone(RuntimeError):
 def by_rank(values: Iterable) -> str:
     """One line that shows a value of every rank."""
     return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def differing(answers: Sequence[Iterable[tuple[str, Any]]]) -> str:
+    """One line that shows what differs between ranks, of every rank's (name, value) pairs, and which have which value.
+    Where the first that differs is named "call", that alone: what others follow from it."""
+    fields, lines = [dict(answer) for answer in answers], []
+    for name in dict.fromkeys(name for of_rank in fields for name in of_rank):
+        ranks: dict[str, list[str]] = {}
+        for rank, of_rank in enumerate(fields):
+            ranks.setdefault(str(of_rank.get(name)), []).append(str(rank))
+        if len(ranks) > 1:
+            values = (f"{value} on rank{'s' * (len(some) > 1)} {', '.join(some)}" for value, some in ranks.items())
+            lines.append(f"{name}: " + "; ".join(values))
+            if name == "call":
+                break
+    return ". ".join(lines)
 
 
 class Rendezvous:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import boundaries, check_halves, check_tensor, integer, is_zigzag
 from .communicator import Communicator
 from .errors import Problem
-from .first_call import agreed, cached_table, get_or_create_scan, partition_start
+from .first_call import cached_table, check_gates, common_fields, get_or_create_scan, looks_at_gates, partition_start
 from .launching import dynamo_disabled
 from .operators import check_saveable, wants_gradient
 from .ops import allscan
@@ -37,14 +37,15 @@ def zeco_ssd(
     The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, and comm=.
 
     x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and be 0, nothing
-        else may differ.
-    dt: [B, T, H]. A: [H], at most 0, which is checked at the first call for a shape only: looking waits for the GPU.
+        else may differ but what is said to.
+    dt: [B, T, H]. A: [H], at most 0. Neither A nor the sum of d_t A over chunk_size tokens may be below -1,048,576.
+        That is checked at the first call for a shape only, and in debug mode: looking waits for the GPU.
     B, C: [B, T, G, N], of groups of H / G heads. D: [H] or [H, P]. z: like x. dt_bias: [H]. Any float types.
-    chunk_size: tokens that are computed at once; results do not depend on it.
-    dt_limit: bounds of d_t, the lower one at least 0.
+    chunk_size: tokens that are computed at once; results do not depend on it, and ranks may differ in it.
+    dt_softplus, dt_limit: the same on every rank; dt_limit: bounds of d_t, the lower one at least 0.
     initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on the
         rank that has a sequence's first token, without cu_seqlens on the first rank.
-    return_final_states: whether to return each sequence's state after its last token.
+    return_final_states: whether to return each sequence's state after its last token. Each rank may choose for itself.
     cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
     chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
         return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or None
@@ -68,12 +69,10 @@ def zeco_ssd(
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     with comm.call():
         zigzag, cu_seqlens, first_token = _prepare(
-            comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, first_token, layout
+            comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout
         )
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
-        d = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-        d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
-        A = A.float()
+        d, A = _steps(dt, dt_bias, dt_softplus, dt_limit), A.float()
         scan = chunk_scan or _installed(x.device)
         taken = (x, d, A, B, C) if x.shape[1] else [t if t is A else _one_token(t) for t in (x, d, A, B, C)]
         y, last = scan(*taken, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
@@ -108,6 +107,7 @@ def zeco_ssd(
         used = prevs if initial_states is None else (*prevs, initial_states)
         y = Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
         if not return_final_states:
+            comm.look_for_nan("zeco_ssd", y=y)
             return y
         ended = {s.rows.start: after(s) for s in spans if s.ends}
         if cu_seqlens is None:
@@ -115,6 +115,7 @@ def zeco_ssd(
         else:
             none = torch.zeros_like(last, dtype=torch.float32)
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
+        comm.look_for_nan("zeco_ssd", y=y, final_states=final)
         return y, Using.apply(final, *used)
 
 
@@ -191,10 +192,16 @@ def _grouped(x, B):
     return x.unflatten(2, (B.shape[2], -1))
 
 
-def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, first_token, layout):
+def _steps(dt, dt_bias, dt_softplus, dt_limit) -> Tensor:
+    """d_t of :func:`zeco_ssd`."""
+    d = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    return (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
+
+
+def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout):
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     problem = shape = agree = None
-    positive = False
+    looked = False
     try:
         zigzag = is_zigzag(layout)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
@@ -203,11 +210,13 @@ def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, firs
         integer("chunk_size", chunk_size)
         check_saveable(inputs := (*given.values(), initial_states), inputs)
         x, groups = given["x"], given["B"].shape[2]
-        absent = tuple(given[name] is None for name in ("D", "z", "dt_bias"))
-        absent += initial_states is None, cu_seqlens is None, first_token is None
-        agree = ("zeco_ssd", groups, str(x.dtype), *absent, zigzag)
         if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
             raise ValueError(f"dt_limit must be two numbers that rise from at least 0, got {dt_limit}")
+        absent = tuple((f"{name} is None", given[name] is None) for name in ("D", "z", "dt_bias"))
+        steps = ("dt_softplus", bool(dt_softplus)), ("dt_limit", tuple(map(float, dt_limit)))
+        are_none = initial_states is None, cu_seqlens is None, first_token is None
+        common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
+        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *steps)
         if zigzag:
             check_halves(x.shape[1])
         if cu_seqlens is not None and x.shape[0] != 1:
@@ -215,13 +224,16 @@ def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_limit, firs
         if initial_states is not None:
             sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
             check_tensor("initial_states", initial_states, (sequences, *shape[1:]), comm.device)
-        positive = not agreed(comm, shape, agree) and bool((given["A"] > 0).any())
-        if positive:
-            raise ValueError(f"A must be at most 0, got {given['A'].max().item():g}")
+        looked = looks_at_gates(comm, shape, agree)
+        if looked:
+            with torch.no_grad():
+                A = given["A"].float()
+                check_gates("A", A[None, None], 1)
+                check_gates("dt * A", A * _steps(given["dt"], given["dt_bias"], dt_softplus, dt_limit), chunk_size)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     algorithm = "chain" if shape is None else comm.algorithm_for(4 * math.prod(shape))
-    get_or_create_scan(comm, shape, agree, problem, at_first=positive, algorithm=algorithm)
+    get_or_create_scan(comm, shape, agree, problem, at_first=looked, algorithm=algorithm)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 
 

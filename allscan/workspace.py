@@ -11,7 +11,7 @@ import triton.language as tl
 from .bindings.arena import ALIGNMENT
 from .communicator import Communicator
 from .errors import Problem
-from .rendezvous import by_rank
+from .rendezvous import by_rank, differing
 from .shmem_kernels import wait
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
@@ -174,7 +174,8 @@ def _check_alike(comm: Communicator, specs, errors) -> None:
     if None in specs:
         raise ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
     if len(set(specs)) > 1:
-        raise ValueError("ranks differ in (shape, tile, depth, protocol, algorithm): " + by_rank(specs))
+        named = [zip(Spec._fields, spec, strict=True) for spec in specs]
+        raise ValueError("ranks differ in " + differing(named))
     if any(errors):
         raise MemoryError(by_rank(error or "ok" for error in errors))
     protocol = specs[0][3]

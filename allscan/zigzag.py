@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator
+from .communicator import Communicator, cached_on, communicator_of
+from .errors import REMEDY, Problem
+from .first_call import KEPT, ask_all
+from .operators import CustomOperator
 
 
 def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
@@ -15,9 +20,12 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
     The whole sequence is cut into 2P pieces of equal length; rank p has pieces 2p and 2p + 1 before, and p and
     2P - 1 - p after, which is how ring attention and torch's context_parallel balance their load.
 
-    x: [B, T, ...], this rank's T tokens; T is even and the same on every rank, which is not checked.
+    x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype are the same on every rank: the first call with
+        them asks the other ranks on the host. A call that the others do not make alike ends there after 120 s, and on
+        them, on CPUs, after the communicator's timeout; on GPUs NCCL waits as long as its process group says.
     Returns [B, T, ...]. One all-to-all of the process group's back end; each rank sends at most what it has.
-    Raises ValueError (T, dimensions).
+    Raises TypeError, ValueError (T, dimensions, device; ranks that differ), and what :func:`allscan.allscan` raises of
+    the communicator.
     """
     return _move(x, comm, True)
 
@@ -42,31 +50,112 @@ def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
 
 
 def _move(x, comm, to):
-    if x.ndim < 2 or x.shape[1] % 2 or x.shape[1] < 2:
-        raise ValueError(f"x must be [B, T, ...] with an even number of tokens, got {tuple(x.shape)}")
-    return x if comm.size == 1 else _Move.apply(x, comm, to)
+    if torch.compiler.is_compiling():
+        return _traced.forward(x, to, comm.handle)[0]
+    with comm.call():
+        _check(x, comm, to)
+        return _Move.apply(x, comm, to)
+
+
+def _check(x, comm, to) -> None:
+    """Raise TypeError or ValueError, at a first call with tensors like ``x`` on every rank."""
+    known = cached_on(comm, "signatures of to_zigzag")
+    signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
+    if signature in known and not comm.debug:
+        return
+    problem = fields = None
+    try:
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            raise TypeError(f"x must be a dense tensor, got {getattr(x, 'layout', type(x).__name__)}")
+        if x.ndim < 2 or x.shape[1] % 2 or x.shape[1] < 2:
+            raise ValueError(f"x must be [B, T, ...] with an even number of tokens, got {tuple(x.shape)}")
+        if x.device != comm.device:
+            raise ValueError(f"x must be on {comm.device}, got {x.device}")
+        fields = ("call", "to_zigzag" if to else "from_zigzag"), ("shape", tuple(x.shape)), ("dtype", str(x.dtype))
+    except (TypeError, ValueError) as error:
+        problem = Problem(error)
+    if problem is not None and known and not comm.debug:
+        raise problem.take()
+    ask_all(comm, fields, problem, "the first call for a shape")
+    if len(known) >= 16 * KEPT:  # on all ranks at the same call
+        known.clear()
+    known[signature] = True
+
+
+def _all_to_all(received, send, come, leave, comm) -> None:
+    """On CPUs no rank waits longer for the others than the communicator's timeout."""
+    work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
+    if send.is_cuda:
+        work.wait()  # the current stream does, not the host
+        return
+    try:
+        work.wait(timedelta(seconds=comm.timeout))
+    except RuntimeError as error:
+        raise comm.order.out_of_step(  # and so is the process group
+            f"to_zigzag has waited {comm.timeout:g} s for other ranks ({error}): one is late, has ended or makes other "
+            f"calls. {comm.order.refusals_of_others()}{REMEDY}."
+        ) from error
 
 
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm, to):
         ctx.comm, ctx.to = comm, to
-        size, rank = comm.size, comm.rank
-        owner = {piece: r for r in range(size) for piece in _pieces(r, size, to)}
-        source = {piece: r for r in range(size) for piece in _pieces(r, size, not to)}
-        have, wanted = _pieces(rank, size, not to), _pieces(rank, size, to)
-        # both sides in the order of the other's rank, then of the piece
-        leaving = sorted(range(2), key=lambda i: (owner[have[i]], have[i]))
-        coming = sorted(range(2), key=lambda i: (source[wanted[i]], wanted[i]))
-        halves = x.unflatten(1, (2, -1)).movedim(1, 0)  # [2, B, T / 2, ...]
-        send = torch.stack([halves[i] for i in leaving])
-        received = torch.empty_like(send)
-        splits = [[table[piece] for piece in some] for table, some in ((source, wanted), (owner, have))]
-        dist.all_to_all_single(
-            received, send, *([ranks.count(r) for r in range(size)] for ranks in splits), group=comm.group
-        )
-        return torch.cat([received[coming.index(i)] for i in range(2)], 1)
+        return _moved(x, comm, to)
 
     @staticmethod
     def backward(ctx, dx):
-        return _Move.apply(dx, ctx.comm, not ctx.to), None, None
+        with ctx.comm.call(reverse=True):
+            _check(dx, ctx.comm, not ctx.to)
+            return _Move.apply(dx, ctx.comm, not ctx.to), None, None
+
+
+def _moved(x, comm, to) -> Tensor:
+    size, rank = comm.size, comm.rank
+    if size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    owner = {piece: r for r in range(size) for piece in _pieces(r, size, to)}
+    source = {piece: r for r in range(size) for piece in _pieces(r, size, not to)}
+    have, wanted = _pieces(rank, size, not to), _pieces(rank, size, to)
+    # both sides in the order of the other's rank, then of the piece
+    leaving = sorted(range(2), key=lambda i: (owner[have[i]], have[i]))
+    coming = sorted(range(2), key=lambda i: (source[wanted[i]], wanted[i]))
+    halves = x.unflatten(1, (2, -1)).movedim(1, 0)  # [2, B, T / 2, ...]
+    send = torch.stack([halves[i] for i in leaving])
+    received = torch.empty_like(send)
+    splits = [[table[piece] for piece in some] for table, some in ((source, wanted), (owner, have))]
+    come, leave = ([ranks.count(r) for r in range(size)] for ranks in splits)
+    _all_to_all(received, send, come, leave, comm)
+    return torch.cat([received[coming.index(i)] for i in range(2)], 1)
+
+
+# The custom operator, which torch.compile traces
+
+
+def _forward(x: Tensor, to: bool, handle: int) -> tuple[Tensor]:
+    comm = communicator_of(handle)
+    with comm.call():
+        _check(x, comm, to)
+        return (_moved(x, comm, to),)
+
+
+def _fake(x, to, handle):
+    return (x.new_empty(x.shape),)
+
+
+def _backward(dx: Tensor, to: bool, handle: int) -> tuple[Tensor]:
+    comm = communicator_of(handle)
+    with comm.call(reverse=True):
+        _check(dx, comm, not to)
+        return (_moved(dx, comm, not to),)
+
+
+def _save(ctx, inputs, output):
+    _, *ctx.where = inputs
+
+
+def _gradient(backward, ctx, dx):
+    return backward(dx, *ctx.where)[0], None, None
+
+
+_traced = CustomOperator("allscan::to_zigzag", _forward, _fake, _backward, _fake, _save, _gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from ..checks import (
 )
 from ..communicator import Communicator, communicator_of, saved_tensors
 from ..errors import Problem
-from ..first_call import check_first, checked, find_layout
+from ..first_call import check_first, checked, common_fields, find_layout
 from ..operators import Operator, check_saveable, refuse_second_derivative
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
@@ -48,6 +49,27 @@ class Before(NamedTuple):
     dt_bias: Tensor | None
     state_v_first: bool
 
+    def fields(self) -> str:
+        """What all ranks have alike, but lower_bound, as names and values."""
+        given = (
+            self.normalize, self.gate, self.sigmoid, self.twice, self.A_log is None, self.dt_bias is None,
+            self.state_v_first,
+        )  # fmt: skip
+        return _fields(*given) if torch.compiler.is_compiling() else _kept_fields(*given)
+
+
+FIELDS = (
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log is None",
+    "dt_bias is None", "state_v_first",
+)  # fmt: skip
+
+
+def _fields(*given: bool) -> str:
+    return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, given)])
+
+
+_kept_fields = functools.lru_cache(maxsize=256)(_fields)
+
 
 def zeco_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
@@ -65,8 +87,9 @@ def zeco_kda(
 
     q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; float16, float32 or, on
         GPUs, bfloat16, all three alike. K up to 256. T may differ between ranks and be 0, nothing else may differ.
-    g: [B, T, HV, K], natural logarithm of the decay, at most 0 and finite; float32, or like q. beta: [B, T, HV], any
-        float type.
+    g: [B, T, HV, K], natural logarithm of the decay, at most 0, and at least -1,048,576 in the sum of 64 tokens, which
+        is checked at the first call for a shape only, and in debug mode: looking waits for the GPU. Errors grow with
+        that sum (docs/delta.md); begin documents by cu_seqlens. float32, or like q. beta: [B, T, HV], any float type.
     use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
     use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g + dt_bias),
         with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV], optional where there is
@@ -164,9 +187,11 @@ def _delta(
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
     q, k, v, g, beta, initial_state = plain_or_traced(q, k, v, g, beta, initial_state)
+    bound = None if before.lower_bound is None or not before.gate else float(before.lower_bound)
     o, final_state, *_ = _operator(
-        q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, comm.handle, first_token, zigzag
-    )
+        q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, before.fields(), bound,
+        comm.handle, first_token, zigzag,
+    )  # fmt: skip
     if not output_final_state:
         return o, None
     return o, final_state.mT if before.state_v_first else final_state
@@ -251,20 +276,24 @@ def _segment_length(v) -> int:
     return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.is_cuda)
 
 
-def _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag):
-    """The Layout, after all checks."""
+def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag):
+    """The Layout, after all checks. fields: of Before; bound: its lower_bound."""
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = rule, signature_of(q, k, v, g, beta, initial_state), sequences, are_none, zigzag
-    if signature not in checked(comm):
+    tensors = signature_of(q, k, v, g, beta, initial_state)
+    signature = rule, scale, fields, bound, tensors, sequences, are_none, zigzag
+    if comm.debug or signature not in checked(comm):
         shape = agree = None
         if q.ndim == v.ndim == 4:
-            shape, agree = _carried_shape(q, v), (rule, q.shape[0], q.shape[2], str(q.dtype), *are_none, zigzag)
+            shape = _carried_shape(q, v)
+            options = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
+            common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
+            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *options
 
         def check():
             _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
 
-        check_first(comm, signature, shape, agree, check, g, partial(prepare, comm))
+        check_first(comm, signature, shape, agree, check, g, partial(prepare, comm), CHUNK_TOKENS)
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
 
 
@@ -305,12 +334,15 @@ def _zeros(q, v, cu_seqlens, wanted):
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    rule: str, scale: float, final: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
+    rule: str, scale: float, final: bool, fields: str, bound: float | None, handle: int, first_token: int | None = None,
+    zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept)."""
+    """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept). fields,
+    bound: of Before, what the ranks compare."""
     comm = communicator_of(handle)
     with comm.call():
-        layout = _prepare(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag)
+        given = q, k, v, g, beta, initial_state, cu_seqlens
+        layout = _prepare(rule, scale, fields, bound, *given, comm, first_token, zigzag)
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
         final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
         states = _state_pass(rule, layout, q, v, comm, zigzag)
@@ -325,10 +357,13 @@ def _forward(
         if zigzag:
             o, sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (o, sums, solved))
             scores = scores.view(solved.shape) if scores.numel() else scores
+        if comm.debug:
+            comm.look_for_nan(f"zeco_{rule}", o=o, final_state=final_state)
         return o, final_state, sums, scores, solved, *kept
 
 
-def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, handle, first_token=None, zigzag=False):
+def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, fields, bound, handle, first_token=None,
+          zigzag=False):  # fmt: skip
     final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
     return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
 
@@ -367,6 +402,9 @@ def _backward(
         grads = [x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)]
         if zigzag:
             grads = [x.view(y.shape) for x, y in zip(grads, like, strict=True)]
+        if comm.debug:
+            named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=dinitial)
+            comm.look_for_nan(f"zeco_{rule}'s backward", **named)
         return *grads, dinitial
 
 
@@ -377,7 +415,7 @@ def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, 
 
 
 def _save(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, *ctx.where = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, _, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.gate_dtype = g.dtype
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, *output[2:])
@@ -393,12 +431,12 @@ def _save(ctx, inputs, output):
 def _gradient(backward, ctx, do, dfinal, *_):
     for pending in ctx.pending:
         pending.run()
-    q, k, v, beta, cu_seqlens, *saved = saved_tensors(ctx, communicator_of(ctx.where[0]), True)
+    q, k, v, beta, cu_seqlens, *saved = saved_tensors(ctx, lambda: communicator_of(ctx.where[0]), True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
     given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
     dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
     dinitial = dinitial if ctx.initial else None
-    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, None, None, None, None, None, None, None
+    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, *[None] * 9
 
 
 _operator = Operator("allscan::zeco_delta", _forward, _fake, _backward, _fake_backward, _save, _gradient, tensors=7)

@@ -23,7 +23,7 @@ from ..checks import (
 )
 from ..communicator import Communicator, cached_on, saved_tensors
 from ..errors import Problem
-from ..first_call import KEPT, check_first, checked, find_layout
+from ..first_call import KEPT, check_first, checked, common_fields, find_layout
 from ..operators import (
     CustomOperator,
     Function,
@@ -56,11 +56,11 @@ def zeco_gla(
         V may not differ. B * T of a rank at most 65,535 chunks of 64 tokens, a sequence's last one on the rank counting
         as whole.
     g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no gate
-        is positive is checked at the first call for a shape only: looking waits for the GPU.
-    scale: default K ** -0.5.
+        is positive or NaN is checked at the first call for a shape only, and in debug mode: looking waits for the GPU.
+    scale: default K ** -0.5; the same on every rank.
     initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token. Its
         gradient is non-zero on the rank that has this token, without cu_seqlens on the first rank.
-    output_final_state: whether to return each sequence's state after its last token.
+    output_final_state: whether to return each sequence's state after its last token. Each rank may choose for itself.
     cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
         i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
         the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one communicator a cu_seqlens has
@@ -116,7 +116,7 @@ def zeco_gla_by(
     with carrier.comm.call():
         known = cached_on(carrier.comm, "calls of zeco_gla")
         key = None
-        if cu_seqlens is None and not (differentiable and inference_tensors(tensors)):
+        if not (cu_seqlens is not None or carrier.comm.debug or (differentiable and inference_tensors(tensors))):
             key = _key(carrier, tensors, scale, layout, keeps)
         prepared = None if key is None else known.get(key)
         if prepared is None:
@@ -189,6 +189,8 @@ class Prepared:
         final_state, kept = _made(q, final, self.shape)
         kind = forward_plan, initial_state is None, final_state is None
         (o,) = self._run(carrier, kind, q, k, v, g, initial_state, final_state, kept)
+        if carrier.comm.debug:
+            carrier.comm.look_for_nan("zeco_gla", o=o, final_state=final_state)
         return o, final_state, kept
 
     def backward(
@@ -199,6 +201,9 @@ class Prepared:
         dinitial = _ends(q, initial, self.shape)
         kind = backward_plan, dfinal is None, dinitial is None
         dv, dq, dk, dg = self._run(carrier, kind, q, k, v, g, do, dfinal, dinitial, kept)
+        if carrier.comm.debug:
+            named = dict(dq=dq, dk=dk, dv=dv, dg=dg, dinitial_state=dinitial)
+            carrier.comm.look_for_nan("zeco_gla's backward", **named)
         return dv, dq, dk, dg, dinitial
 
     def _run(self, carrier: StateCarrier, kind: tuple, *tensors: Tensor | None) -> list[Tensor]:
@@ -262,11 +267,12 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
     comm, (q, k, v, g, initial_state) = carrier.comm, tensors
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, type(carrier)
-    if signature not in checked(comm):
+    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, type(carrier)
+    if comm.debug or signature not in checked(comm):
         shape = agree = None
         if q.ndim == v.ndim == 4:
-            shape, agree = _carried_shape(q, v), ("zeco_gla", q.shape[0], str(q.dtype), *are_none, zigzag)
+            shape = _carried_shape(q, v)
+            agree = "zeco_gla", *common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
 
         def check():
             _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
@@ -328,7 +334,7 @@ def _gradient(backward, ctx, do, dfinal):
     """Of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
-    q, k, v, g, cu_seqlens, kept = saved_tensors(ctx, carrier_of(ctx.rest[1]).comm, True)
+    q, k, v, g, cu_seqlens, kept = saved_tensors(ctx, lambda: carrier_of(ctx.rest[1]).comm, True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
     dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, *ctx.rest)
     return dq, dk, dv, dg, dinitial if ctx.rest[0] else None

@@ -1,0 +1,443 @@
+"""Arguments that all ranks must have alike, and gates that kernels cannot take: named on every rank before a launch."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import allscan
+from allscan.zigzag import from_zigzag, to_zigzag
+from support.delta import NAMES, Whole
+from support.fla import import_fla
+from support.gla import F32
+from support.values import error, raised
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+T, H, K = 8, 2, 16
+INF, NAN = float("inf"), float("nan")
+
+
+def tensors(comm, T=T):
+    generator = torch.Generator().manual_seed(comm.rank)
+    x, g = (torch.randn(1, T, H, K, generator=generator).to(comm.device) for _ in "xg")
+    return F.normalize(x, dim=-1), F.logsigmoid(g)
+
+
+def kda(comm, x, g, **options):
+    return allscan.zeco_kda(x, x, x, g, g[..., 0].exp(), comm=comm, **options)
+
+
+def gdn(comm, x, g, **options):
+    return allscan.zeco_gated_delta_rule(x, x, x, g[..., 0], g[..., 0].exp(), comm=comm, **options)
+
+
+def gla(comm, x, g, **options):
+    return allscan.zeco_gla(x, x, x, g, comm=comm, **options)
+
+
+def ssd(comm, x, g, **options):
+    return allscan.zeco_ssd(x, g[..., 0].exp(), g[0, 0, :, 0], x, x, 4, comm=comm, **options)
+
+
+def scan(comm, x, g, **options):
+    return allscan.allscan(x[0], g[0, ..., 0].exp(), comm=comm, **options)
+
+
+def neighbours(comm, x, g, n=2, **options):
+    return allscan.halo(x, n, comm=comm, **options)
+
+
+def kinds(comm, x, g, kind):
+    """As many words a token in all, of other types and widths."""
+    words = x.flatten(2)
+    wide, narrow = words[..., :20], words[..., 20:].contiguous()
+    return {
+        "floats": lambda: allscan.halo((wide, narrow), 1, comm=comm),
+        "other widths": lambda: allscan.halo((narrow, wide), 1, comm=comm),
+        "integers": lambda: allscan.halo((wide[..., :10].int(), narrow), 1, comm=comm),
+    }[kind]()
+
+
+A = torch.zeros(H)
+RAW = dict(use_gate_in_kernel=True, A_log=A)
+PACKED = dict(cu_seqlens=[0, 3, 2 * T])
+# (the call, what the argument is called, options of the others, options of the last rank): results of all ranks would
+# be wrong, and no tensor's shape or type shows it
+DIFFER = [
+    (gla, "scale", {}, dict(scale=0.5)),
+    (gla, "scale", dict(scale=0.5, **PACKED), dict(scale=0.25, **PACKED)),
+    (gla, "layout", {}, dict(layout="zigzag")),
+    (kda, "scale", {}, dict(scale=0.5)),
+    (kda, "scale", dict(scale=0.5, layout="zigzag"), dict(scale=0.25, layout="zigzag")),
+    (kda, "use_qk_l2norm_in_kernel", {}, dict(use_qk_l2norm_in_kernel=True)),
+    (kda, "use_beta_sigmoid_in_kernel", {}, dict(use_beta_sigmoid_in_kernel=True)),
+    (kda, "use_gate_in_kernel", {}, RAW),
+    (kda, "lower_bound", dict(RAW, lower_bound=-4.0), dict(RAW, lower_bound=-2.0)),
+    (kda, "lower_bound", RAW, dict(RAW, lower_bound=-2.0)),
+    (kda, "A_log is None", dict(RAW, lower_bound=-2.0), dict(RAW, lower_bound=-2.0, A_log=None)),
+    (kda, "dt_bias is None", RAW, dict(RAW, dt_bias=torch.zeros(H * K))),
+    (gdn, "scale", dict(scale=2.0), {}),
+    (gdn, "use_qk_l2norm_in_kernel", dict(use_qk_l2norm_in_kernel=True), {}),
+    (gdn, "use_gate_in_kernel", {}, RAW),
+    (gdn, "use_beta_sigmoid_in_kernel", {}, dict(use_beta_sigmoid_in_kernel=True)),
+    (gdn, "allow_neg_eigval", dict(use_beta_sigmoid_in_kernel=True),
+     dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+    (gdn, "state_v_first", {}, dict(state_v_first=True)),
+    (ssd, "dt_softplus", {}, dict(dt_softplus=True)),
+    (ssd, "dt_limit", {}, dict(dt_limit=(0.0, 0.25))),
+    (ssd, "dt_bias is None", {}, dict(dt_bias=torch.ones(H))),
+    (ssd, "layout", {}, dict(layout="zigzag")),
+    (scan, "reverse", {}, dict(reverse=True)),
+    (scan, "initial_state is None", {}, dict(initial_state=torch.ones(T, H, K))),
+    (neighbours, "reverse", {}, dict(reverse=True)),
+    (neighbours, "n", {}, dict(n=1)),
+    (neighbours, "layout", {}, dict(layout="zigzag")),
+    (kinds, "dtypes", dict(kind="floats"), dict(kind="integers")),
+    (kinds, "words of a token in each x", dict(kind="floats"), dict(kind="other widths")),
+]  # fmt: skip
+
+
+def differ_case(group, i):
+    call, _, mine, other = DIFFER[i]
+    if call in (kda, gdn):
+        import_fla(models=False)
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        x, g = tensors(comm)
+
+        def on_device(options):
+            return {n: t.to(comm.device) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
+
+        found = raised(call, comm, x, g, **on_device(other if comm.rank == comm.size - 1 else mine))
+        launched = [made.epochs for made in comm.collectives]
+        call(comm, x, g, **on_device(mine))
+        call(comm, x, g, **on_device(other))
+        comm.barrier()
+        return found, launched
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("i", range(len(DIFFER)), ids=lambda i: f"{DIFFER[i][0].__name__}-{DIFFER[i][1]}")
+def test_what_must_be_alike(run, i):
+    """An argument that one rank has otherwise: named, with its values and who has them, on every rank, and nothing is
+    launched; then both ways of calling work."""
+    name = DIFFER[i][1]
+    for found, launched in run(2, differ_case, i):
+        assert not launched and found is not None and found[0] == "ValueError", (found, launched)
+        assert re.search(rf"different arguments: (.*\. )?{name}: .* on rank 0; .* on rank 1", found[1]), found
+
+
+def may_differ_case(group):
+    """What a rank may choose for itself changes nothing on the others."""
+    import_fla(models=False)
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        x, g = tensors(comm)
+        calls = [
+            (gla, dict(output_final_state=True)), (gla, dict(recompute=False)), (kda, dict(output_final_state=True)),
+            (gdn, dict(output_final_state=True)), (ssd, dict(return_final_states=True)),
+        ]  # fmt: skip
+        errors = []
+        for call, options in calls:
+            found = []
+            for own in ({}, options if comm.rank else {}, {} if comm.rank else options):
+                leaf = x.clone().requires_grad_()
+                y = call(comm, leaf, g, **own)
+                y = y[0] if isinstance(y, tuple) else y
+                found.append((y.detach(), *torch.autograd.grad(y.sum(), [leaf])))
+            errors += [error(a, b) for other in found[1:] for a, b in zip(other, found[0])]
+        chunks = [allscan.zeco_ssd(x, g[..., 0].exp(), g[0, 0, :, 0], x, x, n, comm=comm) for n in (4, 2 + comm.rank)]
+        return *errors, error(*chunks)
+
+
+@pytest.mark.cpu
+def test_what_a_rank_may_choose(run):
+    for errors in run(2, may_differ_case):
+        assert max(errors) < 1e-5, errors
+
+
+def later_case(group, call, debug):
+    """At a later call one rank has another scale: nobody waits, and no rank goes on as if nothing were."""
+    with allscan.Communicator(group, timeout=5.0, debug=debug) as comm:
+        x, g = tensors(comm)
+        for _ in range(2):
+            gla(comm, x, g, scale=0.5)
+        answers = [raised(gla, comm, x, g, scale=0.25 if comm.rank else 0.5), raised(comm.barrier)]
+        comm.resync()
+        o, _ = gla(comm, x, g, scale=0.5)
+        comm.barrier()
+        return answers, bool(o.isfinite().all())
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("debug", [False, True])
+def test_another_scale_at_a_later_call(run, debug):
+    for answers, good in run(2, later_case, "scale", debug):
+        assert good
+        if debug:
+            assert "scale: 0.5 on rank 0; 0.25 on rank 1" in answers[0][1] and answers[1] is None, answers
+        else:
+            assert any(answer and answer[0] == "AllScanOutOfStep" for answer in answers), answers
+
+
+def many_scales_case(group):
+    """More different scales than a communicator keeps: forgotten on all ranks at the same call."""
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        x, g = tensors(comm, 2)
+        expected, _ = gla(comm, x, g, scale=1.0)
+        agreements = comm.attributes["agreements"]
+        for i in range(16 * 256 - len(agreements) + 1):
+            agreements["filled", i] = True
+        for scale in (2.0, 1.0, 3.0, 1.0):
+            o, _ = gla(comm, x[:, : 1 + comm.rank], g[:, : 1 + comm.rank], scale=scale)
+        o, _ = gla(comm, x, g, scale=1.0)
+        comm.barrier()
+        return torch.equal(o, expected), len(agreements)
+
+
+@pytest.mark.cpu
+def test_agreements_are_forgotten_together(run):
+    assert run(2, many_scales_case) == [(True, 3)] * 2
+
+
+def communicators_case(group):
+    rank = group.rank()
+    return [
+        raised(allscan.Communicator, group, debug=bool(rank)),
+        raised(allscan.Communicator, group, algorithm="rails" if rank else "chain"),
+    ]
+
+
+@pytest.mark.cpu
+def test_communicators_name_what_differs(run):
+    for debug, algorithm in run(2, communicators_case):
+        assert "debug: False on rank 0; True on rank 1" in debug[1] and "nodes" not in debug[1]
+        assert "algorithm: chain on rank 0; rails on rank 1" in algorithm[1] and "nodes" not in algorithm[1]
+
+
+# Gates
+
+
+BAD = {
+    "NaN": (NAN, "must not be NaN"),
+    "positive": (0.5, "must be at most 0"),
+    "-inf": (-INF, "at least -1,048,576"),
+    "-3e38": (-3e38, "at least -1,048,576"),
+    "-1e9": (-1e9, "at least -1,048,576"),
+}
+WAYS = {"contiguous": {}, "zigzag": dict(layout="zigzag"), "packed": PACKED}
+
+
+def gates_case(group, call, value, how, debug):
+    """What the ranks hear where the last alone has such a gate: at a first call; in debug mode at a later one, too."""
+    if call in (kda, gdn):
+        import_fla(models=False)
+    with allscan.Communicator(group, timeout=5.0, debug=debug) as comm:
+        x, g = tensors(comm)
+        bad = g.clone()
+        if comm.rank == comm.size - 1:
+            bad[:, 0 if call is ssd else 5] = value
+        if call is ssd:  # its gates are A, positive ones too
+
+            def call(comm, x, g, **options):
+                return allscan.zeco_ssd(x, x[..., 0].abs(), g[0, 0, :, 0], x, x, 4, comm=comm, **options)
+
+        found = [raised(call, comm, x, bad, **WAYS[how])]
+        call(comm, x, g, **WAYS[how])
+        if debug:
+            found.append(raised(call, comm, x, bad, **WAYS[how]))
+            call(comm, x, g, **WAYS[how])
+        comm.barrier()
+        return found
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("call", [kda, gdn, ssd, gla], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "name, how, debug",
+    [(name, how, False) for name in BAD for how in WAYS] + [(name, "contiguous", True) for name in BAD],
+)
+def test_gates_that_are_refused(run, name, call, how, debug):
+    """Gates that kernels make NaN or noise of, in every operator that has any; zeco_gla is exact for strong ones."""
+    value, words = BAD[name]
+    if call is gla and name[0] == "-":
+        for found in run(2, gates_case, call, value, how, debug):
+            assert all(x is None for x in found), found
+        return
+    for rank, found in enumerate(run(2, gates_case, call, value, how, debug)):
+        for answer in found:
+            assert answer[0] == "ValueError" and words in answer[1] and (rank or "rank 1" in answer[1]), answer
+
+
+def made_gates_case(group):
+    """Gates that the operator makes itself: of raw ones, and dt * A."""
+    import_fla(models=False)
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        x, g = tensors(comm)
+        strong = dict(use_gate_in_kernel=True, A_log=torch.full((H,), 100.0 if comm.rank else 0.0, device=comm.device))
+        decay = torch.full((H,), -1e5 if comm.rank else -1.0, device=comm.device)
+        found = [raised(call, comm, x, g, **strong) for call in (kda, gdn)]
+        found.append(raised(allscan.zeco_ssd, x, 20 * x[..., 0].abs(), decay, x, x, T, comm=comm))
+        comm.barrier()
+        return found
+
+
+@pytest.mark.cpu
+def test_gates_that_operators_make(run):
+    for rank, found in enumerate(run(2, made_gates_case)):
+        for answer in found:
+            assert answer[0] == "ValueError" and "at least -1,048,576" in answer[1] and (rank or "rank 1" in answer[1])
+
+
+def nan_case(group, call):
+    """What debug mode says of NaN in results and gradients, on the rank that has it and on the others; other calls
+    go on."""
+    if call in (kda, gdn):
+        import_fla(models=False)
+    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+        x, g = tensors(comm)
+        spoilt = x.clone()
+        if comm.rank == comm.size - 1:
+            spoilt.fill_(NAN)
+        back = call in (scan, neighbours)
+        options = dict(reverse=True) if back else {}
+        found = [raised(call, comm, spoilt, g, **options)]
+        leaf = x.clone().requires_grad_()
+        y = call(comm, leaf, g, **options)
+        y = y[0] if isinstance(y, tuple) else y
+        weights = torch.ones_like(y)
+        if comm.rank == (0 if back else comm.size - 1):
+            weights.fill_(NAN)
+        found.append(raised(y.backward, weights))
+        call(comm, x, g, **options)
+        comm.barrier()
+        return found
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("call", [gla, kda, gdn, ssd, scan, neighbours], ids=lambda call: call.__name__)
+def test_debug_mode_looks_for_nan(run, call):
+    answers = run(2, nan_case, call)
+    assert answers[0] == answers[1]
+    for kind, text in answers[0]:
+        assert kind == "RuntimeError" and "has returned NaN: rank 0: " in text and "; rank 1: " in text, text
+
+
+def documented(title):
+    """The rows of a table of docs/delta.md, by what stands in its head."""
+    with open(os.path.join(ROOT, "docs", "delta.md"), encoding="utf-8") as file:
+        (table,) = (part for part in file.read().split("\n\n") if part.startswith(f"| {title} |"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+
+
+def strong_case(group, rule, strength):
+    import_fla(models=False)
+    with allscan.Communicator(group) as comm:
+        whole = Whole(rule, 160, 1, 2, 2, 32, 16, "mild", F32, comm.device)
+        generator = torch.Generator().manual_seed(1)
+        whole.g = torch.where(torch.rand(whole.g.shape, generator=generator) < 0.05, strength, whole.g)
+        return {n: error(a, b) for n, a, b in zip(NAMES, whole.ours(comm, slice(None)), whole.reference())}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("strength", ["-1e2", "-1e3", "-1e4", "-1e5"])
+def test_the_errors_of_strong_gates_are_documented(run, rule, strength):
+    """Largest errors of results and gradients, over the largest value: no more than the documentation says, which says
+    no more than three times as much."""
+    figure = documented("gates of")[strength][rule != "kda"]
+    [errors] = run(1, strong_case, rule, float(strength))
+    assert figure / 3 < max(errors.values()) <= figure, errors
+
+
+def large_state_case(group, rule):
+    """(largest state, largest output, whether all outputs are finite) of float16 inputs, with a state that float16
+    holds, and with one that it does not."""
+    import_fla(models=False)
+    with allscan.Communicator(group) as comm:
+        answers = []
+        for size in (2e4, 1e5):
+            whole = Whole(rule, 160, 1, 1, 1, 32, 16, "zero", torch.float16, comm.device)
+            whole.q, whole.k, whole.initial = whole.q / 64, whole.k / 100, torch.full_like(whole.initial, size)
+            found, expected = whole.ours(comm, slice(None)), whole.reference()
+            largest = (x.abs().max().item() for x in (expected[1], expected[0]))
+            answers.append((*largest, bool(found[0].isfinite().all())))
+        return answers
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+def test_large_states_of_float16_inputs(run, rule):
+    """As documented: what inputs and outputs are is finite in float16, and results are not once the state is not."""
+    [(small, large)] = run(1, large_state_case, rule)
+    assert small[0] < 65504 < large[0] and max(small[1], large[1]) < 65504
+    assert small[2] and not large[2]
+
+
+# Tokens to the zigzag layout
+
+
+def moved_case(group, which):
+    """Calls of to_zigzag that differ: at a first call all raise; at a later one all end within the bounded time."""
+    with allscan.Communicator(group, timeout=3.0) as comm:
+        odd = comm.rank == comm.size - 1
+        x = torch.arange(2.0 * 3 * T, device=comm.device).view(2, T, 3) + comm.rank
+        calls = {
+            "tokens": lambda: to_zigzag(x[:, : T - 2 * odd], comm=comm),
+            "odd tokens": lambda: to_zigzag(x[:, : T - odd], comm=comm),
+            "width": lambda: to_zigzag(x[..., : 3 - odd], comm=comm),
+            "dtype": lambda: to_zigzag(x.bfloat16() if odd else x.half(), comm=comm),
+            "direction": lambda: (from_zigzag if odd else to_zigzag)(x, comm=comm),
+            "no tensor": lambda: to_zigzag(x.tolist() if odd else x, comm=comm),
+        }
+        first = raised(calls[which])
+        leaf = x.clone().requires_grad_()
+        moved = to_zigzag(leaf, comm=comm)
+        moved.sum().backward()
+        good = torch.equal(from_zigzag(moved, comm=comm), x) and bool((leaf.grad == 1).all())
+        comm.barrier()
+        return first, good
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("which", ["tokens", "odd tokens", "width", "dtype", "direction", "no tensor"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_moves_that_differ(run, size, which):
+    for rank, (first, good) in enumerate(run(size, moved_case, which)):
+        assert good and first is not None and first[0] in ("ValueError", "TypeError"), (first, good)
+        assert rank == size - 1 or f"rank {size - 1}" in first[1], first
+
+
+def later_move_case():
+    with allscan.Communicator(timeout=2.0) as comm:
+        x = torch.ones(1, T, 2, device=comm.device)
+        to_zigzag(x, comm=comm)
+        odd = comm.rank == comm.size - 1
+        return raised(to_zigzag, x[:, : T - 2 * odd], comm=comm)
+
+
+@pytest.mark.cpu
+def test_a_later_move_that_differs(fresh):
+    """With other tokens on one rank than before: no rank returns, and none waits longer than the time-out."""
+    known, new = fresh(2).run(later_move_case, timeout=60.0)
+    assert known[0] == "AllScanOutOfStep" and "waited 2 s" in known[1], known
+    assert new[0] == "Refused" and "rank 0 has refused this call" in new[1], new
+
+
+def compiled_move_case(group):
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        x = torch.arange(2.0 * 3 * T, device=comm.device).view(2, T, 3) + comm.rank
+        answers = []
+        for call in (to_zigzag, torch.compile(to_zigzag, fullgraph=True, backend="aot_eager")):
+            leaf = x.clone().requires_grad_()
+            y = call(leaf, comm=comm)
+            answers.append((y.detach(), *torch.autograd.grad((y * y.detach()).sum(), [leaf])))
+        return all(map(torch.equal, *answers))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiled_moves(run, size):
+    assert all(run(size, compiled_move_case))
