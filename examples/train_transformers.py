@@ -3,9 +3,8 @@
     pip install '.[transformers]' accelerate    # in a checkout
     python examples/train_transformers.py         # on all GPUs, or on 4 CPU processes in Triton's interpreter
 
-What the split needs of a Trainer: every rank gets the same batch and takes its part of each sequence, and the loss, a
-share of the whole one, is multiplied by the number of ranks, since DistributedDataParallel averages gradients. Prints
-the losses of one rank and of all; above 1e-4 of difference the exit status is 1.
+SequenceParallelTrainer is transformers' Trainer for a model of sequence_parallel. Prints the losses of Trainer itself
+with the ordinary model in one process, and of all ranks; above 1e-4 of difference the exit status is 1.
 """
 
 import os
@@ -14,7 +13,6 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 from train_text import text_bytes
 
 if torch.cuda.device_count() < 2:  # ranks are CPU processes
@@ -24,7 +22,7 @@ import transformers  # noqa: E402
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 import allscan  # noqa: E402
-from allscan.integrations.transformers import sequence_parallel  # noqa: E402
+from allscan.integrations.transformers import SequenceParallelTrainer, sequence_parallel  # noqa: E402
 from allscan.tools.ranks import Ranks, on_first  # noqa: E402
 
 STEPS, LENGTH = 10, 240
@@ -36,42 +34,25 @@ CONFIG = dict(
 )  # fmt: skip
 
 
-class SequenceParallelTrainer(Trainer):
-    def __init__(self, comm, **options):
-        super().__init__(**options)
-        self.comm = comm
-
-    def get_train_dataloader(self):
-        """Not cut over the ranks, as Trainer's own would be."""
-        return DataLoader(self.train_dataset, self.args.per_device_train_batch_size)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        n = LENGTH // self.comm.size
-        mine = inputs["input_ids"][:, self.comm.rank * n : (self.comm.rank + 1) * n]
-        output = model(input_ids=mine, labels=mine, use_cache=False)  # labels are shifted across the cuts
-        loss = output.loss * self.comm.size
-        return (loss, output) if return_outputs else loss
-
-
 def train(group):
-    """The loss of each step."""
+    """The loss of each step; on one rank of the ordinary model, by Trainer itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     known = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
     os.environ |= {name: str(value) for name, value in known.items()}  # what torchrun would set, for accelerate
     transformers.logging.set_verbosity_error()
     with allscan.Communicator(group) as comm, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        model = sequence_parallel(Qwen3NextForCausalLM(Qwen3NextConfig(**CONFIG)), comm=comm)
+        model, kind = Qwen3NextForCausalLM(Qwen3NextConfig(**CONFIG)), Trainer
+        if comm.size > 1:
+            model, kind = sequence_parallel(model, comm=comm), SequenceParallelTrainer
         tokens = text_bytes()[: 2 * STEPS * LENGTH].view(-1, LENGTH).long()
         arguments = TrainingArguments(
-            folder, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=3e-3, lr_scheduler_type="constant",
-            logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
-            use_cpu=comm.device.type == "cpu", ddp_backend=None if comm.device.type == "cuda" else "gloo",
-            ddp_find_unused_parameters=False,
+            folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=3e-3,
+            lr_scheduler_type="constant", logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
+            seed=0, use_cpu=comm.device.type == "cpu",
+            ddp_backend=None if comm.device.type == "cuda" else "gloo", ddp_find_unused_parameters=False,
         )  # fmt: skip
-        trainer = SequenceParallelTrainer(
-            comm, model=model, args=arguments, train_dataset=[dict(input_ids=x) for x in tokens]
-        )
+        trainer = kind(model=model, args=arguments, train_dataset=[dict(input_ids=x, labels=x) for x in tokens])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         comm.barrier()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import allscan
 from support.fla import delta_recurrence, import_fla, recurrence
-from support.values import place, relative
+from support.values import place, raised, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
@@ -246,3 +246,37 @@ def test_other_layers_are_refused():
     for module in (torch.nn.Linear(2, 2), *layers[:3], torch.nn.Sequential(layers[3], layers[1])):
         with pytest.raises(ValueError, match="expected layers of"):
             sequence_parallel(module, comm=None)
+
+
+def cut_case(group, choice):
+    """(error of the logits, {what must be said: what is}) of batches that cut_batch has cut."""
+    fla = import_fla()
+    from allscan.integrations.fla import cut_batch, sequence_parallel
+
+    kind = choice.split(",")[0]
+    with allscan.Communicator(group, timeout=5) as comm, torch.no_grad():
+        torch.manual_seed(0)
+        model = model_of(fla, kind, fuse_cross_entropy=False, **CHOICES[choice]).to(comm.device).train()
+        sequence_parallel(model, comm=comm)
+        whole, rank = torch.randint(97, (2, 43)).to(comm.device), comm.rank
+        batch, first = dict(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False), 22 * rank
+        part = cut_batch(batch, comm=comm)
+        assert torch.equal(part["input_ids"], whole[:, first : first + 22 - rank])
+        dealt = whole.cpu() + rank
+        answers = {"have cut different batches": raised(model, **cut_batch(batch | dict(input_ids=dealt), comm=comm))}
+        found = model(**part).logits
+        answers["has 2 rows, tokens [43, 43]"] = raised(model, **part | dict(input_ids=whole))
+        if kind == "gla" and "attn" in CHOICES[choice]:  # which asks all ranks in every call
+            again = cut_batch(batch | dict(input_ids=dealt), comm=comm)
+            answers["(does a loader deal rows to them?)"] = raised(model, **again)
+        expected = model(input_ids=part["input_ids"], use_cache=False).logits
+        return relative(found, expected), answers
+
+
+@pytest.mark.parametrize("choice", ["gla, convolution", "gla, hybrid"])
+def test_cut_batches(run, choice, size=2):
+    """Kind: a split model that is given something else than the parts of one batch, by cut_batch's stamp."""
+    for error, answers in run(size, cut_case, choice):
+        assert error < 1e-6
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)

@@ -41,8 +41,8 @@ delta.passes delta.chunks delta.operator delta
 ssd
 device reference zigzag
 __init__
-integrations integrations.softmax integrations.recurrent integrations.fla integrations.fla_cp
-integrations.transformers integrations.megatron
+integrations integrations.softmax integrations.batches integrations.recurrent integrations.fla integrations.fla_cp
+integrations.transformers integrations.transformers_trainer integrations.megatron
 tools tools.provenance tools.timing tools.ranks tools.virtual tools.doctor __main__
 """.split()
 

@@ -20,6 +20,8 @@ from ..gla import zeco_gla
 from ..halos import halo
 from ..packing import TensorKey, boundaries_on_host, to_device
 from . import needs
+from .batches import STAMP, misfit, read
+from .batches import cut_batch as cut_batch
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
 try:
@@ -30,6 +32,7 @@ except ModuleNotFoundError as error:
     raise needs(__name__, "flash-linear-attention>=0.6,<0.7") from error
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # comm -> shapes that all ranks have cut
 
 
 def sequence_parallel(
@@ -104,9 +107,10 @@ def _kind(module):
 
 def _layer(
     layer, comm, layout, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
-    output_attentions=False, cu_seqlens=None, first_token=None, **_,
+    output_attentions=False, cu_seqlens=None, first_token=None, **options,
 ):  # fmt: skip
     """The forward of a layer, over this rank's tokens."""
+    kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(TensorKey(attention_mask)):
         refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
@@ -115,9 +119,16 @@ def _layer(
         refuse(comm, "packed sequences leave no cache: pass use_cache=False")
     cache = past_key_values if use_cache else None
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
-        _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states.shape[1]))
+        _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp))
     where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
-    return _CALLS[_kind(layer)](layer, hidden_states, cache, where), None, past_key_values
+    if kind is softmax_attention.Attention:  # which asks for the tokens of all ranks anyway
+        return _softmax(layer, hidden_states, cache, where, stamp), None, past_key_values
+    if stamp is not None:
+        shape, seen = (hidden_states.shape[:2], layout, read(stamp)[:3]), _compared.setdefault(comm, set())
+        if comm.debug or shape not in seen:
+            _tokens_of_all(comm, hidden_states, layout, stamp)
+            seen.add(shape)
+    return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
 
 def _mixed(layer, x, cache, where, activation=None):
@@ -183,14 +194,16 @@ def _gated_delta_net(layer, x, cache, where):
     return _delta_rule(zeco_gated_delta_rule, layer, x, cache, where, layer.a_proj(x), layer.use_gate)
 
 
-def _softmax(layer, x, cache, where):
+def _softmax(layer, x, cache, where, stamp=None):
     """Softmax attention of this rank's queries to the keys and values up to each."""
     comm, cu_seqlens, _, layout = where.values()
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
-    tokens = _tokens_of_all(comm, T)  # always: what follows is the back end's collective, where nobody is refused
+    tokens = _tokens_of_all(
+        comm, x, layout, stamp
+    )  # always: what follows is the back end's collective, where nobody is refused
     if lengths is not None and sum(tokens) != lengths[-1]:
         refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
     parts = chunks(tokens, zigzag)
@@ -259,9 +272,14 @@ _CALLS = {
 }
 
 
-def _tokens_of_all(comm, T):
+def _tokens_of_all(comm, x, layout, stamp):
+    """How many each rank has, of one batch."""
     with comm.call():  # so that a rank that refuses the layer is not waited for
-        return comm.exchange(T, "the tokens of each rank")
+        rows, tokens, stamps = zip(*comm.exchange((*x.shape[:2], stamp), "the tokens of each rank"), strict=True)
+        problem = misfit(comm, rows, tokens, layout, stamps)
+        if problem is not None:
+            raise comm.order.raised_everywhere(ValueError(problem))
+        return list(tokens)
 
 
 def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout):

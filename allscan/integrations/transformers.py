@@ -23,6 +23,8 @@ from ..rendezvous import by_rank
 from ..ssd import zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needs
+from .batches import STAMP, looked_at, misfit
+from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
@@ -114,6 +116,22 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     for head in heads:
         head.loss_function = functools.partial(_loss, comm, zigzag)
     return model
+
+
+def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str]:
+    """(The text model, comm, layout) of a model that is split; ValueError for one that is not."""
+    for module in model.modules() if model is not None else ():
+        forward = vars(module).get("forward")
+        if isinstance(forward, functools.partial) and forward.func is _model:
+            _, comm, zigzag, *_ = forward.args
+            return module, comm, "zigzag" if zigzag else "contiguous"
+    raise ValueError("the model is not split: call sequence_parallel(model, comm=comm) first")
+
+
+def __getattr__(name):
+    if name == "SequenceParallelTrainer":  # transformers' Trainer takes seconds to import
+        return importlib.import_module(".transformers_trainer", __package__).SequenceParallelTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _parts(model):
@@ -278,7 +296,8 @@ def _model(
     if zigzag and use_cache:
         refuse(comm, "use_cache=True is not covered in the zigzag layout: no rank would have a cache to go on from")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
-    sequence, wanted_by_any = _sequence(comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens, wanted)
+    stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
+    sequence, wanted_by_any = _sequence(comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens, wanted, *stamp)
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank has learned tokens, which these see: where all else is frozen no backward would run here
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -300,18 +319,24 @@ def _model(
 PACKED_ZIGZAG = 'packed sequences are not covered in the zigzag layout: cut them with layout="contiguous"'
 
 
-def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted) -> tuple[_Sequence, bool]:
-    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do."""
+def _sequence(
+    comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted, stamp=None, seen=None
+) -> tuple[_Sequence, bool]:
+    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``,
+    ``seen``: of the batch (batches.py)."""
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises = None
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)]
-        answers = comm.exchange((B, T, lengths, rises, zigzag, wanted), "the tokens of each rank")
-        tokens = [answer[1] for answer in answers]
+        answers = comm.exchange((B, T, lengths, rises, zigzag, wanted, stamp, seen), "the tokens of each rank")
+        rows, tokens, _, _, _, _, stamps, contents = (list(column) for column in zip(*answers, strict=True))
         if len({answer[4] for answer in answers}) > 1:
             given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
+        problem = misfit(comm, rows, tokens, "zigzag" if zigzag else "contiguous", stamps, contents)
+        if problem is not None:
+            raise comm.order.raised_everywhere(ValueError(problem))
         if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2 or tokens[0] < 2):
             wanted = "an even number of tokens, the same on every rank"
             raise comm.order.raised_everywhere(ValueError(f"the zigzag layout wants {wanted}, got {by_rank(tokens)}"))
@@ -330,15 +355,14 @@ def _sequence(comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted) -> tu
                 found += [first + i for i in here]
                 before = end
             lengths = (*found, sum(tokens)) if len(found) > 1 else None
-        problem = None
         if lengths is not None and zigzag:
             problem = f"position_ids begin sequences at tokens {lengths[:-1]} of the whole: {PACKED_ZIGZAG}"
         elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
             problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
         elif lengths is not None and lengths[-1] != sum(tokens):
             problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
-        elif lengths is not None and any(answer[0] != 1 for answer in answers):
-            problem = f"packed sequences must be in a batch of one, got {by_rank(answer[0] for answer in answers)}"
+        elif lengths is not None and B != 1:
+            problem = f"packed sequences must be in a batch of one, got {B}"
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")

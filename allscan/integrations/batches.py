@@ -1,0 +1,148 @@
+"""A batch of whole sequences, cut for this rank, with a stamp by which a split model knows that all ranks have parts of
+one batch."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checks import is_zigzag
+from ..communicator import Communicator
+from ..rendezvous import by_rank
+from .softmax import chunks, refuse
+
+STAMP = "allscan_cut"  # the argument by which a model's forward is told
+CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")  # [B, T, ...]
+KEPT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the whole
+
+
+class _Stamp(NamedTuple):
+    rows: int
+    tokens: tuple[int, ...]  # of each rank
+    layout: str
+    digests: tuple[int, ...] | None  # of each rank's input_ids
+    others: int | None  # digest of the other tensors
+
+
+def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[str, Any]:
+    """This rank's part of a batch of whole sequences, for ``model(**part)`` of a model of ``sequence_parallel``.
+
+        >>> loss = model(**cut_batch(batch, comm=comm)).loss      # this rank's share
+
+    batch: what the ordinary model takes by name, the same on every rank: ``input_ids`` [B, T] or ``inputs_embeds``
+        [B, T, H]; with these ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
+        nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the whole; so does what is
+        no tensor or has no dimension, such as ``use_cache`` or ``num_items_in_batch``.
+    comm, layout: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one token more than the
+        others. "zigzag": T must be a multiple of 2P.
+
+    Returns a dict with this rank's tokens, and under ``allscan_cut`` a stamp (a str): rows, tokens of each rank and
+    layout, and of a batch in the CPU's memory a checksum of its contents. transformers' models compare it with the
+    other ranks' in every forward pass, fla's where they ask the other ranks anyway and at the first batch of a shape;
+    ranks that have cut different batches, or a model that is given other rows or numbers of tokens than were cut, are a
+    ValueError on every rank. In debug mode (``comm.debug``) a checksum is made of batches on GPUs, too, which waits for
+    the GPU, and compared with the tokens that the model is given. In the rank's own process, not in a loader's worker.
+
+    Raises ValueError for other tensors, for shapes that do not go together, a mask that masks, T below P, and in zigzag
+    for a T that is no multiple of 2P; the other ranks hear of it in their next call.
+    """
+    zigzag, size = is_zigzag(layout), comm.size
+    x = batch.get("input_ids")
+    if x is None:
+        x = batch.get("inputs_embeds")
+    if not isinstance(x, torch.Tensor) or x.ndim < 2:
+        refuse(comm, "a batch has input_ids [B, T] or inputs_embeds [B, T, H]")
+    B, T = x.shape[:2]
+    if zigzag and T % (2 * size):
+        refuse(comm, f"in the zigzag layout T must be a multiple of 2 * {size} (twice the ranks), got {T}")
+    if T < size:
+        refuse(comm, f"a sequence of {T} tokens cannot be cut for {size} ranks")
+    tokens = tokens_of_ranks(T, size)
+    parts = [[(a, b) for rank, a, b in chunks(tokens, zigzag) if rank == r] for r in range(size)]
+
+    def part_of(tensor, rank):
+        pieces = [tensor[:, a:b] for a, b in parts[rank]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "attention_mask" and isinstance(value, torch.Tensor):
+            if value.shape != (B, T) or not value.all():
+                refuse(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
+        elif name in CUT and isinstance(value, torch.Tensor):
+            if value.shape[:2] != (B, T) and not (name == "position_ids" and value.shape == (1, T)):
+                refuse(comm, f"{name} must be [{B}, {T}, ...] as the tokens are, got {tuple(value.shape)}")
+            found[name] = part_of(value, comm.rank)
+        elif name in KEPT or not isinstance(value, torch.Tensor) or not value.ndim:
+            found[name] = value
+        else:
+            refuse(comm, f"{name} {tuple(value.shape)}: cut_batch does not know how to cut it")
+    digests = others = None
+    ids = batch.get("input_ids")
+    if ids is not None and (ids.device.type == "cpu" or comm.debug):
+        digests = [checksum(part_of(ids, rank)) for rank in range(size)]
+        rest = {n: v for n, v in batch.items() if n in (*CUT, *KEPT) and n != "input_ids"}
+        others = checksum(*(rest[name] for name in sorted(rest)))
+    return found | {STAMP: json.dumps([B, tokens, layout, digests, others])}
+
+
+def tokens_of_ranks(T: int, size: int) -> list[int]:
+    """How many tokens cut_batch gives to each rank."""
+    return [T // size + (rank < T % size) for rank in range(size)]
+
+
+def checksum(*values) -> int:
+    """Of tensors' shapes and contents, and of what is none as it is printed."""
+    found = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found = zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode(), found)
+            value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        else:
+            value = repr(value).encode()
+        found = zlib.crc32(value, found)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def read(stamp: str) -> _Stamp:
+    rows, tokens, layout, digests, others = json.loads(stamp)
+    return _Stamp(rows, tuple(tokens), layout, digests and tuple(digests), others)
+
+
+def looked_at(comm, ids) -> int | None:
+    """What debug mode tells the other ranks of this one's input_ids."""
+    return checksum(ids) if comm.debug and ids is not None else None
+
+
+def misfit(comm, rows, tokens, layout, stamps, seen=None) -> str | None:
+    """What is wrong with the parts of a batch; each argument has an entry for each rank, and ``seen`` those of
+    :func:`looked_at`. Alike on all ranks."""
+    if len(set(rows)) > 1:
+        return f"the numbers of rows differ between ranks: {by_rank(rows)}"
+    seen = seen or [None] * len(rows)
+    if all(stamp is None for stamp in stamps):
+        if comm.size > 1 and seen[0] is not None and len({*zip(seen, tokens, strict=True)}) == 1 and tokens[0] > 1:
+            warnings.warn(
+                "every rank was given the same tokens: whole sequences in place of parts? cut_batch cuts them",
+                stacklevel=2,
+            )
+        return None
+    if any(stamp is None for stamp in stamps):
+        return f"some ranks have a batch of cut_batch, others not: {by_rank(s is not None for s in stamps)}"
+    if len(set(stamps)) > 1:
+        how = [f"{s.rows} rows, tokens {list(s.tokens)}, {s.layout}, checksums {s.digests and list(s.digests)}, "
+               f"{s.others}" for s in map(read, stamps)]  # fmt: skip
+        return f"the ranks have cut different batches (does a loader deal rows to them?): {by_rank(how)}"
+    stamp = read(stamps[0])
+    if (stamp.rows, stamp.tokens, stamp.layout) != (rows[0], tuple(tokens), layout):
+        cut = f"{stamp.rows} rows, tokens {list(stamp.tokens)}, {stamp.layout}"
+        return f"cut_batch has cut {cut}, but the model has {rows[0]} rows, tokens {list(tokens)}, {layout}"
+    if stamp.digests and any(a is not None and a != b for a, b in zip(seen, stamp.digests, strict=True)):
+        return "the model's tokens are not those that cut_batch has cut (input_ids have other contents)"
+    return None

@@ -1,0 +1,415 @@
+"""SequenceParallelTrainer against transformers' own Trainer, which has the ordinary model in one process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_transformers import VOCABULARY, made
+
+import allscan
+from allscan.tools.ranks import Ranks
+from support.values import raised, relative
+
+pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+PRELOAD = ["allscan.integrations.transformers_trainer", "transformers.models.qwen3_5.modeling_qwen3_5"]
+SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}  # processes -> groups, ranks of each
+LENGTH = 24
+
+
+def rows(count, labelled, seed=0):
+    """Rows of which each has another number of labels that count."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [dict(input_ids=torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)) for _ in range(count)]
+    for i, row in enumerate(found if labelled else ()):
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][: 3 * (i % 6)] = -100
+        row["labels"][LENGTH - i % 3 :] = -100
+    return found
+
+
+def begin(groups):
+    """What torchrun sets, as for processes that have not met accelerate yet."""
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    transformers.logging.set_verbosity_error()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    known = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost")
+    os.environ |= {name: str(value) for name, value in known.items()}
+    return dist.device_mesh.init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", (groups, size // groups), mesh_dim_names=("dp", "sp")
+    )["sp"]
+
+
+def arguments(folder, batch, **options):
+    from transformers import TrainingArguments
+
+    options = dict(
+        max_steps=3, learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1, report_to="none",
+        save_strategy="no", disable_tqdm=True, max_grad_norm=0.3,
+        dataloader_pin_memory=False,
+    ) | options  # fmt: skip
+    if not torch.cuda.is_available():
+        options = dict(use_cpu=True, ddp_backend="gloo") | options
+    return TrainingArguments(
+        folder, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **options
+    )  # fmt: skip
+
+
+class _Seen:
+    """compute_metrics that keeps what it was given."""
+
+    def __call__(self, prediction):
+        self.given = prediction
+        return {"sum": float(np.mean([np.abs(x).mean() for x in prediction if x is not None]))}
+
+
+def trainer_of(kind, model, **options):
+    import transformers
+
+    from allscan.integrations.transformers import SequenceParallelTrainer
+
+    found = (transformers.Trainer if kind == "stock" else SequenceParallelTrainer)(model=model, **options)
+    found.remove_callback(transformers.PrinterCallback)
+    return found
+
+
+def training(make, **options):
+    """Losses and norms of gradients of each step, and what train() returns."""
+    trainer = make(train_dataset=rows(11, True), **options)
+    result = trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    state = trainer.state
+    return dict(
+        losses=[entry["loss"] for entry in history], norms=[float(entry["grad_norm"]) for entry in history],
+        train_loss=result.training_loss, epoch=state.epoch, flos=state.total_flos, tokens=state.num_input_tokens_seen,
+    )  # fmt: skip
+
+
+def evaluation(make, labelled, **options):
+    seen = _Seen()
+    trainer = make(eval_dataset=rows(7, labelled), compute_metrics=seen, **options)
+    metrics = trainer.evaluate()
+    found = {name: metrics.get(name) for name in ("eval_loss", "eval_sum")}
+    if labelled:
+        found |= {f"given {i}": np.asarray(x) for i, x in enumerate(seen.given) if x is not None}
+    output = trainer.predict(rows(5, labelled, seed=1))
+    found |= dict(predictions=output.predictions, predict_loss=output.metrics.get("test_loss"))
+    if labelled:
+        found["labels"] = output.label_ids
+    loss_only = make(eval_dataset=rows(7, labelled)).evaluate()
+    return found | dict(loss_only=loss_only.get("eval_loss"))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def streams(make):
+    """Data sets without a length; metrics batch by batch."""
+    sums = []
+
+    def metrics(prediction, compute_result):
+        sums.append(float(prediction.predictions.float().abs().mean() + prediction.label_ids.float().mean()))
+        return {"sum": sum(sums)} if compute_result else {}
+
+    trainer = make(train_dataset=Stream(rows(11, True)), eval_dataset=Stream(rows(7, True)), compute_metrics=metrics,
+                   batch_eval_metrics=True, gradient_accumulation_steps=2, max_steps=2)  # fmt: skip
+    trainer.train()
+    metrics, losses = trainer.evaluate(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return dict(losses=losses, **{name: metrics[name] for name in ("eval_loss", "eval_sum")})
+
+
+def checkpoints(make):
+    """Evaluated and saved within training, with checkpointed activations; gone on with; loaded as an ordinary model."""
+    options = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2, max_steps=3,
+                   gradient_checkpointing=True, load_best_model_at_end=True, metric_for_best_model="loss")  # fmt: skip
+    data = dict(train_dataset=rows(11, True), eval_dataset=rows(7, True))
+    trainer = make(**data, **options | dict(load_best_model_at_end=False))
+    trainer.train()
+    folder = os.path.join(trainer.args.output_dir, "checkpoint-2")
+    again = make(**data, **options | dict(eval_steps=2, output_dir=trainer.args.output_dir + "/again"))
+    again.train(resume_from_checkpoint=folder)
+    found = {}
+    for name, one in dict(first=trainer, again=again).items():
+        for key in ("loss", "eval_loss", "grad_norm"):
+            found[f"{name}, {key}"] = [float(entry[key]) for entry in one.state.log_history if key in entry]
+    ordinary = type(made("qwen3_5")).from_pretrained(folder)
+    with torch.no_grad():
+        logits = ordinary(input_ids=rows(1, False, seed=5)[0]["input_ids"][None], use_cache=False).logits
+    return found | dict(logits=logits.numpy(), config=len(ordinary.config._attn_implementation))
+
+
+CASES = {
+    "training": functools.partial(training, include_num_input_tokens_seen="all"),
+    "accumulation": functools.partial(training, gradient_accumulation_steps=2),
+    "accumulation over epochs": functools.partial(
+        training, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2, logging_steps=2),
+    "accumulation without averaging of tokens": functools.partial(
+        training, gradient_accumulation_steps=2, average_tokens_across_devices=False),
+    "evaluation": functools.partial(evaluation, labelled=True, include_for_metrics=["inputs", "loss"]),
+    "evaluation without labels": functools.partial(evaluation, labelled=False),
+    "streams": streams,
+    "checkpoints": checkpoints,
+}  # fmt: skip
+
+
+def results(folder, kind, groups, layout, names, batch=2):
+    """Of every case, with a model of the same weights."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    mesh = begin(groups)
+    found = {}
+    with allscan.Communicator(mesh) as comm:
+
+        def make(compute_metrics=None, train_dataset=None, eval_dataset=None, output_dir=folder, **options):
+            model = made("qwen3_5", use_cache=False)
+            if kind != "stock":
+                sequence_parallel(model, comm=comm, layout=layout)
+            return trainer_of(
+                kind, model, args=arguments(output_dir, batch * (2 if kind == "stock" else 2 // groups), **options),
+                train_dataset=train_dataset, eval_dataset=eval_dataset, compute_metrics=compute_metrics,
+            )  # fmt: skip
+
+        for name in names:
+            found[name] = CASES[name](make)
+        comm.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    with Ranks(1, "cpu") as ranks:
+        return ranks.run(results, str(tmp_path_factory.mktemp("stock")), "stock", 1, None, list(CASES))[0]
+
+
+def different(found, expected, most=2e-5):
+    """The results that differ by more than rounding."""
+    for name, want in expected.items():
+        have = found[name]
+        if want is None or have is None:
+            if want is not have:
+                yield name, have, want
+        elif np.shape(have) != np.shape(want) or not np.allclose(have, want, rtol=most, atol=most):
+            yield name, have, want
+
+
+SOME = ["accumulation", "evaluation", "evaluation without labels"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "size, layout, names",
+    [(1, "zigzag", SOME), (2, "contiguous", list(CASES)), (3, "contiguous", SOME), (3, "zigzag", SOME),
+     (4, "contiguous", list(CASES))],
+)  # fmt: skip
+def test_as_the_ordinary_trainer(reference, fresh, tmp_path, size, layout, names):
+    """Kind: what is a mean, a sum or a choice of rows over processes, each of which has a part of every row. Four
+    ranks are two groups of two; batches have 4 rows, of which the last have 3 and 1."""
+    for found in fresh(size).run(results, str(tmp_path), "ours", SHAPES[size][0], layout, names):
+        for case in names:
+            assert not list(different(found[case], reference[case])), (case, *different(found[case], reference[case]))
+
+
+@pytest.mark.gpu
+def test_as_the_ordinary_trainer_on_gpus(fresh, tmp_path, size=2):
+    """With NCCL, where other kernels round otherwise."""
+    names = ["training", *SOME]
+    (expected,) = fresh(1).run(results, str(tmp_path / "stock"), "stock", 1, None, names)
+    for found in fresh(size).run(results, str(tmp_path), "ours", 1, "contiguous", names):
+        for case in names:
+            assert not list(different(found[case], expected[case], 1e-3)), (case, found[case], expected[case])
+
+
+def refused_case(folder):
+    """{what must be said: what is} of this rank, for what SequenceParallelTrainer refuses."""
+    from allscan.integrations.transformers import SequenceParallelTrainer, sequence_parallel
+
+    mesh, rank, answers = begin(1), dist.get_rank(), {}
+    with allscan.Communicator(mesh) as comm:
+
+        def make(layout="contiguous", split=True, model=None, **options):
+            known = ("model_init", "compute_loss_func", "train_dataset", "eval_dataset", "compute_metrics")
+            given = {name: options.pop(name) for name in known if name in options}
+            model = made("qwen3_5", use_cache=False)
+            if split:
+                sequence_parallel(model, comm=comm, layout=layout)
+            given |= {} if "model_init" in given else dict(model=model)
+            return SequenceParallelTrainer(args=arguments(folder, 2, **options), **given)
+
+        refused = {
+            "not split": dict(split=False),
+            "model_init": dict(model_init=lambda: sequence_parallel(made("qwen3_5"), comm=comm)),
+            "compute_loss_func": dict(compute_loss_func=lambda *_, **__: 0),
+            "label_smoothing_factor": dict(label_smoothing_factor=0.1),
+            "neftune_noise_alpha": dict(neftune_noise_alpha=5.0),
+            "auto_find_batch_size": dict(auto_find_batch_size=True),
+            "train_sampling_strategy=group_by_length": dict(train_sampling_strategy="group_by_length"),
+            "label_names": dict(label_names=["start"]),
+            "split_batches": dict(accelerator_config=dict(split_batches=True)),
+            "max_steps differs between ranks: rank 0: 3; rank 1: 4": dict(max_steps=3 + rank),
+            "rank 0: None; rank 1: label_smoothing_factor": dict(label_smoothing_factor=0.1 * rank),
+            "compute_metrics differs": dict(compute_metrics=_Seen() if rank else None),
+        }
+        for text, options in refused.items():
+            answers[text] = raised(make, **options)
+        other = rows(4, True, seed=rank)
+        padded = [row | dict(attention_mask=torch.arange(LENGTH).ge(i)) for i, row in enumerate(rows(4, True))]
+        odd = [{name: x[:23] for name, x in row.items()} for row in rows(4, True)]
+        few = [{name: x[:1] for name, x in row.items()} for row in rows(4, True)]
+        answers["there is no loss without labels"] = raised(make(train_dataset=rows(4, False)).train)
+        different = "given different batches"
+        longer = dict(train_dataset=rows(4 + rank, True), max_steps=-1)
+        found = [raised(make(train_dataset=other).train), raised(make().predict, other),
+                 raised(make().evaluate, rows(4 + rank, False)), raised(make(**longer).train)]  # fmt: skip
+        answers |= {(different, i): answer for i, answer in enumerate(found)}
+        answers["masks tokens"] = raised(make(train_dataset=padded).train)
+        answers["multiple of 2 * 2"] = raised(make("zigzag").evaluate, odd)
+        answers["1 tokens cannot be cut for 2 ranks"] = raised(make().predict, few)
+        trainer = make()
+        sequence_parallel(trainer.model, comm=None)
+        answers["not split any more"] = raised(trainer.predict, rows(4, False))
+        os.environ["ACCELERATE_DYNAMO_BACKEND"] = "eager"  # as by `accelerate launch`
+        answers["torch_compile (accelerate's)"] = raised(make)
+        del os.environ["ACCELERATE_DYNAMO_BACKEND"]
+        begin(1)
+        del os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["LOCAL_RANK"]
+        answers["accelerate has 1 of 2 processes"] = raised(make, ddp_backend=None)
+    return answers
+
+
+@pytest.mark.cpu
+def test_what_is_refused(fresh, tmp_path, size=2):
+    """Kind: what would give other numbers than the ordinary Trainer, or other ones on each rank."""
+    for answers in fresh(size).run(refused_case, str(tmp_path)):
+        for text, answer in answers.items():
+            text = text[0] if isinstance(text, tuple) else text
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+
+
+def loop_case(whole):
+    """The loss of each step of the documentation's program, or of the ordinary model where ``whole``."""
+    page = os.path.join(
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "integrations", "transformers.md"
+    )
+    with open(page, encoding="utf-8") as text:
+        (program,) = (
+            block for block in re.findall(r"```python\n(.*?)```", text.read(), re.DOTALL) if "def train(" in block
+        )
+    mesh, names, data, model = begin(1), {}, rows(11, True), made("qwen3_5", use_cache=False)
+    exec(program, names)
+    with allscan.Communicator(mesh) as comm:
+        if not whole:
+            return names["train"](model, data, comm, 2, 2)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for first in range(0, len(data), 4):  # each step in one batch
+            batch = {name: torch.stack([row[name] for row in data[first : first + 4]]) for name in data[0]}
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.cpu
+def test_the_documented_loop(fresh):
+    (expected,) = fresh(1).run(loop_case, True)
+    for found in fresh(2).run(loop_case, False):
+        assert len(expected) == 3 and np.allclose(found, expected, rtol=2e-5), (found, expected)
+
+
+def cut_case(group, layout):
+    """(relative errors of the loss, what is left of whole batches, {what must be said: what is})."""
+    from allscan.integrations.transformers import cut_batch, sequence_parallel
+
+    zigzag = layout == "zigzag"
+    with allscan.Communicator(group, timeout=5) as comm:
+        size, rank, answers = comm.size, comm.rank, {}
+        T = 8 * size + (0 if zigzag else 1)
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randint(1, VOCABULARY, (2, T), generator=generator)
+        labels = whole.masked_fill(torch.rand(2, T, generator=generator) < 0.3, -100)
+        batch = dict(input_ids=whole, labels=labels, attention_mask=torch.ones_like(whole), use_cache=False)
+        model = made("qwen3_5")
+        want = model(**batch).loss.detach()
+        sequence_parallel(model, comm=comm, layout=layout)
+
+        def cut(**changed):
+            return cut_batch(batch | changed, comm=comm, layout=layout)
+
+        def share(part):
+            loss = model(**part).loss.detach()
+            dist.all_reduce(loss, group=comm.group)
+            return loss
+
+        part = cut(position_ids=torch.arange(T)[None])
+        positions = [torch.empty(1, T // size + (r < T % size), dtype=torch.long) for r in range(size)]
+        parts = [torch.empty(2, p.shape[1], dtype=torch.long) for p in positions]
+        for r in range(size):  # gloo's all_gather wants equal sizes
+            for found, of_rank in ((positions, part["position_ids"]), (parts, part["input_ids"])):
+                if r == rank:
+                    found[r].copy_(of_rank)
+                dist.broadcast(found[r], r, group=comm.group)
+        joined = torch.empty_like(whole)
+        joined[:, torch.cat(positions, 1)[0]] = torch.cat(parts, 1)
+        errors = [relative(share(part), want), relative(share(cut()), want), float((joined != whole).sum())]
+        dealt = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(rank))
+        last, other = rank == size - 1, comm.size > 1
+        refused = {
+            "rows differ between ranks": {n: x[:1] if last and n != "use_cache" else x for n, x in part.items()
+                                          if n in ("input_ids", "labels", "use_cache")},
+            "have cut different batches": cut(input_ids=dealt),
+            "ranks have cut different batches": cut(labels=dealt),
+            "others not": part if last else {n: x for n, x in part.items() if n != "allscan_cut"},
+            "but the model has 2 rows": part | dict(input_ids=whole, labels=whole, position_ids=torch.arange(T)[None]),
+            "but the model has 1 rows": {n: x[:1] if n in ("input_ids", "labels") else x for n, x in part.items()},
+        }  # fmt: skip
+        for text, wrong in refused.items() if other else ():
+            answers[text] = raised(model, **wrong)
+        wrong = {
+            "input_ids [B, T]": dict(input_ids=None),
+            "masks tokens": dict(attention_mask=torch.arange(T).gt(0).expand(2, T)),
+            "labels must be [2, ": dict(labels=labels[:, 1:]),
+            "does not know how to cut it": dict(token_type_ids=labels),
+            "multiple of 2 * " if zigzag else "cannot be cut": dict(
+                input_ids=whole[:, : 2 * size - 1 if zigzag else size - 1], labels=None
+            ),
+        }
+        for text, changed in wrong.items():
+            answers[text] = raised(cut, **changed)
+        errors.append(relative(share(cut()), want))
+        comm.debug = True
+        if other:
+            changed = part | dict(input_ids=part["input_ids"].flip(0) if last else part["input_ids"])
+            answers["have other contents"] = raised(model, **changed)
+            with pytest.warns(UserWarning, match="every rank was given the same tokens"):
+                model(input_ids=whole[:, :8])
+        errors.append(relative(share(cut()), want))
+        return errors, answers
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("size, layout", [(1, "zigzag"), (2, "contiguous"), (3, "contiguous"), (3, "zigzag")])
+def test_cut_batches(run, size, layout):
+    """Kind: a split model that is given something else than the parts of one batch, by cut_batch's stamp, and without
+    one where the numbers of rows differ or, in debug mode, all ranks have the same tokens."""
+    for errors, answers in run(size, cut_case, layout):
+        assert max(errors) < 1e-5
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
