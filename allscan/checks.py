@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,14 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     if operator.index(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return operator.index(value)
+
+
+def switch(name: str) -> bool:
+    """Of an environment variable, 1 by default. Raises ValueError unless it is 0 or 1."""
+    value = os.environ.get(name, "").strip() or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def boundaries(cu_seqlens: Any) -> Tensor:

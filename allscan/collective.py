@@ -6,7 +6,7 @@ import itertools
 import math
 import numbers
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -28,6 +28,7 @@ from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel
 from .shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from .shmem_kernels.transition import transition_kernel
+from .streams import Beside
 from .tickets import new_tickets
 from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
 from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
@@ -97,15 +98,15 @@ class AllScan:
     ) -> None:  # fmt: skip
         comm.check()
         self.comm = comm
-        self.max_ctas = comm.max_ctas if max_ctas is None else max_ctas
+        self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
         spec: Spec | Problem
         self._rails = None
         try:
-            spec = _spec(comm, shape, depth, protocol, tile, self.max_ctas, algorithm)
+            spec = _spec(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
             self._rails = _rails(comm, spec)
         except (TypeError, ValueError, RuntimeError) as error:
             spec = Problem(error)  # which the other ranks are to hear of
-        self._workspace = make_workspace(comm, spec, self._rails, self.max_ctas)
+        self._workspace = make_workspace(comm, spec, self._rails, self._max_ctas)
         assert isinstance(spec, Spec)
         self.spec: Spec = spec
         self.shape, self.tile, self.depth, self.protocol, self.algorithm = spec
@@ -139,6 +140,11 @@ class AllScan:
         ctas = comm.max_ctas if max_ctas is None else max_ctas
         spec = _spec(comm, shape, depth, protocol, tile, ctas, algorithm)
         return workspace_bytes(comm, spec, _rails(comm, spec))
+
+    @property
+    def max_ctas(self) -> int:
+        """Most programs of a launch; fixed."""
+        return self._max_ctas
 
     @property
     def workspace_bytes(self) -> int:
@@ -404,12 +410,12 @@ class AllScan:
             if self.comm.debug:
                 self.comm.look_for_nan("the scan", result=out)
             return out
-        with self.comm.streams.beside() as join:
+        with self.comm.streams.beside() as beside:
             self._launch(launch, tensors, addresses, reverse, of_adjoint)
         if self.comm.debug:
-            join()
+            beside.wait(tensors)
             self.comm.look_for_nan("the scan", result=out)
-        return Work(self.comm, out, join, tensors)  # the ticket's memory is used there, too
+        return Work(self.comm, out, beside, tensors)  # the ticket's memory is used there, too
 
     def _one_hop(self, decay: Any) -> bool | Shift:
         """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
@@ -450,6 +456,11 @@ class AllScan:
         ticket = addresses.pop()
         launch.at((*addresses, (*before, ticket, *behind)))
 
+    def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple:
+        """The same addresses, as :class:`Launch` takes them."""
+        before, behind = self._addresses[adjoint][reverse]
+        return (*addresses[:-1], (*before, addresses[-1], *behind))
+
     def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
         """The same; the last one is the ticket."""
         channel = (self._adjoint_channels if adjoint else self._channels)[reverse]
@@ -468,8 +479,8 @@ class AllScan:
         strides = (0, 0) if factor is state else (self.K, 1)
         launch = self._make_launch(transition is not None, decay is not None, strides, factor is state, False)
         plan.step(
-            launch, (state, factor, state, out, ticket), partial(self._at, launch, reverse, reverse),
-            partial(self._with_tensors, launch, reverse, reverse), lambda: self._before_launch(launch.kernel, reverse),
+            launch, (state, factor, state, out, ticket), partial(self._with_tensors, launch, reverse, reverse),
+            partial(self._with_channel, reverse, reverse), lambda: self._before_launch(launch.kernel, reverse),
         )  # fmt: skip
 
     def _make_launch(
@@ -548,12 +559,13 @@ class Work:
     """A scan under way, as ``async_op=True`` returns it.
 
     What the scan reads must not be written before :meth:`wait`. A Work that goes without having been waited for only
-    gives its memory back behind the scan: this rank has taken part all the same. With gradients its result then counts
+    gives its memory back behind the scan (in a CUDA graph's capture, with the next call behind that): this rank has
+    taken part all the same. With gradients its result then counts
     as ignored, see :func:`allscan.allscan`.
     """
 
-    def __init__(self, comm: Communicator, result: Tensor, join: Callable[[], None], read: tuple) -> None:
-        self._comm, self.result, self._join, self._read = comm, result, join, read
+    def __init__(self, comm: Communicator, result: Tensor, beside: Beside, read: tuple) -> None:
+        self._comm, self.result, self._beside, self._read = comm, result, beside, read
 
     def of(self, result: Tensor) -> Work:
         """This, with ``result`` in place of the tensor that the scan writes."""
@@ -563,15 +575,16 @@ class Work:
     def wait(self) -> Tensor:
         """The result. What is launched on the current stream from here on has it; the host does not wait. May be called
         again. Raises AllScanTimeout or AllScanOutOfStep if the scan is known to have failed; as long as it is not, the
-        next call does, as for a scan that was not asynchronous."""
-        self._join()
+        next call does, as for a scan that was not asynchronous. RuntimeError in a CUDA graph's capture, which goes on,
+        for a scan that was begun before: a graph cannot wait for it."""
+        self._beside.wait(self._read)
         self._read = ()
         self._comm.check()
         return self.result
 
     def __del__(self) -> None:
         if self._read:
-            self._join()
+            self._beside.release(self._read)
 
 
 def leaves(state: Tensor, decay, transition, prev: Tensor, adjoint: bool = False) -> Tensor:

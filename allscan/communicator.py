@@ -17,8 +17,9 @@ from torch._C import _are_functorch_transforms_active as _transforms_active
 
 from .algorithms import check_algorithm, choose, runs
 from .bindings.interpreter import prepare_interpreter
-from .checks import integer
+from .checks import integer, switch
 from .errors import AllScanOutOfStep, AllScanTimeout
+from .graphs import MOST_BYTES, GraphCounts, Graphs
 from .order import Order, different_tags
 from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
 from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
@@ -68,10 +69,16 @@ class Communicator:
     algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` go over several nodes: "chain", "rails", "doubling"
         (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a table that a model has
         made. The same on every rank.
+    cuda_graphs: whether launches that come again with the same addresses become CUDA graphs, which nothing is captured
+        for; or the most bytes of GPU memory that they may take, 256 MiB by default. They are freed by :meth:`close`.
+        Default: unless the environment has ALLSCAN_CUDA_GRAPHS=0. Each rank may choose for itself.
+    replay: whether fla's functions inside of the delta rules are replaced by the kernels that they launch
+        (docs/architecture.md). Default: unless the environment has ALLSCAN_REPLAY=0. Each rank may choose for itself.
 
-    Attributes: rank, size, group, device, transport, max_ctas, algorithm; nodes (None where the ranks of a node do not
-    follow one another); mapped (whether all neighbours reach each other by loads and stores); broken (whether a kernel
-    has given up: a wait timed out, or the ranks were in different calls); closed.
+    Attributes: rank, size, group, device, transport; timeout, max_ctas, algorithm and nodes, which are fixed (nodes is
+    None where the ranks of a node do not follow one another); mapped (whether all neighbours reach each other by loads
+    and stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed;
+    cuda_graphs (counts).
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
@@ -97,13 +104,14 @@ class Communicator:
     def __init__(
         self, group: Any = None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
         max_ctas: int | None = None, nodes: Sequence[int] | None = None, algorithm: str = "auto",
+        cuda_graphs: bool | int | None = None, replay: bool | None = None,
     ) -> None:  # fmt: skip
         self._closed = True  # until construction has succeeded
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")
         if max_ctas is not None:
             max_ctas = integer("max_ctas", max_ctas)
-        self.timeout = float(timeout)
+        self._timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self.group = _process_group(group)
         rendezvous = Rendezvous((0,) if self.group is None else dist.get_process_group_ranks(self.group))
@@ -119,7 +127,7 @@ class Communicator:
             if self.heap.device != self.device:
                 raise ValueError(f"the arena lies on {self.heap.device}, the current device is {self.device}")
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
-        self.max_ctas = processors // 2 if max_ctas is None else max_ctas
+        self._max_ctas = processors // 2 if max_ctas is None else max_ctas
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -138,7 +146,10 @@ class Communicator:
         self._ranks = rendezvous.ranks
         given, problem = None, ""
         try:
-            self.algorithm = check_algorithm(algorithm)
+            self._algorithm = check_algorithm(algorithm)
+            most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
+            self.graphs = Graphs(MOST_BYTES * most if isinstance(most, bool) else integer("cuda_graphs", most, 0))
+            self.replay = switch("ALLSCAN_REPLAY") if replay is None else bool(replay)
             given = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
             if given is not None and sum(given) != self.size:
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {given}")
@@ -157,13 +168,13 @@ class Communicator:
         # [p]: whether ranks p and p + 1 reach each other by loads and stores
         self.mapped_links = [self.maps(p, p + 1) for p in range(self.size - 1)]
         self.mapped = all(self.mapped_links)
-        self.nodes = runs(hosts) if given is None else given
+        self._nodes = runs(hosts) if given is None else given
         if self.nodes is not None:
             ends = list(itertools.accumulate(self.nodes))
             if not all(self.maps(end - n, p) for n, end in zip(self.nodes, ends) for p in range(end - n, end)):
                 if given is not None:
                     raise ValueError(f"the ranks of a node must map each other, in nodes of {given} not all do")
-                self.nodes = None
+                self._nodes = None
         self.algorithm_for(0)
         record = self._record
         self.order = Order(
@@ -189,6 +200,34 @@ class Communicator:
     def broken(self) -> bool:
         """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
         return bool(self._record[_SET])
+
+    # What AllScans and plans were made with: none of them is changed afterwards
+
+    @property
+    def timeout(self) -> float:
+        """Of the constructor; fixed, like the next three."""
+        return self._timeout
+
+    @property
+    def max_ctas(self) -> int:
+        """Most programs of a kernel that waits for other ranks."""
+        return self._max_ctas
+
+    @property
+    def algorithm(self) -> str:
+        """Of the constructor."""
+        return self._algorithm
+
+    @property
+    def nodes(self) -> tuple[int, ...] | None:
+        """How many ranks each node has; None where the ranks of a node do not follow one another."""
+        return self._nodes
+
+    @property
+    def cuda_graphs(self) -> GraphCounts:
+        """The CUDA graphs that calls have become so far: how many are kept, their bytes, how many calls were declined
+        one for want of room, and of what none could be made, and why. A NamedTuple."""
+        return self.graphs.counts()
 
     def check(self) -> None:
         """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out
@@ -311,6 +350,7 @@ class Communicator:
             for offset in self._offsets:
                 self.heap.arena.free(offset)
         self.attributes.clear()
+        self.graphs.close()
         self._closed = True
         if self.order.has_refused:
             self.order.rendezvous.take_back("refused")
@@ -346,6 +386,7 @@ class Communicator:
             self._leave(broken=True)
             desert()
             _buffers_kept_alive.append(self._buffers)
+            self.graphs.close()
             self._closed = True
 
     def __del__(self) -> None:

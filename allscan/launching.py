@@ -12,7 +12,8 @@ from torch import Tensor
 from triton import knobs
 
 from .bindings import nvshmem_module
-from .bindings.cuda_driver import set_shared_memory_carveout
+from .bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
+from .bindings.triton_compat import kernel_node
 from .shmem_kernels.channel import Channel
 from .streams import current_stream_of
 
@@ -83,6 +84,8 @@ class Launch:
         self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence], Any] = _not_compiled  # tuples of addresses and constants for channels
+        self._compiled: Any = None
+        self._sizes: list[int] | None = None  # bytes of the compiled kernel's parameters
 
     def __call__(self, *args: Tensor | Channel) -> Any:
         """Launch on the current stream. Returns what Triton does: the compiled kernel, None in the interpreter."""
@@ -106,6 +109,19 @@ class Launch:
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether ``at`` may be called now, with these addresses."""
         return self.ready and aligned(addresses) and not hooked()
+
+    def node(self, addresses: Sequence) -> KernelNode:
+        """What ``at`` launches, as a node of a CUDA graph. Raises NotImplementedError where it cannot be one, and where
+        this Triton hands its kernels other parameters than those that we know of."""
+        arguments = [self.fixed.get(name) for name in self._names]
+        for place, address in zip(self._given, addresses, strict=True):
+            arguments[place] = address
+        node = kernel_node(self._compiled, (*self.grid, 1, 1)[:3], arguments)  # type: ignore[arg-type]
+        if self._sizes is None:
+            self._sizes = parameter_sizes(node.function)
+        if self._sizes != [size for _, size in node.arguments]:
+            raise NotImplementedError(f"Triton {triton.__version__} hands its kernels other parameters: {self._sizes}")
+        return node
 
     def _keep(self, compiled: Any) -> None:
         """For ``at``, a kernel that was compiled for addresses that are multiples of 16 bytes."""
@@ -132,7 +148,7 @@ class Launch:
             run(x, y, z, current_stream_of(device), function, *options, *arguments)
             return compiled
 
-        self.at, self.ready = at if self._first() else at_places, True
+        self.at, self.ready, self._compiled = at if self._first() else at_places, True, compiled
 
 
 def _not_compiled(addresses: Sequence) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -10,12 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .graphs import Graphs
+from .bindings.cuda_driver import KernelNode
+from .graphs import Builder, Graphs
 from .launching import Launch, aligned, hooked
+from .streams import Side
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 256  # bytes
 OWN, TABLE = -2, -1  # memories of a run, behind what it is given and its outputs
+
+_numbers = itertools.count(1)
 
 
 class Buffer(NamedTuple):
@@ -43,11 +49,13 @@ class Plan:
 
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is an allocation for
     each output and one for all else, the addresses in them, and launches; those are one CUDA graph where the same
-    addresses have come before, see :class:`allscan.graphs.Graphs`. In the interpreter, and where a :class:`Launch` has
-    to go through Triton, every buffer is a tensor.
+    addresses have come before and nothing else is recorded, see :class:`allscan.graphs.Graphs`. In the interpreter, and
+    where a :class:`Launch` has to go through Triton, every buffer is a tensor.
+
+    graphs: those of the communicator; None: nothing becomes a graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: Graphs | None = None) -> None:
         self.buffers: list[Buffer] = []
         self.divided: set[int] = set()  # empty buffers of which there are parts
         self.tables: dict[int, Tensor] = {}  # by number of the buffer
@@ -59,8 +67,10 @@ class Plan:
         self._launches: list[Launch] = []
         self._steps: list[Callable[[Run], None]] = []
         self._checks: list[Callable[[], None]] = []
-        self._only_launches = True
-        self.graphs = Graphs()
+        self._builds: list[Callable[[Builder], None]] | None = []  # of the steps; None where one is more than nodes
+        self._graphs, self.number, self.num_nodes, self.failures = graphs, next(_numbers), 0, 0
+        if graphs is not None:
+            weakref.finalize(self, graphs.forget, self.number).atexit = False
 
     def given(self, like: Tensor) -> Buffer:
         """The next tensor of a run; all come before anything else is recorded."""
@@ -115,13 +125,13 @@ class Plan:
         if 0 in grid:
             return
         launch = Launch(kernel, grid, **fixed)
-        self.step(launch, args, lambda addresses: launch.at(addresses), launch)
+        self.step(launch, args, launch)
 
     def step(
-        self, launch: Launch, buffers: Sequence[Buffer], at: Callable[[list[int]], Any], call: Callable[..., Any],
-        check: Callable[[], None] | None = None,
+        self, launch: Launch, buffers: Sequence[Buffer], call: Callable[..., Any],
+        given: Callable[[list[int]], Sequence] = list, check: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """``launch`` in another way: ``at(addresses)`` of the buffers, once it is ready, or ``call(*tensors)``.
+        """``launch`` in another way: ``call(*tensors)``, or once it is ready with ``given(addresses)`` of the buffers.
         ``check()``, before the launches of each run, may raise."""
         places, numbers = [(x.memory, x.offset) for x in buffers], [x.number for x in buffers]
 
@@ -129,30 +139,55 @@ class Plan:
             if run.places is None:
                 call(*(run.tensor(n) for n in numbers))
             else:
-                at([run.places[memory] + offset for memory, offset in places])
+                launch.at(given([run.places[memory] + offset for memory, offset in places]))
+
+        def build(builder: Builder) -> None:
+            node: KernelNode = launch.node(given([builder.places[memory] + offset for memory, offset in places]))
+            builder.kernel(node)
 
         self._launches.append(launch)
-        self._steps.append(step)
+        self._add(step, build, 1)
         self._checks += [] if check is None else [check]
 
-    def call(self, function: Callable[..., None], *buffers: Buffer, only_launches: bool = False) -> None:
-        """``function(context, *tensors)``, with the context of the run. ``only_launches``: a CUDA graph of what it
-        launches does the same again."""
+    def zero(self, x: Buffer) -> None:
+        """Fill a buffer with zeros."""
+        _, memory, offset, shape, dtype = x
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._add(
+            lambda run: run.tensor(x.number).zero_(),
+            lambda builder: builder.zeros(builder.places[memory] + offset, nbytes),
+            1,
+        )
+
+    def call(self, function: Callable[..., None], *buffers: Buffer) -> None:
+        """``function(context, *tensors)``, with the context of the run."""
         numbers = [x.number for x in buffers]
-        self._steps.append(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
-        self._only_launches &= only_launches
+        self._add(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
+
+    def _add(
+        self, step: Callable[[Run], Any], build: Callable[[Builder], None] | None = None, num_nodes: int = 0
+    ) -> None:  # fmt: skip
+        self._steps.append(step)
+        self.num_nodes += num_nodes
+        if build is None:
+            self._builds = None
+        elif self._builds is not None:
+            self._builds.append(build)
 
     @contextmanager
     def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it. May be
         inside of another one, and is joined there then."""
-        self._steps.append(lambda run: run.enter(stream(run.context)))
+        self._add(
+            lambda run: run.enter(stream(run.context)),
+            lambda builder: builder.enter(_priority(stream(builder.context))),
+        )
         yield
-        self._steps.append(lambda run: run.leave())
+        self._add(lambda run: run.leave(), lambda builder: builder.leave())
 
     def join(self) -> None:
         """From here on the current stream has what was recorded beside it."""
-        self._steps.append(lambda run: run.join())
+        self._add(lambda run: run.join(), lambda builder: builder.join())
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
         """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`."""
@@ -167,12 +202,16 @@ class Plan:
             return tensors[len(given) :]
         memory = new_empty(self.bytes // WORD, dtype=torch.float32)
         places += memory.data_ptr(), 0
-        if self._only_launches and len(self._launches) > 1:
-            device, key = given[0].get_device(), tuple(places)
-            self.graphs.launch(device, key, self._launch, context, tensors, memory, places)
+        if self._graphs is not None and self._builds is not None and self.num_nodes > 1:
+            self._graphs.launch(given[0].get_device(), self, places, self._launch, context, tensors, memory, places)
         else:
             self._launch(context, tensors, memory, places)
         return tensors[len(given) :]
+
+    def build(self, builder: Builder) -> None:
+        """Add the nodes of a run to a graph."""
+        for build in self._builds or ():
+            build(builder)
 
     def _launch(self, *args: Any) -> None:
         """Should a step raise, what runs beside is joined first: it uses memory that is given back then."""
@@ -195,8 +234,15 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _priority(side: Any) -> int:
+    """Of a side stream, as Streams.side has made it. Another one may order its launches in ways of its own."""
+    if not isinstance(side, Side):
+        raise NotImplementedError(f"a stream of {type(side).__name__}")
+    return side.priority
+
+
 class Run:
-    """Memory and streams of one run whose launches are made one by one, or captured.
+    """Memory and streams of one run whose launches are made one by one.
 
     tensors: what it is given, and its outputs. places: where these, its own memory and tables are; None where every
     buffer is a tensor."""

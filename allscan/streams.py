@@ -40,6 +40,7 @@ class Streams:
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
+        self._later: list[tuple[Beside, tuple]] = []  # what is released behind a capture, and its memory
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -57,11 +58,23 @@ class Streams:
         """Wait for this rank's kernels."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+            self._later.clear()
+
+    def release_later(self, beside: Beside, memory: tuple) -> None:
+        """With the first launch that is not captured."""
+        self._later.append((beside, memory))
+
+    def _release_later(self) -> None:
+        later, self._later = self._later, []
+        for beside, memory in later:
+            beside.release(memory)
 
     def follow(self) -> None:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
         if not self.cuda:
             return
+        if self._later and not capturing():
+            self._release_later()
         number = current_stream_of(self._index)
         if number != self._last_number and not capturing():
             stream = self.current()
@@ -83,7 +96,7 @@ class Streams:
         the current one next comes behind the beginning of this one, so that it does not take all room first. Gives
         ``join``, which makes the current stream wait for what was launched inside; memory that is used there may not be
         given back before. Inside there may be a stream of another priority, which is joined inside, too."""
-        return _Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
+        return Side(self, priority) if self.cuda else contextlib.nullcontext(_nothing)
 
     def put_behind(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
         """``later`` goes on when ``earlier`` has done what it was given so far."""
@@ -92,13 +105,10 @@ class Streams:
         self._event.record(earlier)
         later.wait_event(self._event)
 
-    def beside(self) -> AbstractContextManager[Callable[[], None]]:
-        """The same stream, but the current one goes on at once. ``join`` waits for what was launched inside only: the
-        stream that is current here, whose memory is used, and the one that is current when ``join`` is called. In a
-        CUDA graph's capture it is the current stream: there nothing else orders a communicator's launches."""
-        if not self.cuda or self.capturing():
-            return contextlib.nullcontext(_nothing)
-        return _Side(self, SCANS, torch.cuda.Event())
+    def beside(self) -> Beside:
+        """The same stream, but the current one goes on at once. In a CUDA graph's capture it is the current stream:
+        there nothing else orders a communicator's launches."""
+        return Beside(self)
 
     def own(self, priority: int) -> torch.cuda.Stream:
         """The communicator's own stream of this priority."""
@@ -139,31 +149,72 @@ def _nothing() -> None:
     pass
 
 
-class _Side:
-    """See :meth:`Streams.side` and, with an event, :meth:`Streams.beside`; torch.cuda.stream would take 7 us more."""
+class Side:
+    """See :meth:`Streams.side`; torch.cuda.stream would take 7 us more. With ``done``, which is then recorded behind
+    what was launched inside, the current stream goes on at once."""
 
     def __init__(self, streams: Streams, priority: int, done: torch.cuda.Event | None = None) -> None:
-        self._streams, self._stream, self._done = streams, streams.own(priority), done
+        self._streams, self._stream, self._done, self.priority = streams, streams.own(priority), done, priority
         self._first = done is None and priority == SCANS
 
     def __enter__(self) -> Callable[[], None]:
-        self._current, self._device = self._streams.current(), current_device()
-        self._streams.put_behind(self._stream, self._current)
+        self.current, self._device = self._streams.current(), current_device()
+        self._streams.put_behind(self._stream, self.current)
         if self._first:
-            self._streams.put_behind(self._current, self._stream)
+            self._streams.put_behind(self.current, self._stream)
         torch.cuda.set_stream(self._stream)
         return self._join
 
     def __exit__(self, *error: Any) -> None:
         if self._done is not None:
             self._done.record(self._stream)
-        torch.cuda.set_stream(self._current)
+        torch.cuda.set_stream(self.current)
         if self._device != self._streams.device.index:  # set_stream has left it
             torch.cuda.set_device(self._device)
 
     def _join(self) -> None:
-        if self._done is None:
-            self._streams.put_behind(self._current, self._stream)
-        else:
-            for stream in {self._current, self._streams.current()}:
-                stream.wait_event(self._done)
+        self._streams.put_behind(self.current, self._stream)
+
+
+class Beside:
+    """See :meth:`Streams.beside`: a context manager, and what was launched inside."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._side = streams, None
+        if streams.cuda and not streams.capturing():
+            self._done = torch.cuda.Event()
+            self._side = Side(streams, SCANS, self._done)
+
+    def __enter__(self) -> Beside:
+        if self._side is not None:
+            self._side.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._side is not None:
+            self._side.__exit__(*error)
+
+    def wait(self, memory: tuple) -> None:
+        """Put the current stream behind it, and release ``memory``. Raises RuntimeError in a capture, which goes on, if
+        it was launched outside."""
+        if self._side is None:
+            return
+        if self._streams.capturing():
+            raise RuntimeError("a scan that was begun before a CUDA graph's capture is to be waited for before it, too")
+        if not self.release(memory):
+            self._streams.current().wait_event(self._done)
+
+    def release(self, memory: tuple) -> bool:
+        """``memory``, which it uses, may be given back behind it: the stream that was current when it was launched
+        waits, and the current one. False if they must not, since one is captured and the graph would wait for what is
+        none of its own: then the memory is kept until behind the capture."""
+        side, streams = self._side, self._streams
+        if side is None:
+            return True
+        origin, current = side.current, streams.current()
+        if streams.capturing() or (origin != current and cuda_driver.is_captured(origin.cuda_stream)):
+            streams.release_later(self, memory)
+            return False
+        for stream in {origin, current}:
+            stream.wait_event(self._done)
+        return True

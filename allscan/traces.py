@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import JITFunction
 
+from .graphs import Graphs
 from .launching import aligned, hooked
 from .plan import Buffer, Plan
 from .streams import capturing
@@ -20,7 +24,7 @@ from .streams import capturing
 aten = torch.ops.aten
 KEPT = 256  # functions and kinds of arguments of one Traced
 ATTEMPTS = 6  # to trace one of them
-MOST_SUMMED = 16  # numbers of a sum: for more torch may take memory, which a CUDA graph of the sum would not own
+MOST_SUMMED = 16  # numbers of a sum: for more torch adds in another order
 UNKNOWN = -1
 
 EMPTY = {
@@ -52,10 +56,12 @@ class Traced:
     constants, not on values that it reads from the GPU, nor on settings (torch's default dtype, environment variables).
     It is called as it is outside of GPUs, where gradients are to go through it, with tensors that are not contiguous,
     and with anything else than tensors and constants.
+
+    cuda: whether anything is traced at all. graphs: what plans become, see :class:`Plan`.
     """
 
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: bool, graphs: Graphs | None = None) -> None:
+        self._cuda, self._graphs = cuda, graphs
         self._known: dict[tuple, _Calls] = {}  # the one that was called last is last
 
     def __call__(self, function: Callable[..., Any], **arguments: Any) -> Any:
@@ -78,7 +84,7 @@ class Traced:
         calls = known.pop(key, None)
         if calls is None and len(known) >= KEPT:
             del known[next(iter(known))]
-        known[key] = calls or _Calls()
+        known[key] = calls or _Calls(self._graphs)
         return function(**arguments) if calls is None else calls(function, arguments, tensors)
 
     def plans(self, *others: Traced) -> dict[str, bool]:
@@ -95,7 +101,8 @@ class Traced:
 class _Calls:
     """Of one function, with arguments of one kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: Graphs | None) -> None:
+        self._graphs = graphs
         self.attempts = 0
         self.accepted = False
         self._plan: Plan | None = None
@@ -155,7 +162,7 @@ class _Calls:
         self, trace: _Trace, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]
     ) -> None:
         """Make a plan of the trace; ``_verdict`` becomes 1 when the GPU finds that it gives the same bits, else 0."""
-        self._plan = plan = trace.plan(tensors)
+        self._plan = plan = trace.plan(tensors, self._graphs)
         plan.run(None, *tensors)  # by way of Triton, which hands out the compiled kernels
         with _AllOnes():
             wanted, found = trace.made_of(function(**arguments)), plan.run(None, *tensors)
@@ -195,7 +202,7 @@ class _Memory(NamedTuple):
 
 
 class _Step(NamedTuple):
-    kernel: Any  # of Triton, or a function (context, *tensors)
+    kernel: Any  # of Triton, or what records the step: a function (plan, *buffers)
     grid: tuple[int, ...] | None
     fixed: tuple[tuple[str, Any], ...]
     places: tuple[_Place, ...]
@@ -301,8 +308,8 @@ class _Trace(TorchDispatchMode):
         by_memory = {place.memory: x for place, x in zip(self._result, tensors, strict=True) if place is not None}
         return [by_memory[place.memory] for place in self._outputs()]
 
-    def plan(self, given: list[Tensor]) -> Plan:
-        plan = Plan()
+    def plan(self, given: list[Tensor], graphs: Graphs | None) -> Plan:
+        plan = Plan(graphs)
         buffers: dict[int, Buffer] = {i: plan.given(x) for i, x in enumerate(given)}
         memories = {memory.number: memory for memory in self._memories.values()}
         for place in self._outputs():
@@ -320,7 +327,7 @@ class _Trace(TorchDispatchMode):
 
         for kernel, grid, fixed, places in self.steps:
             if grid is None:
-                plan.call(_with(kernel, dict(fixed)), *map(buffer, places), only_launches=True)
+                kernel(plan, *map(buffer, places), **dict(fixed))
             else:
                 plan.launch(kernel, grid, *map(buffer, places), **dict(fixed))
         return plan
@@ -355,17 +362,57 @@ def _launches_go_to(trace: _Trace) -> Iterator[None]:
         JITFunction.run = original
 
 
-def _with(function: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
-    return lambda _, *tensors: function(*tensors, **fixed)
+# What is recorded in place of torch's operators: launches, so that plans become graphs. Other sums and additions than
+# fla's are left to torch, and such a plan becomes none.
 
 
-def _zero(out: Tensor) -> None:
-    out.zero_()
+def _zero(plan: Plan, out: Buffer) -> None:
+    plan.zero(out)
 
 
-def _sum(x: Tensor, out: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> None:
+def _sum(plan: Plan, x: Buffer, out: Buffer, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> None:
+    first = sorted(d % len(x.shape) for d in dims) == [*range(len(dims))]
+    if first and dims and x.dtype == out.dtype == torch.float32:
+        count = math.prod(out.shape)
+        N = math.prod(x.shape[: len(dims)])
+        plan.launch(first_sum_kernel, (triton.cdiv(count, 1024),), x, out, count=count, N=N, BLOCK=1024)
+    else:
+        plan.call(partial(_torch_sum, dims, keepdim, dtype), x, out)
+
+
+def _add(plan: Plan, x: Buffer, y: Buffer) -> None:
+    if x.shape == y.shape and x.dtype == y.dtype == torch.float32:
+        count = math.prod(x.shape)
+        plan.launch(add_kernel, (triton.cdiv(count, 1024),), x, y, count=count, BLOCK=1024)
+    else:
+        plan.call(_torch_add, x, y)
+
+
+def _torch_sum(dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, _: Any, x: Tensor, out: Tensor) -> None:
     torch.sum(x, dims, keepdim, dtype=dtype, out=out)
 
 
-def _add(x: Tensor, y: Tensor) -> None:
+def _torch_add(_: Any, x: Tensor, y: Tensor) -> None:
     x.add_(y)
+
+
+@triton.jit(do_not_specialize=["count"])
+def first_sum_kernel(x, out, count, N: tl.constexpr, BLOCK: tl.constexpr):
+    """out [count] = the sum of x [N, count] over N, in the order of torch's: four sums of every fourth, then these."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in tl.static_range(4):
+        part = tl.zeros([BLOCK], tl.float32)
+        for n in tl.static_range(first, N, 4):
+            part += tl.load(x + n * count.to(tl.int64) + i, mask=inside, other=0.0)
+        total += part
+    tl.store(out + i, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_kernel(x, y, count, BLOCK: tl.constexpr):
+    """x += y, of ``count`` elements."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    tl.store(x + i, tl.load(x + i, mask=inside) + tl.load(y + i, mask=inside), mask=inside)

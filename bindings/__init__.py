@@ -6,5 +6,7 @@
 ``nvshmem_host``    a symmetric heap in NVSHMEM's memory, through nvshmem4py: initialisation, peers.
 ``nvshmem_module``  NVSHMEM's device library in compiled Triton kernels.
 ``nvshmem_device``  NVSHMEM's device functions for stock Triton. Useful by itself.
+``cuda_driver``     the CUDA driver: streams of one's own, and graphs that are built of nodes.
+``triton_compat``   how Triton's compiled kernels are handed their arguments.
 ``interpreter``     Triton's interpreter, which runs the kernels of ranks on CPUs, with less work repeated.
 """

@@ -1,22 +1,25 @@
 """The CUDA driver, through ctypes: what torch and Triton have no function for.
 
-Streams of one's own, and graphs that are captured whatever other threads launch meanwhile (one that synchronises the
-device may end a capture, and get an error) and launched for a microsecond of Python. Handles are integers. Every
-function raises RuntimeError with the driver's number for an error.
+Streams of one's own; and graphs that are built of nodes, so that no stream captures, and launched for a microsecond of
+Python. Handles are integers. Every function raises RuntimeError with the driver's name for an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
-from ctypes import byref, c_int, c_ulonglong, c_void_p
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from typing import Any, NamedTuple
 
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY: that of the stream on which a kernel was captured
+NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY: that of the nodes, not of the stream of the launch
 SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
+OUT_OF_RANGE = 1  # CUDA_ERROR_INVALID_VALUE, of a parameter that a kernel does not have
 
 
 @functools.cache
@@ -24,10 +27,16 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _name(error: int) -> str:
+    name = c_char_p()
+    _library().cuGetErrorName(c_int(error), byref(name))
+    return name.value.decode() if name.value else f"CUDA error {error}"
+
+
 def _call(name: str, *args: Any) -> None:
     error = getattr(_library(), name)(*args)
     if error:
-        raise RuntimeError(f"{name}: CUDA error {error}")
+        raise RuntimeError(f"{name}: {_name(error)}")
 
 
 def set_shared_memory_carveout(function: int, percent: int) -> None:
@@ -43,45 +52,148 @@ def new_stream(priority: int = 0) -> int:
     return stream.value
 
 
-class Capture:
-    """``with Capture(stream) as captured: ...`` holds back what is launched on ``stream``, and on streams that are put
-    behind it and joined to it again; then ``captured.launch(stream)`` launches it as one graph."""
+def is_captured(stream: int) -> bool:
+    """Whether a stream is part of a capture; True for the default stream where another stream's capture forbids to
+    ask."""
+    status = c_int()
+    return bool(_library().cuStreamIsCapturing(c_void_p(stream), byref(status)) or status.value)
 
-    living: ClassVar[set[int]] = set()  # of the process: those that can be launched
 
-    def __init__(self, stream: int) -> None:
-        self._stream, self._executable = c_void_p(stream), c_void_p()
-        self._destroy = _library().cuGraphExecDestroy
+def parameter_sizes(function: int) -> list[int]:
+    """Bytes of each parameter of a CUDA function. The driver is of CUDA 12.4 or newer."""
+    offset, size = c_size_t(), c_size_t()
+    sizes: list[int] = []
+    while True:
+        arguments = c_void_p(function), c_size_t(len(sizes)), byref(offset), byref(size)
+        try:
+            error = _library().cuFuncGetParamInfo(*arguments)
+        except AttributeError:
+            raise RuntimeError("cuFuncGetParamInfo: the driver is older than CUDA 12.4") from None
+        if error == OUT_OF_RANGE:
+            return sizes
+        if error:
+            raise RuntimeError(f"cuFuncGetParamInfo: {_name(error)}")
+        sizes.append(size.value)
+
+
+class KernelNode(NamedTuple):
+    """A launch. arguments: the bits of each parameter, and its bytes, at most 8."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int  # of a program
+    shared: int  # bytes of dynamic shared memory
+    arguments: list[tuple[int, int]]
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("func", c_void_p), ("gridDimX", c_uint), ("gridDimY", c_uint), ("gridDimZ", c_uint), ("blockDimX", c_uint),
+        ("blockDimY", c_uint), ("blockDimZ", c_uint), ("sharedMemBytes", c_uint), ("kernelParams", c_void_p),
+        ("extra", c_void_p), ("kern", c_void_p), ("ctx", c_void_p),
+    ]  # fmt: skip
+
+
+class _MemsetParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS."""
+
+    _fields_ = [
+        ("dst", c_uint64), ("pitch", c_size_t), ("value", c_uint), ("elementSize", c_uint), ("width", c_size_t),
+        ("height", c_size_t),
+    ]  # fmt: skip
+
+
+class _AttributeValue(ctypes.Union):
+    """CUlaunchAttributeValue."""
+
+    _fields_ = [("priority", c_int), ("pad", ctypes.c_char * 64)]
+
+
+@contextlib.contextmanager
+def relaxed() -> Iterator[None]:
+    """Let this thread's calls be none of those that end another thread's capture, such as that of torch.cuda.graph."""
+    mode = c_int(RELAXED)
+    error = _library().cuThreadExchangeStreamCaptureMode(byref(mode))
+    try:
+        yield
+    finally:
+        if not error:
+            _library().cuThreadExchangeStreamCaptureMode(byref(mode))
+
+
+@contextlib.contextmanager
+def new_graph() -> Iterator[Graph]:
+    """A graph without nodes, for as long as the block; what it is instantiated as stays. No stream captures, and no
+    capture of another thread is disturbed."""
+    with relaxed():
+        graph = c_void_p()
+        _call("cuGraphCreate", byref(graph), c_uint(0))
+        try:
+            yield Graph(graph)
+        finally:
+            _library().cuGraphDestroy(graph)
+
+
+class Graph:
+    """Gets nodes, each behind those that it is given."""
+
+    def __init__(self, graph: c_void_p) -> None:
+        self._graph = graph
+
+    def kernel(self, node: KernelNode, behind: Sequence[int], priority: int = 0) -> int:
+        """A node that launches a kernel. The driver copies the arguments."""
+        count = len(node.arguments)
+        words = (c_uint64 * count)(*(bits for bits, _ in node.arguments))
+        places = (c_void_p * count)(*(ctypes.addressof(words) + 8 * i for i in range(count)))
+        params = _KernelParams(node.function, *node.grid, node.threads, 1, 1, node.shared, ctypes.addressof(places))
+        made = self._add("cuGraphAddKernelNode_v2", behind, byref(params))
+        if priority:
+            value = _AttributeValue(priority=priority)
+            _call("cuGraphKernelNodeSetAttribute", c_void_p(made), c_int(PRIORITY), byref(value))
+        return made
+
+    def zeros(self, address: int, nbytes: int, behind: Sequence[int]) -> int:
+        """A node that fills memory with zeros."""
+        size = 1 if (address | nbytes) % 4 else 4
+        params = _MemsetParams(address, 0, 0, size, nbytes // size, 1)
+        context = c_void_p()
+        _call("cuCtxGetCurrent", byref(context))
+        return self._add("cuGraphAddMemsetNode", behind, byref(params), context)
+
+    def _add(self, name: str, behind: Sequence[int], *params: Any) -> int:
+        made, others = c_void_p(), (c_void_p * len(behind))(*behind)
+        _call(name, byref(made), self._graph, others, c_size_t(len(behind)), *params)
+        assert made.value is not None
+        return made.value
+
+    def instantiate(self) -> ExecutableGraph:
+        executable = c_void_p()
+        _call("cuGraphInstantiateWithFlags", byref(executable), self._graph, c_ulonglong(NODE_PRIORITY))
+        return ExecutableGraph(executable)
+
+
+class ExecutableGraph:
+    """Can be launched; its memory is the driver's until :meth:`destroy`, or until nothing holds it."""
+
+    def __init__(self, executable: c_void_p) -> None:
+        self._executable = executable
         self._launch = _library().cuGraphLaunch
         self._launch.argtypes = c_void_p, c_void_p  # so that a number is one
-
-    def __enter__(self) -> Capture:
-        try:
-            _call("cuStreamBeginCapture_v2", self._stream, RELAXED)
-        except RuntimeError:  # of a capture that was interrupted, perhaps: so the next one begins
-            _library().cuStreamEndCapture(self._stream, byref(c_void_p()))
-            raise
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        graph = c_void_p()
-        error = _library().cuStreamEndCapture(self._stream, byref(graph))
-        try:
-            if kind is None:
-                if error:
-                    raise RuntimeError(f"cuStreamEndCapture: CUDA error {error}")
-                _call("cuGraphInstantiateWithFlags", byref(self._executable), graph, c_ulonglong(NODE_PRIORITY))
-                Capture.living.add(id(self))
-        finally:
-            if graph:
-                _library().cuGraphDestroy(graph)
 
     def launch(self, stream: int) -> None:
         error = self._launch(self._executable, stream)
         if error:
-            raise RuntimeError(f"cuGraphLaunch: CUDA error {error}")
+            raise RuntimeError(f"cuGraphLaunch: {_name(error)}")
+
+    def destroy(self) -> None:
+        """What still runs of it goes on."""
+        executable, self._executable = self._executable, c_void_p()
+        if executable:
+            with relaxed():
+                _library().cuGraphExecDestroy(executable)
 
     def __del__(self) -> None:
-        if self._executable and not sys.is_finalizing():  # what still runs of it goes on
-            Capture.living.discard(id(self))
-            self._destroy(self._executable)
+        if not sys.is_finalizing():
+            self.destroy()

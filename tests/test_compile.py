@@ -200,7 +200,7 @@ class NoCarrier:
     """Carries nothing."""
 
     class comm:
-        size, streams = 2, Streams(torch.device("cpu"))
+        size, streams, graphs = 2, Streams(torch.device("cpu")), None
 
         @staticmethod
         @contextlib.contextmanager
@@ -314,7 +314,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
-    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
+    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
     states = passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))

@@ -26,16 +26,16 @@ from support import gpu_record
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Each file imports those above it only
 LAYERS = """
-bindings.builtin bindings.cuda_driver bindings.arena bindings.transport bindings.interpreter_operations
-bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module bindings.nvshmem_device bindings.shared_memory
-bindings.cuda_ipc
+bindings.builtin bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
+bindings.interpreter_operations bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module
+bindings.nvshmem_device bindings.shared_memory bindings.cuda_ipc
 bindings
 shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
 shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd
 shmem_kernels.delta shmem_kernels
-errors checks algorithms rendezvous runtime streams order communicator tickets
-tiling launching graphs plan traces operators workspace rails collective packing first_call ops halos
+errors checks algorithms rendezvous runtime streams graphs order communicator tickets
+tiling launching plan traces operators workspace rails collective packing first_call ops halos
 gla.carrier gla.launches gla.operator gla
 delta.passes delta.chunks delta.operator delta
 ssd
@@ -247,7 +247,8 @@ def test_doctor():
         [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("torch", "triton", "NVSHMEM", "transport   shm", "GPU tests", "self-test   2 ranks on cpu"):
+    words = "torch", "triton", "NVSHMEM", "transport   shm", "CUDA graphs on", "ALLSCAN_CUDA_GRAPHS", "ALLSCAN_REPLAY"
+    for word in (*words, "GPU tests", "self-test   2 ranks on cpu"):
         assert word in done.stdout
     assert subprocess.run([sys.executable, "-m", "allscan"], cwd=ROOT, capture_output=True).returncode == 2
     for option, words in (("--version", allscan.__version__), ("--help", "allscan doctor")):

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
+import os
+import shutil
+import subprocess
 import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+import allscan
 from allscan import graphs, streams
+from allscan.bindings import cuda_driver
+from allscan.bindings.cuda_driver import parameter_sizes
+from allscan.collective import Work
+from allscan.gla import launches
 from allscan.launching import Launch
 from allscan.packing import Layout, Piece
 from allscan.plan import OWN, Plan
+from allscan.shmem_kernels.scan import scan_kernel
+from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 
@@ -234,88 +246,424 @@ def test_which_stream_waits_for_which(monkeypatch):
     assert waits[3:] == ["scans long", "caller scans"]
 
 
-class Recorded:
-    """In place of the driver's captures: what was launched inside is launched again."""
-
-    living: set = set()
-
-    def __init__(self, stream):
-        self.again = []
-
-    def __enter__(self):
-        Recorded.now = self
-        return self
-
-    def __exit__(self, *error):
-        Recorded.now = None
-
-    def launch(self, stream):
-        for key in self.again:
-            launched.append((key, "graph"))
+def as_sum(grid, x, y, out, scale, N):
+    floats(out, N)[:] = floats(x, N) + scale * floats(y, N)
 
 
-launched: list = []
+@contextlib.contextmanager
+def the_same_memory(monkeypatch):
+    """A run gets what the one before has had, as a GPU's allocator sees to: ``run(plan, ...)``."""
+    new_empty, known, taken = torch.Tensor.new_empty, [], []
+
+    def again(self, *size, dtype=None):
+        found = next((x for key, x in known if key == (size, dtype) and not any(x is y for y in taken)), None)
+        if found is None:
+            found = new_empty(self, *size, dtype=dtype)
+            known.append(((size, dtype), found))
+        taken.append(found)
+        return found
+
+    def run(plan, *given):
+        taken.clear()
+        return plan.run(None, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", again)
+        yield run
 
 
-def without_a_gpu(monkeypatch, capture):
-    for name, value in dict(capturing=lambda: False, current_device=lambda: 0).items():
-        monkeypatch.setattr(graphs, name, value)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(graphs, "Capture", capture)
-    monkeypatch.setattr(graphs, "current_stream_of", lambda device: 0)
-    monkeypatch.setattr(graphs, "_capture_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(graphs, "KEPT", 3)
-    Recorded.now = None
+@contextlib.contextmanager
+def side_streams(monkeypatch):
+    """A communicator's, whose streams are names: of a GPU, without one."""
+    some = streams.Streams(torch.device("cuda", 0))
+    for name, value in dict(own=str, current=lambda: "caller", put_behind=lambda later, earlier: None).items():
+        monkeypatch.setattr(some, name, value)
+    monkeypatch.setattr(streams, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    yield some
 
 
-def runs(some, *keys):
+def a_plan_with_side_streams(made, some):
+    """A run's memory is filled on the caller's stream, and read on two others and there; with zeros, too."""
+    plan = Plan(made)
+    x, out = plan.given(torch.zeros(8)), plan.output(8)
+    a, b, c, d = (plan.empty(8) for _ in range(4))
+    sum_of(plan, x, x, a, 1.0)  # 2 x
+    with plan.beside(lambda _: some.side()):
+        sum_of(plan, a, x, b, 1.0)  # 3 x
+        with plan.beside(lambda _: some.side(streams.LONG)):
+            plan.zero(c)
+            sum_of(plan, a, c, c, 0.5)  # 2 x
+        sum_of(plan, b, b, b, 1.0)  # 6 x
+        plan.join()
+        sum_of(plan, b, c, b, -1.0)  # 4 x
+    sum_of(plan, a, x, d, 3.0)  # 5 x
+    plan.join()
+    sum_of(plan, b, d, out, 2.0)  # 14 x
+    return plan
+
+
+def test_a_graph_is_built_of_nodes(monkeypatch):
+    """In whatever order its edges allow it gives what the launches do; each kernel has the priority of its stream, the
+    parameters that its machine code reads, and no stream captures."""
+    made = graphs.Graphs()
+    with (
+        fake_gpu({"sum_kernel": as_sum}, with_graphs=True) as gpu,
+        side_streams(monkeypatch) as some,
+        the_same_memory(monkeypatch) as run,
+    ):
+        plan, given = a_plan_with_side_streams(made, some), torch.randn(8)
+        for i in range(40):
+            gpu.launches.clear()
+            (out,) = run(plan, given)
+            assert torch.allclose(out, 14 * given), i
+            assert gpu.launches == (["graph"] if i > 1 else ["sum_kernel"] * 7), i  # the first goes through Triton
+            out.fill_(float("nan"))
+        nodes = [node for node in gpu.cuda.nodes.values() if node[0] == next(iter(gpu.cuda.nodes.values()))[0]]
+        numbers = dict(zip(gpu.cuda.nodes, range(len(nodes))))
+        behind = [sorted(numbers[n] for n in node[2]) for node in nodes]
+        assert behind == [[], [0], [1], [2], [1], [3, 4], [0], [5, 6]]
+        assert [node[4] for node in nodes] == [0, -2, 0, -1, -2, -2, 0, 0]  # zeros have none
+        assert not [name for name in gpu.cuda.calls if "Capture" in name and "Exchange" not in name]
+        assert gpu.cuda.mode == 0 and not gpu.cuda.graphs, "only what was instantiated is left"
+        counts = made.counts()
+        assert counts.kept == counts.built == len(gpu.cuda.executables) and counts.bytes == 8 * counts.kept * NODE
+        made.close()
+        assert not gpu.cuda.executables and made.counts()[:3] == (False, 0, 0)
+        gpu.launches.clear()
+        run(plan, given)
+        assert gpu.launches == ["sum_kernel"] * 7
+
+
+def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch):
+    """Dropped in it, the memory is kept until behind the capture; waited for in it, the capture goes on."""
+    some, waits, now = streams.Streams(torch.device("cuda", 0)), [], dict(stream="caller", captured=set())
+
+    class Stream(str):
+        cuda_stream = property(lambda stream: stream)
+
+        def wait_event(self, event):
+            assert self not in now["captured"], "an event from outside of the capture"
+            waits.append(str(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=lambda stream: None))
+    for name, value in dict(own=str, current=lambda: Stream(now["stream"]), put_behind=lambda *_: None).items():
+        monkeypatch.setattr(some, name, value)
+    monkeypatch.setattr(streams, "current_device", lambda: 0)
+    monkeypatch.setattr(streams, "current_stream_of", lambda index: 0)
+    monkeypatch.setattr(streams, "capturing", lambda: now["stream"] in now["captured"])
+    monkeypatch.setattr(cuda_driver, "is_captured", now["captured"].__contains__)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    some._last_number = 0
+
+    class Memory:
+        pass
+
+    def begun():
+        with some.beside() as beside:
+            pass
+        memory = Memory()
+        return Work(types.SimpleNamespace(check=lambda: None), "result", beside, (memory,)), weakref.ref(memory)
+
+    for captured in ("graph", "caller"):  # the capture's stream may be that on which the scan was begun
+        now.update(stream="caller")
+        (work, memory), (other, _) = begun(), begun()
+        now["captured"].add(captured)
+        now.update(stream=captured)
+        with pytest.raises(RuntimeError, match="waited for before it"):
+            other.wait()
+        del work
+        now.update(stream="third")  # which is not captured; another thread's, for one
+        kept, of_kept = begun()
+        assert kept.wait() == "result" and of_kept() is None
+        now.update(stream=captured)
+        some.follow()
+        assert memory() is not None
+        now["captured"].clear()
+        now.update(stream="caller")
+        waits.clear()
+        some.follow()  # with the next launch
+        assert memory() is None and waits == ["caller"]
+        assert other.wait() == "result" and waits == ["caller"] * 2
+    monkeypatch.setattr(streams, "capturing", lambda: True)
+    with some.beside() as beside:
+        pass
+    beside.wait(())
+    assert waits == ["caller"] * 2, "begun in the capture, on its stream"
+
+
+class Edges:
+    """In place of a graph: the nodes by the names of their kernels."""
+
+    def __init__(self):
+        self.names, self.behind, self.priorities = [], {}, {}
+
+    def kernel(self, node, behind, priority=0):
+        self.names.append(node)
+        self.behind[node], self.priorities[node] = {self.names[i] for i in behind}, priority
+        return len(self.names) - 1
+
+    def zeros(self, address, nbytes, behind):
+        return self.kernel("zeros", behind)
+
+
+class Middle:
+    """A StateCarrier of a rank that has others on both sides; or on one."""
+
+    def __init__(self, some, before=True, behind=True):
+        self.comm, self.stream, self.sides = types.SimpleNamespace(graphs=None), some.side, (before, behind)
+
+    def neighbours(self, shape, zigzag):
+        return self.sides
+
+    def expected_us(self, words, zigzag):
+        return 1e6
+
+    def record(self, plan, state, decay, out, ticket, reverse, zigzag):
+        plan.launch(scan_kernel, (1,), state, decay, out, ticket)
+
+
+def edges_of(plan, carrier):
+    found = Edges()
+    plan.build(graphs.Builder(found, carrier, [0] * 32))
+    return found
+
+
+def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
+    """The scan waits for this rank's segments only, and da_kernel and the states of the chunks for no scan."""
+    monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
+    layout, like = Layout([Piece(0, 256, 0, 0, 0)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
+    shape = launches.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, False)
+    kept, gates = torch.zeros(shape.kept_words), torch.zeros(1, 256, 2, 64)
+    with side_streams(monkeypatch) as some:
+        middle = Middle(some)
+        forward = launches.forward_plan(shape, 1.0, layout, middle, like, like, like, gates, None, None, kept)
+        found = edges_of(forward, middle)
+        assert found.behind["carry_kernel"] == {"state_kernel"} and found.behind["scan_kernel"] == {"carry_kernel"}
+        assert found.behind["operands_kernel"] == {"state_kernel"}, "beside the scan"
+        assert found.behind["output_kernel"] == {"operands_kernel", "scan_kernel"}
+        assert {name for name, p in found.priorities.items() if p} == {"carry_kernel", "scan_kernel"}
+        last = Middle(some, behind=False)
+        found = edges_of(
+            launches.forward_plan(shape, 1.0, layout, last, like, like, like, gates, None, None, kept), last
+        )
+        assert found.behind["carry_kernel"] == {"state_kernel"} == found.behind["scan_kernel"], "the last rank's scan"
+        first = Middle(some, before=False)
+        found = edges_of(
+            launches.forward_plan(shape, 1.0, layout, first, like, like, like, gates, None, None, kept), first
+        )
+        assert found.behind["output_kernel"] == {"operands_kernel"}, "waits for no scan"
+        backward = launches.backward_plan(shape, 1.0, layout, middle, like, like, like, gates, like, None, None, kept)
+        found = edges_of(backward, middle)
+        names = found.names
+        assert names.count("state_kernel") == 2, "the second, of the chunks, is that in these dictionaries"
+        assert found.behind["state_kernel"] == {"carry_kernel"} == found.behind["scan_kernel"]
+        assert found.priorities["state_kernel"] == streams.LONG and found.priorities["scan_kernel"] == streams.SCANS
+        assert found.behind["da_kernel"] == {"state_kernel"} and names.index("da_kernel") > names.index("scan_kernel")
+        assert found.behind["grad_kernel"] == {"output_kernel"}
+
+
+NODE = graphs.NODE_BYTES
+
+
+class Sequence:
+    """In place of a plan."""
+
+    num_nodes = 2
+
+    def __init__(self, number, node=None):
+        self.number, self.failures, self.node = number, 0, node
+
+    def build(self, builder):
+        if self.node:
+            raise self.node
+        builder.zeros(0, 0)
+
+
+def runs(made, gpu, *keys, sequence=None):
     """How the launches with these keys are made."""
-
-    def launches(key):
-        (launched if Recorded.now is None else Recorded.now.again).append(key if Recorded.now else (key, "launched"))
-
-    launched.clear()
+    how, sequence = [], sequence or Sequence(1)
     for key in keys:
-        some.launch(0, (key,), launches, key)
-    return [how for _, how in launched]
+        gpu.launches.clear()
+        made.launch(-1, sequence, (key,), lambda context: gpu.launches.append("launched"), None)
+        how += gpu.launches
+    return how
 
 
 def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
-    without_a_gpu(monkeypatch, Recorded)
-    some = graphs.Graphs()
-    assert runs(some, "a", "b", "a", "a", "b") == ["launched", "launched", "graph", "graph", "graph"]
-    assert runs(some, "c", "d", "b") == ["launched", "launched", "graph"]  # of three that are kept a was the oldest
-    assert runs(some, "a", "a", "d") == ["launched", "graph", "graph"]
-    monkeypatch.setattr(graphs, "capturing", lambda: True)
-    assert runs(some, "a", "d") == ["launched", "launched"]
+    made = graphs.Graphs(3 * 2 * NODE)
+    with fake_gpu({}, with_graphs=True) as gpu:
+        assert runs(made, gpu, *"abaab") == ["launched", "launched", "graph", "graph", "graph"]
+        monkeypatch.setattr(graphs, "capturing", lambda: True)
+        assert runs(made, gpu, *"ab") == ["launched", "launched"], "in a capture of the caller's"
+        monkeypatch.setattr(graphs, "capturing", lambda: False)
+        monkeypatch.setattr(graphs, "current_device", lambda: 1)
+        assert runs(made, gpu, "a") == ["launched"], "on another device"
+        made.close()
 
 
-def test_a_capture_that_fails_is_no_error(monkeypatch):
-    """Nor one while another thread captures, nor more than a process may have."""
+def test_memory_of_graphs_is_bounded():
+    """Of three graphs that there is room for: more addresses in turn than that do not take each other's place, and are
+    counted; addresses that do not come any more make room."""
+    made = graphs.Graphs(3 * 2 * NODE)
+    with fake_gpu({}, with_graphs=True) as gpu:
+        for i in range(5):
+            how = runs(made, gpu, *"abcde")
+            assert how == (["launched"] * 5 if i == 0 else ["graph"] * 3 + ["launched"] * 2)
+            assert made.counts().bytes <= made.most_bytes
+        assert made.counts().declined == 8 and made.counts().built == 3
+        for _ in range(3):
+            how = runs(made, gpu, *"xyz")
+        assert how == ["graph"] * 3 and made.counts().kept == len(gpu.cuda.executables) == 3
+        made.forget(1)
+        assert not gpu.cuda.executables and made.counts().bytes == 0
+    assert graphs.Graphs(0).counts().enabled is False
 
-    class Fails(Recorded):
-        def __exit__(self, *error):
-            super().__exit__()
-            raise RuntimeError("cuGraphInstantiateWithFlags: CUDA error 2")
 
-    without_a_gpu(monkeypatch, Fails)
-    some = graphs.Graphs()
-    assert runs(some, "a", "a", "a") == ["launched"] * 3  # two captures that failed
-    monkeypatch.setattr(graphs, "Capture", Recorded)
-    assert runs(some, "a", "c", "c") == ["graph", "launched", "graph"]
-    monkeypatch.setattr(graphs, "Capture", Fails)
-    assert runs(some, "b", "b", "b", "b") == ["launched"] * 4  # three in a row
-    monkeypatch.setattr(graphs, "Capture", Recorded)
-    assert runs(some, "b", "d", "d") == ["launched"] * 3
-    some = graphs.Graphs()
-    with graphs._one_at_a_time:
-        assert runs(some, "a", "a") == ["launched"] * 2
-    monkeypatch.setattr(Recorded, "living", set(range(graphs.MOST)))
-    assert runs(some, "a") == ["launched"]
-    monkeypatch.setattr(Recorded, "living", set())
-    assert runs(some, "a", "a") == ["graph", "graph"]
-    monkeypatch.setattr(graphs, "current_device", lambda: 1)
-    assert runs(some, "a") == ["launched"]
+def test_more_than_128_addresses_of_a_plan_become_graphs():
+    """Layers times micro-batches."""
+    made = graphs.Graphs()
+    with fake_gpu({}, with_graphs=True) as gpu:
+        for i in range(3):
+            assert set(runs(made, gpu, *range(1000))) == {"graph" if i else "launched"}
+        assert made.counts().kept == 1000 and made.counts().declined == 0
+        made.close()
+
+
+def test_a_plans_graphs_go_with_it(monkeypatch):
+    made = graphs.Graphs()
+    with fake_gpu({"sum_kernel": as_sum}, with_graphs=True) as gpu, the_same_memory(monkeypatch) as run:
+        plan = Plan(made)
+        x = plan.given(torch.zeros(8))
+        t, out = plan.empty(8), plan.output(8)
+        sum_of(plan, x, x, t, 1.0)
+        sum_of(plan, t, x, out, 1.0)
+        given = torch.randn(8)
+        for _ in range(4):
+            run(plan, given)
+        assert made.counts().kept
+        del plan
+        gc.collect()
+        assert not made.counts().kept and not gpu.cuda.executables
+
+
+@pytest.mark.parametrize(
+    "function", ["cuGraphCreate", "cuGraphAddMemsetNode", "cuGraphInstantiateWithFlags", "cuGraphLaunch"]
+)
+def test_a_graph_that_cannot_be_made_is_no_error(function):
+    """It is counted, with the driver's name for the error; after three of one plan in a row no other is tried."""
+    made, sequence = graphs.Graphs(), Sequence(1)
+    with fake_gpu({}, with_graphs=True) as gpu:
+        gpu.cuda.fails[function] = 2
+        assert runs(made, gpu, *"aa", sequence=sequence) == ["launched"] * 2
+        assert made.counts().failed == 1 and made.counts().why == f"RuntimeError: {function}: CUDA_ERROR_2"
+        assert made.counts()[:3] == (True, 0, 0) and not gpu.cuda.graphs and not gpu.cuda.executables
+        gpu.cuda.fails.clear()
+        assert "graph" in runs(made, gpu, *"aa", sequence=sequence) and made.counts().kept == 1
+        gpu.cuda.fails[function] = 2
+        runs(made, gpu, *"bbbbccccdd", sequence=sequence)
+        assert sequence.failures == 3
+        gpu.cuda.fails.clear()
+        assert runs(made, gpu, *"eee", sequence=sequence) == ["launched"] * 3
+        assert runs(made, gpu, *"fff", sequence=Sequence(2)) == ["launched", "graph", "graph"]
+        other = Sequence(3, NotImplementedError("a launch that is no node"))
+        failed = made.counts().failed
+        assert runs(made, gpu, *"aaaa", sequence=other) == ["launched"] * 4
+        assert made.counts().failed == failed + 1 and made.counts().why.endswith("no node")
+        assert gpu.cuda.mode == 0
+        made.close()
+
+
+def test_a_kernel_that_takes_other_parameters_than_we_know_of_is_no_node(monkeypatch):
+    """Of another version of Triton: nothing is launched with what it does not read."""
+    with fake_gpu({"sum_kernel": as_sum}, with_graphs=True):
+        launch, x = Launch(sum_kernel, (1,), scale=2.0, N=8), torch.randn(8)
+        launch(x, x, torch.empty(8))
+        node = launch.node([x.data_ptr()] * 3)
+        name, source, sizes = LOADED[node.function]
+        assert [size for _, size in node.arguments] == sizes == [8, 8, 8, 4, 8, 8]
+        monkeypatch.setitem(LOADED, node.function, (name, source, [*sizes, 8]))
+        launch, x = Launch(sum_kernel, (1,), scale=2.0, N=8), torch.randn(8)
+        launch(x, x, torch.empty(8))
+        with pytest.raises(NotImplementedError, match="other parameters"):
+            launch.node([x.data_ptr()] * 3)
+        monkeypatch.delitem(CUDA, "cuFuncGetParamInfo")  # of an older driver
+        with pytest.raises(RuntimeError, match="older than CUDA 12.4"):
+            parameter_sizes(node.function)
+
+
+HEADER = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "include", "cuda.h")
+STRUCTURES = {
+    "CUDA_KERNEL_NODE_PARAMS": cuda_driver._KernelParams, "CUDA_MEMSET_NODE_PARAMS": cuda_driver._MemsetParams,
+    "CUlaunchAttributeValue": cuda_driver._AttributeValue,
+}  # fmt: skip
+CONSTANTS = {
+    "CU_STREAM_NON_BLOCKING": cuda_driver.NON_BLOCKING, "CU_STREAM_CAPTURE_MODE_RELAXED": cuda_driver.RELAXED,
+    "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY": cuda_driver.NODE_PRIORITY,
+    "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT": cuda_driver.SHARED_MEMORY_CARVEOUT,
+    "CU_LAUNCH_ATTRIBUTE_PRIORITY": cuda_driver.PRIORITY, "CUDA_ERROR_INVALID_VALUE": cuda_driver.OUT_OF_RANGE,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not (shutil.which("cc") and os.path.exists(HEADER)), reason="needs a C compiler and Triton's cuda.h"
+)
+def test_structures_are_those_of_the_drivers_header(tmp_path):
+    wanted, lines = [], []
+    for name, structure in STRUCTURES.items():
+        wanted.append(ctypes.sizeof(structure))
+        lines.append(f"sizeof({name})")
+        for field, *_ in structure._fields_:
+            place = getattr(structure, field)
+            wanted += place.offset, place.size
+            lines += f"offsetof({name}, {field})", f"sizeof((({name}*)0)->{field})"
+    wanted += CONSTANTS.values()
+    lines += CONSTANTS
+    numbers = "".join(f'  printf("%zu\\n", (size_t){line});\n' for line in lines)
+    source, program = tmp_path / "sizes.c", tmp_path / "sizes"
+    source.write_text(
+        f"#include <stddef.h>\n#include <stdio.h>\n#include <cuda.h>\nint main() {{\n{numbers}  return 0;\n}}\n"
+    )
+    subprocess.run(["cc", "-I", os.path.dirname(HEADER), source, "-o", program], check=True)
+    found = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert dict(zip(lines, map(int, found), strict=True)) == dict(zip(lines, wanted, strict=True))
+    text = open(HEADER, encoding="utf-8").read()
+    assert "#define cuGraphAddKernelNode " in text and "cuGraphAddKernelNode_v2" in text  # which takes this structure
+
+
+def switches(group):
+    """Of CUDA graphs and of the replay of fla's launches: an argument before a variable; a bad one is heard of by all.
+    What AllScans and plans are made with is fixed."""
+    names = "ALLSCAN_CUDA_GRAPHS", "ALLSCAN_REPLAY"
+    for values, options, wanted in (
+        ({}, {}, (256 << 20, True)), (dict.fromkeys(names, "0"), {}, (0, False)),
+        (dict.fromkeys(names, "1"), {}, (256 << 20, True)), ({}, dict(cuda_graphs=False, replay=False), (0, False)),
+        (dict.fromkeys(names, "0"), dict(cuda_graphs=True, replay=True), (256 << 20, True)),
+        ({}, dict(cuda_graphs=1 << 20), (1 << 20, True)),
+    ):  # fmt: skip
+        with mock.patch.dict(os.environ, values), allscan.Communicator(group, **options) as comm:
+            counts = comm.cuda_graphs
+            assert (counts.most_bytes, comm.replay) == wanted and counts.enabled == bool(wanted[0])
+            assert counts[1:3] == (0, 0) and counts.why == ""
+            with allscan.AllScan(comm, (2, 4, 4)) as scan:
+                for thing, name in ((comm, "max_ctas"), (comm, "timeout"), (comm, "algorithm"), (comm, "nodes"),
+                                    (comm, "cuda_graphs"), (scan, "max_ctas")):  # fmt: skip
+                    before = getattr(thing, name)
+                    with pytest.raises(AttributeError):
+                        setattr(thing, name, 1)
+                    assert getattr(thing, name) == before
+        assert comm.cuda_graphs[:3] == (False, 0, 0)
+    rank = 0 if group is None else torch.distributed.get_rank()
+    for variable in names:
+        with mock.patch.dict(os.environ, {variable: "yes"} if rank == 1 else {}):
+            with pytest.raises(ValueError, match=f"rank 1: ValueError: {variable} must be 0 or 1, got 'yes'"):
+                allscan.Communicator(group)
+    with pytest.raises(ValueError, match="TypeError: cuda_graphs must be an integer"):
+        allscan.Communicator(group, cuda_graphs="no" if rank == 1 else None)
+
+
+def test_switches(run):
+    run(2, switches)
 
 
 def a_launch_in_the_interpreter(group):

@@ -88,7 +88,10 @@ def test_a_function_becomes_a_plan():
             assert len(calls) == (1, 2, 4, 4, 4, 4, 4, 4)[i], (
                 "the first call, two traces, and what the plan is held against"
             )
-            assert len(gpu.launches) == 3 or i in (0, 2)  # where it is tuned, and where the plan is held against it
+            assert gpu.launches.count("theirs_kernel") == 3 or i in (
+                0,
+                2,
+            )  # where it is tuned, and where the plan is held against it
             assert traced.plans() == ({"counted": i > 2} if i else {})
         x, y = given()
         same(traced(counted, x=x, y=y, scale=3.0, bias=None), expected(x, y, 3.0))

@@ -104,7 +104,7 @@ class StatePass:
         batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
-        self.fla = Traced(cuda)  # what fla's functions are called by
+        self.fla = Traced(cuda and comm.replay, comm.graphs)  # what fla's functions are called by
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
@@ -163,7 +163,7 @@ class StatePass:
         if found is None:
             if len(self._plans) >= KEPT:  # of calls with ever other scales
                 self._plans.clear()
-            plan = Plan()
+            plan = Plan(self.comm.graphs)
             buffers = record(plan, *(x if x is None else plan.given(x) for x in tensors), **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]

@@ -131,8 +131,11 @@ class GLAPlan(Plan):
     the final ones; ``final``: those where the pass ends are wanted.
     """
 
-    def __init__(self, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool, final: bool):
-        super().__init__()
+    def __init__(
+        self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool,
+        final: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(carrier.comm.graphs)
         self.shape, self.scale, self.layout = shape, scale, layout
         self.reverse, self.has_outside, self.has_final = reverse, outside, final
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
@@ -259,7 +262,7 @@ class GLAPlan(Plan):
             )  # fmt: skip
 
         def nothing_enters() -> None:
-            self.call(lambda _, x: x.zero_(), prev, only_launches=True)
+            self.zero(prev)
 
         if first:
             segments()
@@ -376,7 +379,7 @@ class GLAPlan(Plan):
 
 def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
     """For runs with these tensors, of which initial and final may be None. Makes o."""
-    plan = GLAPlan(shape, scale, layout, False, initial is not None, final is not None)
+    plan = GLAPlan(carrier, shape, scale, layout, False, initial is not None, final is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
     q, k, v, g, initial, final, kept = given
     ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
@@ -406,7 +409,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run beside
     them; with nothing beside them they would be a round of their own.
     """
-    plan = GLAPlan(shape, scale, layout, True, dfinal is not None, dinitial is not None)
+    plan = GLAPlan(carrier, shape, scale, layout, True, dfinal is not None, dinitial is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
     q, k, v, g, do, dfinal, dinitial, kept = given
     dv, *grads = (plan.output_like(x) for x in (v, q, k, g))

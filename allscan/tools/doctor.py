@@ -13,6 +13,7 @@ import torch
 from .. import __version__
 from ..bindings.arena import arena_bytes
 from ..bindings.nvshmem_module import device_library
+from ..checks import switch
 from ..reference import allscan_reference
 from .provenance import installed_version, nvshmem_version, source_hash
 from .ranks import Ranks
@@ -76,6 +77,15 @@ def report() -> bool:
     if not gpus:
         room = os.statvfs("/dev/shm")
         print(f"/dev/shm    {room.f_bavail * room.f_frsize:,} of {room.f_blocks * room.f_frsize:,} bytes free")
+    for name, what, variable in (
+        ("CUDA graphs", "launches that come again", "ALLSCAN_CUDA_GRAPHS"),
+        ("replay", "fla's functions in delta rules", "ALLSCAN_REPLAY"),
+    ):  # fmt: skip
+        try:
+            print(f"{name:<11} {'on' if switch(variable) else 'off'}, of {what} ({variable}=0 or 1)")
+        except ValueError as error:
+            print(f"{name:<11} {error}")
+            needs.append(f"export {variable}=1      # or 0")
     print("GPU tests   " + _last_run())
     for command in needs:
         print(f"missing     {command}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import tempfile
 
@@ -11,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from allscan.bindings.triton_compat import words
 from allscan.shmem_kernels.channel import Channel
 from allscan.shmem_kernels.links import NONE
 
@@ -22,6 +24,37 @@ def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, D
     types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
     types |= {name: "*i64" for name in Channel._fields if name not in types}
     return Channel(**types), constants
+
+
+def parameters_in(cubin: bytes, kernel: str) -> list[int]:
+    """Bytes of each parameter, by the attributes KPARAM_INFO of an ELF file's section .nv.info.KERNEL."""
+    table, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)[:1] + struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + size * i) for i in range(count)]
+
+    def name(section):
+        start = sections[names][4] + section[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    [info] = [x for x in sections if name(x) == f".nv.info.{kernel}"]
+    at, end, found = info[4], info[4] + info[5], {}
+    while at < end:
+        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        if form == 4:
+            if attribute == 0x17:
+                _, ordinal, offset, flags = struct.unpack_from("<IHHI", cubin, at + 4)
+                found[ordinal] = flags >> 18
+            at += length
+        at += 4
+    return [found[i] for i in range(len(found))]
+
+
+def parameter_sizes(signature) -> list[int]:
+    """Bytes of each parameter, as a graph's node gives them to a kernel of these types."""
+
+    def none(kind):
+        return [*map(none, kind)] if isinstance(kind, tuple) else 0
+
+    return [size for _, size in words(signature, [*map(none, signature)])]
 
 
 class Compiled:
@@ -52,6 +85,8 @@ class Compiled:
             options["extern_libs"] = extern_libs
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx, self.cubin, self.shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
+        sizes = parameter_sizes([*signature.values()])
+        assert parameters_in(self.cubin, compiled.name) == sizes, f"Triton hands {compiled.name} other parameters"
         usage = self._tool("cuobjdump", "--dump-resource-usage")
         found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
         self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
