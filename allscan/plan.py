@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bindings.cuda_driver import KernelNode
 from .graphs import Builder, Graphs
 from .launching import Launch, aligned, hooked
 from .streams import Side
@@ -142,8 +141,7 @@ class Plan:
                 launch.at(given([run.places[memory] + offset for memory, offset in places]))
 
         def build(builder: Builder) -> None:
-            node: KernelNode = launch.node(given([builder.places[memory] + offset for memory, offset in places]))
-            builder.kernel(node)
+            builder.kernel(launch.node(given([builder.places[memory] + offset for memory, offset in places])))
 
         self._launches.append(launch)
         self._add(step, build, 1)
@@ -153,6 +151,8 @@ class Plan:
         """Fill a buffer with zeros."""
         _, memory, offset, shape, dtype = x
         nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:  # of a rank without tokens; a node of no bytes is refused
+            return
         self._add(
             lambda run: run.tensor(x.number).zero_(),
             lambda builder: builder.zeros(builder.places[memory] + offset, nbytes),

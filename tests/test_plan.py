@@ -466,6 +466,17 @@ def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
 NODE = graphs.NODE_BYTES
 
 
+def test_an_empty_buffer_is_no_node():
+    """Of a rank without tokens: the driver refuses zeros of no bytes."""
+    plan, found = Plan(), Edges()
+    x = plan.given(torch.zeros(0, 8))
+    plan.zero(x)
+    plan.zero(plan.output(4))
+    plan.build(graphs.Builder(found, None, [0] * 4))
+    assert found.names == ["zeros"] and plan.num_nodes == 1
+    assert torch.equal(plan.run(None, torch.zeros(0, 8))[0], torch.zeros(4))
+
+
 class Sequence:
     """In place of a plan."""
 
