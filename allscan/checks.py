@@ -46,6 +46,8 @@ def boundaries(cu_seqlens: Any) -> Tensor:
             raise TypeError(f"cu_seqlens must be a tensor or a list of integers: {error}") from error
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.layout != torch.strided or cu_seqlens.device.type == "meta":
+        raise TypeError(f"cu_seqlens must be dense, with values, got {cu_seqlens.layout} on {cu_seqlens.device}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [N + 1], got {tuple(cu_seqlens.shape)}")
     return cu_seqlens
@@ -80,14 +82,21 @@ def signature_of(*inputs: Any) -> tuple:
     return tuple(found)
 
 
-def check_tensor(name: str, tensor, shape, device) -> None:
-    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
+def check_dense(name: str, tensor) -> None:
+    """Raise TypeError unless ``tensor`` is a tensor whose elements lie in memory of its own."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} must have memory of its own, got {type(tensor).__name__} ({_way_out(tensor)})")
-    if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be float32 and dense, got {tensor.dtype}, {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"{name} must be dense, got {tensor.dtype}, {tensor.layout}")
+
+
+def check_tensor(name: str, tensor, shape, device) -> None:
+    """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
+    check_dense(name, tensor)
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {tensor.dtype}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != device:
@@ -118,6 +127,10 @@ def decay_target(decay, shape, device):
     if not isinstance(decay, Tensor):
         if not isinstance(decay, numbers.Real):
             raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
+        try:
+            float(decay)
+        except OverflowError as error:
+            raise ValueError(f"decay must be a float: {error}") from error
         return ()
     check_tensor("decay", decay, None, device)
     return _target(decay, shape)

@@ -541,6 +541,20 @@ def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:
     return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
 
 
+def check_out(out: Tensor, state: Tensor, decay: Any, transition: Tensor | None, initial_state: Tensor | None) -> None:
+    """Raise ValueError unless a scan with these inputs, which are right, may write to ``out``: what AllScan.scan looks
+    at in each call, before a first call asks the others."""
+    if not out.is_contiguous() or out.is_neg():
+        raise ValueError("out must be contiguous, and no view of a negative")
+    state = plain(state)
+    factor = state if transition is None else plain(transition)
+    if isinstance(decay, Tensor):
+        factor = decay_rows(decay, state.shape, state.device)[0]
+    tensors = state, factor, state if initial_state is None else plain(initial_state), out
+    addresses = [x.data_ptr() for x in tensors]
+    _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+
+
 def _check_apart(tensors: tuple, addresses: list[int], in_place: bool) -> None:
     """Raise ValueError if a kernel would read what another of its programs has written: ``tensors`` are (state, decay
     or transition or state, initial_state or state, out, ...), at ``addresses``. in_place: the state may be there."""

@@ -237,12 +237,38 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     return tokens
 
 
+def check_packed(
+    comm: Communicator, cu_seqlens: torch.Tensor | None, T: int, first_token: int | None, zigzag: bool = False
+) -> None:
+    """Raise TypeError or ValueError for packed sequences that this rank can see to be wrong: before a first call asks
+    the others. Later partition_start finds it."""
+    if cu_seqlens is None:
+        return
+    try:
+        lengths = boundaries_on_host(cu_seqlens)
+    except RuntimeError as error:  # of a subclass without values
+        raise TypeError(f"cu_seqlens cannot be read: {error}") from error
+    if first_token is not None:
+        halves = 1 + zigzag
+        _check_place(comm, lengths, first_token, first_token + T // halves, halves)
+
+
 def _rises_from_0(lengths: tuple[int, ...]) -> bool:
     return lengths[0] == 0 and all(a <= b for a, b in zip(lengths, lengths[1:]))
 
 
 def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
-    """Raise ValueError if this rank can see that its tokens are not begin .. end - 1; in debug mode ask the others."""
+    """:func:`_check_place`; in debug mode ask the others."""
+    _check_place(comm, lengths, begin, end, halves)
+    if comm.debug:
+        places = comm.exchange((lengths, begin, end), "first_token, in debug mode")
+        if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
+            found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
+            raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
+
+
+def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
+    """Raise ValueError if this rank can see that its tokens are not begin .. end - 1."""
     if not _rises_from_0(lengths):
         raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
     inside = 0 <= begin <= end <= lengths[-1] / halves
@@ -252,11 +278,6 @@ def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
             f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got {begin} "
             f"and {halves * (end - begin)}"
         )
-    if comm.debug:
-        places = comm.exchange((lengths, begin, end), "first_token, in debug mode")
-        if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
-            found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
-            raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
 
 
 def find_layout(

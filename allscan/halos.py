@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import Shift, boundaries, check_halves, integer, is_zigzag, signature_of
+from .checks import Shift, boundaries, check_dense, check_halves, integer, is_zigzag, signature_of
 from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
-from .first_call import KEPT, cached_table, get_or_create_scan, partition_start
+from .first_call import KEPT, cached_table, check_packed, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
 from .operators import check_saveable, inference_tensors, ordered, wants_gradient
 from .ops import scan_once, scan_zigzag
@@ -67,7 +67,7 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
     """Whether nothing has to be refused, and the layout is contiguous."""
     alike = xs and all(
         isinstance(x, Tensor) and x.ndim >= 2 and x.device == comm.device and x.shape[:2] == xs[0].shape[:2]
-        and not x.is_complex() and x.dtype not in (torch.float64, torch.bool)
+        and x.layout == torch.strided and not x.is_complex() and x.dtype not in (torch.float64, torch.bool)
         for x in xs
     )  # fmt: skip
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
@@ -77,6 +77,7 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
 
 
 def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
+    reverse = bool(reverse)
     with comm.call(reverse):
         return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
@@ -125,9 +126,9 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
     shape = agree = problem = None
     try:
         for x in xs:
-            if not isinstance(x, Tensor) or x.is_complex() or x.dtype in (torch.float64, torch.bool):
-                kind = getattr(x, "dtype", type(x).__name__)
-                raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {kind}")
+            check_dense("x", x)
+            if x.is_complex() or x.dtype in (torch.float64, torch.bool):
+                raise TypeError(f"x must be a tensor of floats of at most 32 bits or of integers, got {x.dtype}")
         n = integer("n", n)
         if not xs or min(x.ndim for x in xs) < 2:
             raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
@@ -146,6 +147,7 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
             if x.device != comm.device:
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
         check_saveable(xs, xs)
+        check_packed(comm, cu_seqlens, T, first_token, zigzag)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     get_or_create_scan(comm, shape, agree, problem)
@@ -211,7 +213,12 @@ def _hop(
     comm, n = communicator_of(handle), edge.shape[1]
     with comm.call(reverse):
         agree = _agree(edge.shape[1], dtypes, widths, reverse, "contiguous", cu_seqlens is None, first_token is None)
-        scan = get_or_create_scan(comm, edge.shape, agree)
+        problem = None
+        try:
+            check_packed(comm, cu_seqlens, T, first_token)
+        except (TypeError, ValueError) as error:
+            problem = Problem(error)
+        scan = get_or_create_scan(comm, edge.shape, agree, problem)
         ticket = scan.ticket()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
         decay, channel = _decay(T, edge.shape[1], reverse), scan.channel(reverse, ticket=ticket)

@@ -15,7 +15,7 @@ from .checks import (
     is_zigzag,
     signature_of,
 )
-from .collective import Work, leaves
+from .collective import Work, check_out, leaves
 from .communicator import Communicator, cached_on, communicator_of, saved_tensors
 from .errors import Problem
 from .first_call import get_or_create_scan
@@ -91,6 +91,7 @@ def allscan(
 
 
 def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
+    reverse = bool(reverse)
     with comm.call(reverse):
         if layout != "contiguous":
             return scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
@@ -152,6 +153,8 @@ def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, rever
                 check_tensor(name, x, state.shape, comm.device)
         if bad_out:
             raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
+        if out is not None:
+            check_out(out, state, decay, transition, initial_state)
         given = state, decay, transition, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:
@@ -184,11 +187,15 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
         (there, back), decays, transitions = pairs
         if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
             raise TypeError("both states must be tensors of one shape")
+        if there.ndim < 2:
+            raise ValueError(f"state must be [..., K, V], got {tuple(there.shape)}")
         for x, d, t in zip((there, back), decays, transitions, strict=True):
             check_tensor("state", x, None, comm.device)
             decay_target(d, x.shape, comm.device)
             if t is not None:
                 check_transition(t, d, x.shape, comm.device)
+        if initial_state is not None:
+            check_tensor("initial_state", initial_state, there.shape, comm.device)
         inputs = there, back, *decays, *transitions, initial_state
         check_saveable(inputs, inputs)
     except (TypeError, ValueError) as error:

@@ -154,6 +154,11 @@ class Order:
         fault = self.fault()
         return fault and LOST + fault
 
+    def _explained(self, problem: object) -> str:
+        """With the fault behind it, if a rank has told of one and this is not it."""
+        fault = self.fault()
+        return f"{problem}. {REMEDY}." if fault is None or fault in str(problem) else f"{problem}; {fault}. {REMEDY}."
+
     def excuse_after_fault(self, kind: str, times: float) -> Excuse:
         """Of an exchange that ranks come to after a fault, too: decided by ``kind`` once ``times`` the time-out has
         passed since this rank knows of one."""
@@ -185,7 +190,7 @@ class Order:
         except Refused:
             raise  # this rank refuses the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
-            raise self.raised_everywhere(self.out_of_step(self.lost or f"{problem}. {REMEDY}.")) from None
+            raise self.raised_everywhere(self.out_of_step(self.lost or self._explained(problem))) from None
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise
@@ -218,7 +223,8 @@ class Order:
             self.launches -= 1  # this rank refuses the call, too
             raise
         except AllScanOutOfStep as problem:  # another rank is not about to launch anything
-            raise self.raised_everywhere(self.out_of_step(f"{problem}; this rank launches {what}. {REMEDY}.")) from None
+            why = self._explained(f"{problem}; this rank launches {what}")
+            raise self.raised_everywhere(self.out_of_step(why)) from None
         except RuntimeError as error:
             raise self.raised_everywhere(RuntimeError(f"{error}; this rank launches {what}")) from error
         if len(set(answers)) > 1:

@@ -10,10 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import boundaries, check_halves, check_tensor, integer, is_zigzag
+from .checks import boundaries, check_dense, check_halves, check_tensor, integer, is_zigzag
 from .communicator import Communicator
 from .errors import Problem
-from .first_call import cached_table, check_gates, common_fields, get_or_create_scan, looks_at_gates, partition_start
+from .first_call import (
+    cached_table,
+    check_gates,
+    check_packed,
+    common_fields,
+    get_or_create_scan,
+    looks_at_gates,
+    partition_start,
+)
 from .launching import dynamo_disabled
 from .operators import check_saveable, wants_gradient
 from .ops import allscan
@@ -69,7 +77,7 @@ def zeco_ssd(
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     with comm.call():
         zigzag, cu_seqlens, first_token = _prepare(
-            comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout
+            comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, chunk_scan
         )
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
         d, A = _steps(dt, dt_bias, dt_softplus, dt_limit), A.float()
@@ -198,7 +206,9 @@ def _steps(dt, dt_bias, dt_softplus, dt_limit) -> Tensor:
     return (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
 
 
-def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout):
+def _prepare(
+    comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, chunk_scan
+):
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     problem = shape = agree = None
     looked = False
@@ -224,6 +234,9 @@ def _prepare(comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, d
         if initial_states is not None:
             sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
             check_tensor("initial_states", initial_states, (sequences, *shape[1:]), comm.device)
+        check_packed(comm, cu_seqlens, x.shape[1], first_token, zigzag)
+        if chunk_scan is not None and not callable(chunk_scan):
+            raise TypeError(f"chunk_scan must be a function, got {type(chunk_scan).__name__}")
         looked = looks_at_gates(comm, shape, agree)
         if looked:
             with torch.no_grad():
@@ -243,9 +256,9 @@ def _check(comm, x, dt, A, B, C, D, z, dt_bias):
     for name, t in given.items():
         if t is None and name in ("D", "z", "dt_bias"):
             continue
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
-            kind = getattr(t, "dtype", type(t).__name__)
-            raise TypeError(f"{name} must be a tensor of floats of at most 32 bits, got {kind}")
+        check_dense(name, t)
+        if not t.is_floating_point() or t.dtype == torch.float64:
+            raise TypeError(f"{name} must be a tensor of floats of at most 32 bits, got {t.dtype}")
         if t.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {t.device}")
     if x.ndim != 4 or B.ndim != 4 or 0 in (*x.shape[:1], *x.shape[2:], *B.shape[2:]):

@@ -20,6 +20,7 @@ from allscan import rendezvous
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
+from support.fla import import_fla
 from support.values import error, inputs, raised, raised_and_freed
 
 
@@ -501,6 +502,142 @@ def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):
         assert after is None, after
     assert all("rank 1" in answer[1] for answer, _, _ in (answers[0], answers[2])), answers
     assert answers[1][0][0] in ("TypeError", "ValueError"), answers[1]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor without memory of its own, as a DTensor is."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError("no memory")
+
+
+def elsewhere(x):
+    return torch.Tensor._make_wrapper_subclass(Elsewhere, x.shape, dtype=x.dtype, device=x.device)
+
+
+def arguments_of(kind, sparse=False):
+    """(function, its right arguments), for ranks of 6 tokens."""
+    x = torch.linspace(0.1, 1.0, 96).view(1, 6, 2, 8)
+    gate, beta = -x.square(), x.mean(-1).sigmoid()
+    if kind == "allscan":
+        return allscan.allscan, dict(state=x[0, :4].clone())
+    if kind == "zigzag":
+        return allscan.allscan, dict(state=(x[0, :4], x[0, :4]), layout="zigzag")
+    if kind == "halo":
+        return allscan.halo, dict(x=x, n=2)
+    if kind == "zeco_gla":
+        return allscan.zeco_gla, dict(q=x, k=x, v=x, g=gate)
+    if kind == "zeco_ssd":
+        return allscan.zeco_ssd, dict(x=x, dt=beta, A=-torch.ones(2), B=x, C=x, chunk_size=4)
+    import_fla()
+    gate = gate if kind == "zeco_kda" else gate.mean(-1)
+    return getattr(allscan, kind), dict(q=x, k=x, v=x, g=gate, beta=beta)
+
+
+def wrong_of(kind, size):
+    """{what is wrong: (all ranks' arguments beside the right ones, rank 1's)}."""
+    _, right = arguments_of(kind)
+    packed, ends = dict(cu_seqlens=torch.tensor([0, 6 * size])), dict(first_token=6)
+    found = {}
+    if kind in ("allscan", "zigzag"):
+        states = torch.ones(4, 2, 8)
+        found |= {f"{name} initial state": ({}, dict(initial_state=x)) for name, x in {
+            "small": states[:1], "sparse": states.to_sparse(), "meta": states.to("meta"), "other": elsewhere(states),
+        }.items()}  # fmt: skip
+        huge = 10**400 if kind == "allscan" else (10**400, None)
+        found["huge decay"] = {}, dict(decay=huge)
+    if kind == "zigzag":
+        found["vectors"] = {}, dict(state=(torch.ones(4), torch.ones(4)))
+        return found
+    if kind == "allscan":
+        memory = torch.zeros(128)
+        found["out beside state"] = {}, dict(state=memory[:64].view(4, 2, 8), out=memory[8:72].view(4, 2, 8))
+        found["out is initial_state"] = {}, dict(initial_state=memory[:64].view(4, 2, 8), out=memory[:64].view(4, 2, 8))
+        found["out negative"] = {}, dict(out=torch.zeros(4, 2, 8, dtype=torch.complex64).conj().imag)
+    else:
+        found |= {f"{name} cu_seqlens": (packed, dict(cu_seqlens=x)) for name, x in {
+            "meta": packed["cu_seqlens"].to("meta"), "sparse": packed["cu_seqlens"].to_sparse(),
+            "other": elsewhere(packed["cu_seqlens"]),
+        }.items()}  # fmt: skip
+        found |= {f"first_token {i}": (packed | ends, dict(first_token=i)) for i in (99, -1, 1.5, 6 * size - 5)}
+    if kind == "zeco_ssd":
+        found["chunk_scan"] = {}, dict(chunk_scan="torch")
+    first = next(iter(right))
+    for name in right if kind in ("zeco_ssd", "zeco_gla") else (first,):
+        if isinstance(right[name], torch.Tensor):
+            x = right[name]
+            found |= {f"{how} {name}": ({}, {name: y}) for how, y in {
+                "sparse": x.to_sparse(), "meta": x.to("meta"), "other": elsewhere(x), "double": x.double(),
+            }.items()}  # fmt: skip
+    if kind == "halo":
+        found["quantized"] = {}, dict(x=torch.quantize_per_tensor(right["x"], 0.1, 0, torch.quint8))
+    return found
+
+
+def first_call_case(group, kind):
+    """Each wrong argument of rank 1 at a communicator's first call with all others, and the right call behind it."""
+    found, rank, size = {}, dist.get_rank(), dist.get_world_size(group)
+    function, right = arguments_of(kind)
+    for name, (common, wrong) in wrong_of(kind, size).items():
+        with allscan.Communicator(group, timeout=5.0) as comm:
+            allscan.allscan(torch.ones(1, 16), comm=comm)
+            given = right | {x: 6 * rank if x == "first_token" else y for x, y in common.items()}
+            start = time.monotonic()
+            answer = raised(function, **given | (wrong if rank == 1 else {}), comm=comm)
+            found[name] = answer, time.monotonic() - start, raised(function, **given, comm=comm)
+            comm.barrier()
+    return found
+
+
+KINDS = "allscan", "zigzag", "halo", "zeco_gla", "zeco_kda", "zeco_gated_delta_rule", "zeco_ssd"
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_call_checks_before_it_asks(run, kind):
+    """Whatever is wrong on one rank at a first call, all ranks hear of it there, and the next call is right."""
+    first, second, third = run(3, first_call_case, kind)
+    for name, (answer, seconds, after) in second.items():
+        assert answer is not None and after is None and seconds < 5, (name, answer, after)
+        for others, seconds, after in (first[name], third[name]):
+            assert others is not None and others[0] != "AllScanTimeout" and "rank 1" in others[1], (name, others)
+            assert answer[1][:40] in others[1] and after is None and seconds < 3, (name, answer, others, after)
+
+
+def later_call_case(group, kind):
+    """The same at a call that comes again, which asks nobody: until the last rank has refused it."""
+    found, rank, size = {}, dist.get_rank(), dist.get_world_size(group)
+    function, right = arguments_of(kind)
+    with allscan.Communicator(group, timeout=1.0) as comm:
+        for name, (common, wrong) in list(wrong_of(kind, size).items())[::3]:
+            given = right | {x: 6 * rank if x == "first_token" else y for x, y in common.items()}
+            function(**given, comm=comm)
+            number = sum(comm.order.made) + 1
+            start = time.monotonic()
+            answer = raised(function, **given | (wrong if rank == 1 else {}), comm=comm)
+            seconds = time.monotonic() - start
+            after = raised(function, **given, comm=comm)
+            found[name] = number, answer, seconds, after, raised(comm.barrier)
+            comm.resync()
+    return found
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_call_that_one_rank_refuses(run, kind):
+    """As the documentation has it: that rank raises at once, and AllScanOutOfStep at its next call; the others end, at
+    barrier() at the latest, with an error that names rank, call and reason."""
+    first, second = run(2, later_call_case, kind)
+    for name, (number, answer, seconds, after, end) in second.items():
+        assert answer is not None and not answer[0].startswith("AllScan") and seconds < 0.8, (name, answer, seconds)
+        assert after[0] == end[0] == "AllScanOutOfStep" and f"has refused its call {number}" in end[1], (name, after)
+        assert answer[1][:40] in end[1], (name, answer, end)
+        for other in first[name][1::2]:
+            assert other is None or other[0] in ("AllScanTimeout", "AllScanOutOfStep"), (name, other)
+        other = first[name][-1]
+        assert other is not None and f"ank 1 has refused its call {number}" in other[1], (name, other)
+        assert answer[1][:40] in other[1], (name, answer, other)
 
 
 def captured_case(group):

@@ -22,7 +22,7 @@ from ..checks import (
 )
 from ..communicator import Communicator, communicator_of, saved_tensors
 from ..errors import Problem
-from ..first_call import check_first, checked, common_fields, find_layout
+from ..first_call import check_first, check_packed, checked, common_fields, find_layout
 from ..operators import Operator, check_saveable, refuse_second_derivative
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
@@ -292,6 +292,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
 
         def check():
             _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
+            check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, signature, shape, agree, check, g, partial(prepare, comm), CHUNK_TOKENS)
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)

@@ -23,7 +23,7 @@ from ..checks import (
 )
 from ..communicator import Communicator, cached_on, saved_tensors
 from ..errors import Problem
-from ..first_call import KEPT, check_first, checked, common_fields, find_layout
+from ..first_call import KEPT, check_first, check_packed, checked, common_fields, find_layout
 from ..operators import (
     CustomOperator,
     Function,
@@ -276,6 +276,7 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
 
         def check():
             _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
+            check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, signature, shape, agree, check, g, carrier.prepare)
     return _find(carrier, q, v, g, cu_seqlens, scale, first_token, zigzag, keeps)
