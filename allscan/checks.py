@@ -69,8 +69,31 @@ def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
     return tensors
 
 
+described = operator.attrgetter("dtype", "shape", "device")  # of a tensor, to be compared by restored()
+
+
+def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list) -> Sequence[Any]:
+    """The ``tensors`` that autograd has saved for the backward pass of ``what``, :func:`plain`; a word of ``names`` for
+    each. A saved_tensors_hook may give back others than were saved: raises RuntimeError, before anything is launched,
+    unless they are :func:`described` by ``wanted``. Strides and negative bits may be others."""
+    if [*map(described, tensors)] != wanted:
+        for name, x, kind in zip(names.split(), tensors, wanted, strict=True):
+            if described(x) != kind:
+                raise others_than_saved(what, name, x, f"{kind[0]} {list(kind[1])} on {kind[2]}")
+    return plain_or_traced(*tensors)
+
+
+def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeError:
+    """The error for ``x`` that has come back in place of ``saved``."""
+    return RuntimeError(
+        f"the backward of {what} was given {name} as {x.dtype} {list(x.shape)} on {x.device}, where {saved} was saved: "
+        "what a saved_tensors_hook gives back must have the same dtype, shape and device"
+    )
+
+
 def signature_of(*inputs: Any) -> tuple:
-    """What checks of tensors look at, and whether other inputs are None or of which type. Hashable."""
+    """What checks of tensors look at, and whether other inputs are None or of which type. Hashable. Tangents are looked
+    for by Communicator.call; see :func:`plain` of negative bits and strides."""
     found: list = []
     for x in inputs:
         if x is None:
@@ -175,8 +198,8 @@ def check_halves(T: int) -> None:
         raise ValueError(f"the zigzag layout wants an even T, half of it for each of a rank's two places, got {T}")
 
 
-def check_for_an_operator(what: str, tensors: dict, scale) -> None:
-    """Raise for arguments of the operator ``what`` that a custom op does not take as they are; ``tensors`` by name."""
+def check_for_an_operator(tensors: dict, scale) -> None:
+    """Raise for arguments of an operator that a custom op does not take as they are; ``tensors`` by name."""
     for name, x in tensors.items():
         if x is None and name == "initial_state":
             continue
@@ -184,18 +207,16 @@ def check_for_an_operator(what: str, tensors: dict, scale) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be dense, got {x.layout}")
-    if in_dual_level() and not torch.compiler.is_compiling() and any(_has_tangent(x) for x in tensors.values()):
-        raise NotImplementedError(f"{what} has no forward-mode derivatives (torch.func.jvp, forward_ad)")
     if tensors["q"].ndim != 4:
         raise ValueError(f"q must be [B, T, H, K], got {tuple(tensors['q'].shape)}")
     if scale is not None and not (isinstance(scale, numbers.Real) and 0.0 < abs(float(scale)) < float("inf")):
         raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
 
 
-def in_dual_level() -> bool:
-    """Whether tensors may have a tangent, of forward-mode derivatives."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
-
-
-def _has_tangent(x) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+def has_tangents(inputs: Any) -> bool:
+    """Whether forward-mode derivatives of an input, or of one in a tuple or list of them, are under way."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    if isinstance(inputs, tuple | list):
+        return any(has_tangents(x) for x in inputs)
+    return isinstance(inputs, Tensor) and forward_ad.unpack_dual(inputs).tangent is not None

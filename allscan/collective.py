@@ -247,7 +247,7 @@ class AllScan:
         directions = [x.info is self._channels[1].info for x in args if isinstance(x, Channel)]
         reverse = self.comm.size > 1 and bool(directions) and all(directions)
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
-        with self.comm.call(reverse):
+        with self.comm.call(reverse, "AllScan.launch()", args):
             linked = self._linked(kernel)
             self._before_launch(kernel, reverse)
             self._after_launch(linked[grid](*args, **options))
@@ -342,13 +342,14 @@ class AllScan:
             launched next on the current one; in a CUDA graph's capture on the current one.
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
-        with self.comm.call(reverse):
+        inputs = state, decay, transition, initial_state, out
+        with self.comm.call(reverse, "AllScan.scan()", inputs):
             ticket, of_adjoint = None, False
             if channel is not None:
                 if channel.info is not self._channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
-            signature = signature_of(state, decay, transition, initial_state, out)
+            signature = signature_of(*inputs)
             return self._scan(
                 signature, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket, of_adjoint
             )

@@ -17,7 +17,7 @@ from torch._C import _are_functorch_transforms_active as _transforms_active
 
 from .algorithms import check_algorithm, choose, runs
 from .bindings.interpreter import prepare_interpreter
-from .checks import integer, switch
+from .checks import has_tangents, integer, switch
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .graphs import MOST_BYTES, GraphCounts, Graphs
 from .order import Order, different_tags
@@ -132,7 +132,7 @@ class Communicator:
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._record = self.record.numpy().data  # the same memory, quicker to read
-        self.nothing = torch.empty(0, device=self.device)  # saved for backward in place of what a rank does not have
+        self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of what a rank does not have
         self.streams = Streams(self.device)
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
@@ -263,9 +263,12 @@ class Communicator:
                 self.check()  # says more
             raise
 
-    def call(self, reverse: bool = False) -> AbstractContextManager[None]:
-        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone."""
-        return _INSIDE if self.order.inside else _Call(self, bool(reverse))
+    def call(self, reverse: bool = False, what: str = "allscan", inputs: Any = ()) -> AbstractContextManager[None]:
+        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone.
+
+        ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
+        for those with forward-mode derivatives, and inside of torch.func's transforms."""
+        return _INSIDE if self.order.inside else _Call(self, bool(reverse), what, inputs)
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
@@ -489,17 +492,21 @@ class Communicator:
 class _Call:
     """See :meth:`Communicator.call`."""
 
-    __slots__ = "_comm", "_reverse"
+    __slots__ = "_comm", "_reverse", "_what", "_inputs"
 
-    def __init__(self, comm: Communicator, reverse: bool) -> None:
-        self._comm, self._reverse = comm, reverse
+    def __init__(self, comm: Communicator, reverse: bool, what: str, inputs: Any) -> None:
+        self._comm, self._reverse, self._what, self._inputs = comm, reverse, what, inputs
 
     def __enter__(self) -> None:
         comm = self._comm
         comm.check()
         comm.order.enter_call(self._reverse)
-        if _transforms_active():
-            error = NotImplementedError("allscan does not work inside of torch.func's transforms (vmap, grad, jvp)")
+        if _transforms_active() or has_tangents(self._inputs):
+            if _transforms_active():
+                why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
+            else:
+                why = f"{self._what} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
+            error = NotImplementedError(why)
             self.__exit__(type(error), error, None)
             raise error
 

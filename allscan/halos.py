@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import Shift, boundaries, check_dense, check_halves, integer, is_zigzag, signature_of
+from .checks import Shift, boundaries, check_dense, check_halves, integer, is_zigzag, plain, signature_of
 from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import KEPT, cached_table, check_packed, get_or_create_scan, partition_start
@@ -78,7 +78,7 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
 
 def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
     reverse = bool(reverse)
-    with comm.call(reverse):
+    with comm.call(reverse, "halo()", x):
         return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
 
@@ -177,10 +177,12 @@ def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
     """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
     if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
         return (words,)
-    parts = words.split(_widths(xs), -1) if len(xs) > 1 else (words,)
-    return tuple(
-        _from_words(part, x.dtype).reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True)
-    )
+    if len(xs) == 1:
+        parts = [_from_words(words, xs[0].dtype)]
+    else:  # float32 too has memory of its own
+        split = zip(words.split(_widths(xs), -1), xs, strict=True)
+        parts = [part.clone() if x.dtype == torch.float32 else _from_words(part, x.dtype) for part, x in split]
+    return tuple(part.reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True))
 
 
 def _dtypes(xs) -> str:
@@ -211,7 +213,7 @@ def _hop(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
     comm, n = communicator_of(handle), edge.shape[1]
-    with comm.call(reverse):
+    with comm.call(reverse, "halo()", edge):
         agree = _agree(edge.shape[1], dtypes, widths, reverse, "contiguous", cu_seqlens is None, first_token is None)
         problem = None
         try:
@@ -237,14 +239,14 @@ def _hop_backward(
     handle: int,
 ) -> Tensor:  # fmt: skip
     comm = communicator_of(handle)
-    with comm.call(not reverse):
+    with comm.call(not reverse, "the backward of halo()", dfound):
         scan = get_or_create_scan(comm, dfound.shape)
         inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
         dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
         decay = _decay(T, dfound.shape[1], reverse)
         return scan.scan(
             dfound.contiguous(), decay, adjoint=True, reverse=not reverse,
-            channel=scan.channel(not reverse, adjoint_of=ticket),
+            channel=scan.channel(not reverse, adjoint_of=plain(ticket)),
         )  # fmt: skip
 
 

@@ -55,6 +55,27 @@ class Function(torch.autograd.Function):
         return cls._apply(rest, *[x if x is None else unwrap_if_dead(x) for x in tensors])
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a.double() @ b.double()).float()
+
+    @staticmethod
+    def backward(ctx, d):
+        (a, b), d = ctx.saved_tensors, d.double()
+        of_a = (d @ b.double().mT).sum_to_size(a.shape).float() if ctx.needs_input_grad[0] else None
+        of_b = (a.double().mT @ d).sum_to_size(b.shape).float() if ctx.needs_input_grad[1] else None
+        return of_a, of_b
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of float32 tensors, with the first dimensions broadcast, in float64, rounded at the end; its gradients too.
+    Neither torch.autocast nor torch.set_float32_matmul_precision makes it coarser, wherever the backward runs. What is
+    kept for backward are a and b."""
+    return _Product.apply(a, b)
+
+
 def refuse_second_derivative(name: str) -> None:
     """Raise RuntimeError in a backward pass that is to be differentiated; within Communicator.call, so that the other
     ranks hear of it."""

@@ -13,6 +13,7 @@ from .checks import (
     check_transition,
     decay_target,
     is_zigzag,
+    restored,
     signature_of,
 )
 from .collective import Work, check_out, leaves
@@ -25,6 +26,7 @@ from .operators import (
     check_saveable,
     inference_tensors,
     ordered,
+    product,
     refuse_second_derivative,
     wants_gradient,
 )
@@ -92,7 +94,7 @@ def allscan(
 
 def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
     reverse = bool(reverse)
-    with comm.call(reverse):
+    with comm.call(reverse, "allscan()", (state, decay, transition, initial_state, out)):
         if layout != "contiguous":
             return scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
         if not isinstance(state, torch.Tensor) and not async_op:
@@ -229,7 +231,8 @@ class _Together(Function):
     @staticmethod
     def forward(ctx, _, *tensors):
         ctx.set_materialize_grads(False)
-        return tuple(x if x is None else x.view_as(x) for x in tensors)
+        # views that such a function makes must not be written to: these are none, of the same memory
+        return tuple(x if x is None else x.detach() for x in tensors)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -260,20 +263,34 @@ class _AllScan(Function):
         nothing, factor = scan.comm.nothing, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
         pending = None if again else PendingBackward(scan, reverse, ticket, tickets)
-        ctx.given = scan, reverse, ticket, number, pending, decay is not None, transition is not None
+        shape = None if factor is None else factor.shape
+        ctx.given = scan, reverse, ticket, number, pending, decay is not None, shape
         return prev
 
     @staticmethod
     def backward(ctx, dprev):
-        scan, reverse, ticket, number, pending, has_decay, has_transition = ctx.given
+        scan, reverse, ticket, number, pending, has_decay, shape = ctx.given
         if pending is not None:
             pending.run()
         factor, prev = saved_tensors(ctx, lambda: scan.comm, not reverse)
-        with scan.comm.call(not reverse):
+        with scan.comm.call(not reverse, "the backward of allscan()", (dprev,)):
             refuse_second_derivative("allscan()")
-            given, transition = factor if has_decay else number, factor if has_transition else None
+            if shape is None:
+                given, transition = number, None
+            else:
+                prev = prev if any(ctx.needs_input_grad[2:4]) else None
+                factor, prev = _restored(factor, shape, has_decay, prev, dprev)
+                given, transition = (factor, None) if has_decay else (None, factor)
             wanted = ctx.needs_input_grad[2:]
             return None, *_gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
+
+
+def _restored(factor, shape, is_decay, prev, dprev):
+    """(factor, of that shape, and prev or None) as :func:`restored`; prev has the shape of ``dprev``."""
+    kinds, names = [(dprev.dtype, x, dprev.device) for x in (shape, dprev.shape)], "decay" if is_decay else "transition"
+    if prev is None:
+        return *restored("allscan()", names, (factor,), kinds[:1]), None
+    return restored("allscan()", f"{names} prev", (factor, prev), kinds)
 
 
 @dynamo_disabled
@@ -289,8 +306,7 @@ def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
             rows = rows.sum(-1)
         ddecay = rows.sum_to_size(decay.shape)
     if wanted[1]:
-        with torch.autocast(dprev.device.type, enabled=False):
-            dtransition = dstate @ prev.transpose(-1, -2)
+        dtransition = product(dstate, prev.mT)
     if wanted[2]:
         dinitial = torch.zeros_like(dstate)
         if scan.comm.rank == (scan.comm.size - 1 if reverse else 0):
@@ -305,7 +321,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """allscan() as torch.compile takes it: (R_p, the number of this call). number: a decay that is no tensor."""
     comm = communicator_of(handle)
-    with comm.call(reverse):
+    with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
         given = number if decay is None else decay
         scan, *_ = _checked(state, given, comm, transition, initial_state, reverse)
         ticket = scan.ticket()
@@ -325,10 +341,16 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of state, decay, transition and initial_state; empty where not wanted."""
     comm = communicator_of(handle)
-    with comm.call(not reverse):
+    with comm.call(not reverse, "the backward of allscan()", (dprev,)):
+        if decay is not None:
+            decay, prev = _restored(decay, decay.shape, True, prev, dprev)
+        elif transition is not None:
+            shape = torch.Size((*dprev.shape[:-1], dprev.shape[-2]))
+            transition, prev = _restored(transition, shape, False, prev, dprev)
         tile = None if transition is None else transition_tile(dprev.shape[-2])
         algorithm = _algorithm(comm, dprev.shape, transition)
         scan = get_or_create_scan(comm, dprev.shape, tile=tile, algorithm=algorithm)
+        (ticket,) = restored("allscan()", "ticket", [ticket], [(torch.int64, torch.Size([1]), dprev.device)])
         given = number if decay is None else decay
         wanted = of_decay, of_transition, of_initial
         grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)

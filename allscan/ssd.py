@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import boundaries, check_dense, check_halves, check_tensor, integer, is_zigzag
+from .checks import boundaries, check_dense, check_halves, check_tensor, integer, is_zigzag, plain
 from .communicator import Communicator
 from .errors import Problem
 from .first_call import (
@@ -23,7 +23,7 @@ from .first_call import (
     partition_start,
 )
 from .launching import dynamo_disabled
-from .operators import check_saveable, wants_gradient
+from .operators import check_saveable, product, wants_gradient
 from .ops import allscan
 from .packing import boundaries_on_host, cut, to_device, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
@@ -66,7 +66,9 @@ def zeco_ssd(
 
     Differentiable in all tensors; gradients of A, D and dt_bias are this rank's share. The operator runs once, from
     zero: what the state before this rank's tokens adds to outputs is linear in it, one product. One scan forward and
-    one in reverse in backward, each moving one state of B * H * P * N float32 words from a rank to the next.
+    one in reverse in backward, each moving one state of B * H * P * N float32 words from a rank to the next. Products
+    here, and those of torch's chunk scan, are float64's, rounded to float32, under torch.autocast too and whatever
+    torch.set_float32_matmul_precision says; a ``chunk_scan`` is called with what the caller has set.
 
     Raises TypeError (dtypes), ValueError (shapes, device, cu_seqlens, a positive A), and what :func:`allscan.allscan`
     raises, before anything is launched.
@@ -75,10 +77,13 @@ def zeco_ssd(
         >>> y = allscan.zeco_ssd(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True, comm=comm)
     """
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    with comm.call():
+    with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
         zigzag, cu_seqlens, first_token = _prepare(
             comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, chunk_scan
         )
+        # a chunk scan's kernels see the memory alone
+        x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
+        D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
         d, A = _steps(dt, dt_bias, dt_softplus, dt_limit), A.float()
         scan = chunk_scan or _installed(x.device)
@@ -160,12 +165,14 @@ class Using(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, *others):
-        ctx.save_for_backward(*others)
-        return x.view_as(x)
+        ctx.kinds = [(other.shape, other.dtype) for other in others]
+        ctx.save_for_backward(*others)  # so that activation checkpointing computes again here, on every rank alike
+        return x.detach()  # no view, which must not be written to; of the same memory
 
     @staticmethod
-    def backward(ctx, dx):
-        return dx, *(torch.zeros_like(other) for other in ctx.saved_tensors)
+    def backward(ctx, dx):  # which may go to a kernel next
+        _ = ctx.saved_tensors
+        return plain(dx), *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
 
 
 class _Tokens(NamedTuple):
@@ -186,12 +193,14 @@ class _Tokens(NamedTuple):
         x, dt, g, B = (t[:, span.start : span.end].float() for t in (self.x, self.dt, self.g, self.B))
         behind = F.pad(g[:, 1:], (0, 0, 0, 1)) if g.shape[1] else g
         weights = dt * behind.flip(1).cumsum(1).flip(1).exp()
-        return torch.einsum("btghp,btgn->bghpn", _grouped(x * weights[..., None], B), B).flatten(1, 2)
+        inputs = _grouped(x * weights[..., None], B).movedim(1, -1)  # [B, G, heads of a group, P, T]
+        return product(inputs, B.transpose(1, 2)[:, :, None]).flatten(1, 2)
 
     def read(self, span, state) -> Tensor:
         """[B, tokens, H, P]: what a state before a span adds to its outputs."""
         C = self.C[:, span.start : span.end].float()
-        read = torch.einsum("btgn,bghpn->btghp", C, state.unflatten(1, (C.shape[2], -1))).flatten(2, 3)
+        state = state.unflatten(1, (C.shape[2], -1)).mT  # [B, G, heads of a group, N, P]
+        read = product(C.transpose(1, 2)[:, :, None], state).flatten(1, 2).transpose(1, 2)
         return read * self.g[:, span.start : span.end].cumsum(1).exp()[..., None]
 
 
@@ -332,15 +341,15 @@ def torch_chunk_scan(x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_fi
     inputs = chunked(x * dt[..., None])
     seen = torch.ones(L, L, dtype=torch.bool, device=x.device).tril() & (numbers[..., None] == numbers[..., None, :])
     decay = (sums[..., None] - sums[..., None, :]).float().masked_fill(~seen, -torch.inf).exp()
-    y = (c @ b.mT * decay) @ inputs
+    y = product(product(c, b.mT) * decay, inputs)
     kept = torch.where(numbers == last, (sums[..., -1:] - sums).float().exp(), 0.0)
-    left = (inputs * kept[..., None]).mT @ b
+    left = product((inputs * kept[..., None]).mT, b)
     passed = torch.where(last == entered, sums[..., -1:].float().exp(), 0.0)[..., None]
     states = [torch.zeros_like(left[:, 0])]
     for kept_of, added in zip(passed.unbind(1), left.unbind(1), strict=True):  # whose backward is one tensor
         states.append(kept_of * states[-1] + added)
     reached = torch.where(numbers == entered, sums.float().exp(), 0.0)[..., None]
-    y = y + c @ torch.stack(states[:-1], 1).mT * reached
+    y = y + product(c, torch.stack(states[:-1], 1).mT) * reached
     y = y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]
     if D is not None:
         y = y + x.float() * (D.float() if D.ndim == 2 else D.float()[:, None])

@@ -23,7 +23,8 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
     x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype are the same on every rank: the first call with
         them asks the other ranks on the host. A call that the others do not make alike ends there after 120 s, and on
         them, on CPUs, after the communicator's timeout; on GPUs NCCL waits as long as its process group says.
-    Returns [B, T, ...]. One all-to-all of the process group's back end; each rank sends at most what it has.
+    Returns [B, T, ...], a new tensor, on one rank too. One all-to-all of the process group's back end; each rank sends
+    at most what it has.
     Raises TypeError, ValueError (T, dimensions, device; ranks that differ), and what :func:`allscan.allscan` raises of
     the communicator.
     """
@@ -52,7 +53,7 @@ def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
 def _move(x, comm, to):
     if torch.compiler.is_compiling():
         return _traced.forward(x, to, comm.handle)[0]
-    with comm.call():
+    with comm.call(False, "to_zigzag()" if to else "from_zigzag()", (x,)):
         _check(x, comm, to)
         return _Move.apply(x, comm, to)
 
@@ -105,7 +106,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        with ctx.comm.call(reverse=True):
+        with ctx.comm.call(True, "the backward of to_zigzag()", (dx,)):
             _check(dx, ctx.comm, not ctx.to)
             return _Move.apply(dx, ctx.comm, not ctx.to), None, None
 
@@ -134,7 +135,7 @@ def _moved(x, comm, to) -> Tensor:
 
 def _forward(x: Tensor, to: bool, handle: int) -> tuple[Tensor]:
     comm = communicator_of(handle)
-    with comm.call():
+    with comm.call(False, "to_zigzag()", (x,)):
         _check(x, comm, to)
         return (_moved(x, comm, to),)
 
@@ -145,7 +146,7 @@ def _fake(x, to, handle):
 
 def _backward(dx: Tensor, to: bool, handle: int) -> tuple[Tensor]:
     comm = communicator_of(handle)
-    with comm.call(reverse=True):
+    with comm.call(True, "the backward of to_zigzag()", (dx,)):
         _check(dx, comm, not to)
         return (_moved(dx, comm, not to),)
 

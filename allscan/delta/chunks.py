@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import described, plain, restored
+from ..communicator import communicator_of, saved_tensors
+from ..operators import Function
 from ..packing import CHUNK_TOKENS, Layout, to_device
 from ..traces import Traced
 from .passes import StatePass
@@ -39,22 +42,75 @@ def local(layout: Layout, packed: bool, device) -> Local:
     return cast(Local, layout.fla)
 
 
-def normalized(x: Tensor) -> Tensor:
-    """x over the root of its square and 1e-6, along the last dimension."""
+class _Normalized(Function):
+    """fla's, whose backward takes what a hook of the caller's gives back as it is."""
+
+    @staticmethod
+    def forward(ctx, handle, x):
+        from fla.modules.norm.l2norm import l2norm_fwd
+
+        saved = l2norm_fwd(x)
+        ctx.save_for_backward(*saved)
+        ctx.given = handle, [described(x) for x in saved]
+        return saved[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        from fla.modules.norm.l2norm import l2norm_bwd
+
+        y, rstd = _restored(ctx, "use_qk_l2norm_in_kernel", "y rstd")
+        return None, l2norm_bwd(y=y, rstd=rstd, dy=plain(dy))
+
+
+class _Gate(Function):
+    """The same of KDA's gate."""
+
+    @staticmethod
+    def forward(ctx, given, *tensors):
+        from fla.ops.kda.gate import kda_gate_fwd
+
+        ctx.lower_bound, handle = given
+        ctx.there = [x is not None for x in tensors]
+        saved = [x for x in tensors if x is not None]
+        ctx.save_for_backward(*saved)
+        ctx.given = handle, [described(x) for x in saved]
+        return kda_gate_fwd(*tensors, ctx.lower_bound)
+
+    @staticmethod
+    def backward(ctx, dg):
+        from fla.ops.kda.gate import kda_gate_bwd
+
+        names = [name for name, there in zip(("g", "A_log", "dt_bias"), ctx.there, strict=True) if there]
+        saved = iter(_restored(ctx, "use_gate_in_kernel", " ".join(names)))
+        g, A_log, dt_bias = (next(saved) if there else None for there in ctx.there)
+        return None, *kda_gate_bwd(g, A_log, dt_bias, plain(dg), ctx.lower_bound)
+
+
+def _restored(ctx, what: str, names: str):
+    """What autograd has saved, or an error of which the ranks hear that wait for this one's next call."""
+    handle, kinds = ctx.given
+    saved = saved_tensors(ctx, lambda: communicator_of(handle), True)
+    try:
+        return restored(what, names, saved, kinds)
+    except RuntimeError:
+        with communicator_of(handle).call(True):
+            raise
+
+
+def normalized(x: Tensor, handle: int) -> Tensor:
+    """x over the root of its square and 1e-6, along the last dimension; contiguous. ``handle``: of the communicator."""
     if torch.compiler.is_compiling() or not x.numel():
         return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
-    from fla.modules.norm.l2norm import l2norm
-
-    return cast(Tensor, l2norm(x))
+    return cast(Tensor, _Normalized.apply(handle, x))
 
 
-def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, scalar: bool) -> Tensor:
+def gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, scalar: bool, handle: int
+) -> Tensor:
     """Logarithms of decays [..., HV, K], scalar: [..., HV], of raw ones, float32: of each head
     -exp(A_log) softplus(g + dt_bias), or with a lower bound lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
     if not scalar and not torch.compiler.is_compiling() and g.numel():
-        from fla.ops.kda.gate import fused_kda_gate
-
-        return cast(Tensor, fused_kda_gate(g, A_log, dt_bias, lower_bound))
+        return cast(Tensor, _Gate.apply((lower_bound, handle), g, A_log, dt_bias))
     g = g.float()
     if dt_bias is not None:
         g = g + dt_bias.float().view(g.shape[2:])

@@ -17,7 +17,9 @@ from ..checks import (
     check_tensor,
     integer,
     is_zigzag,
+    others_than_saved,
     plain_or_traced,
+    restored,
     signature_of,
 )
 from ..communicator import Communicator, communicator_of, saved_tensors
@@ -35,6 +37,12 @@ RULES: dict[str, KDA | GatedDeltaNet] = {
     "safe_kda": KDA(safe_gate=True),
     "gated_delta_rule": GatedDeltaNet(),
 }
+
+
+# What numbers are saved as of which some are never written: a saved_tensors_hook that looks at numbers, as a quantizer
+# does, is not to take those for numbers
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+BETAS = torch.float32, torch.bfloat16, torch.float16  # types that fla's kernels take it in
 
 
 class Before(NamedTuple):
@@ -96,7 +104,7 @@ def zeco_kda(
         a lower_bound; dt_bias: HV * K numbers, optional.
     use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
     safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
-    state_v_first: whether states are [.., V, K].
+    state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
     scale, initial_state, output_final_state, cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; states
         are [B or N, HV, K, V] float32.
 
@@ -152,7 +160,8 @@ def zeco_gated_delta_rule(
 def _call(rule, before, q, k, v, g, beta, comm, *options):
     if torch.compiler.is_compiling():
         return _delta(rule, before, q, k, v, g, beta, comm, *options)
-    with comm.call():
+    inputs = q, k, v, g, beta, options[1], before.A_log, before.dt_bias
+    with comm.call(False, f"zeco_{rule}", inputs):
         return _delta(rule, before, q, k, v, g, beta, comm, *options)
 
 
@@ -164,7 +173,7 @@ def _delta(
     try:
         zigzag = is_zigzag(layout)
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-        check_for_an_operator(f"zeco_{rule}", tensors, scale)
+        check_for_an_operator(tensors, scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         if before.gate or before.sigmoid or before.twice:
@@ -173,21 +182,24 @@ def _delta(
         check_saveable((*given, cu_seqlens), given)
         if not torch.compiler.is_compiling():
             _import_fla()
-    except (TypeError, ValueError, NotImplementedError, ImportError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         problem = Problem(error)
     if problem is not None:
         prepare(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if before.normalize:
-        q, k = normalized(q), normalized(k)
-    if before.gate:
-        g = gate(g, before.A_log, before.dt_bias, before.lower_bound, RULES[rule].scalar)
-    if before.sigmoid:
-        beta = beta.float().sigmoid() * (2 if before.twice else 1)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
     q, k, v, g, beta, initial_state = plain_or_traced(q, k, v, g, beta, initial_state)
     bound = None if before.lower_bound is None or not before.gate else float(before.lower_bound)
+    if before.normalize:
+        q, k = normalized(q, comm.handle), normalized(k, comm.handle)
+    if before.gate:
+        A_log, dt_bias = plain_or_traced(before.A_log, before.dt_bias)
+        g = gate(g, A_log, dt_bias, before.lower_bound, RULES[rule].scalar, comm.handle)
+    if before.sigmoid:
+        beta = beta.float().sigmoid() * (2 if before.twice else 1)
+    elif beta.dtype not in BETAS:
+        beta = beta.float()
     o, final_state, *_ = _operator(
         q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, before.fields(), bound,
         comm.handle, first_token, zigzag,
@@ -318,14 +330,18 @@ def _in_one(*tensors):
 
 
 def _kept_tensors(q, v, cu_seqlens, final, zigzag):
-    """(final_state or None, and uninitialised transitions, what enters each segment, ticket); more segments than there
-    may be."""
-    shape = _state_shape(v, q.shape[3], cu_seqlens)
-    segments = most_segments(q.shape[0], q.shape[1], shape[0], _segment_length(v), zigzag)
-    H, K = shape[1:3]
-    transitions = q.new_empty(segments, H, K, K, dtype=torch.float32)
-    enters = q.new_empty(segments, *shape[1:], dtype=torch.float32)
-    return _zeros(q, v, cu_seqlens, final), transitions, enters, q.new_empty(TICKETS, dtype=torch.int64)
+    """(final_state or None, and uninitialised, Kept; of more segments than there may be)."""
+    kinds = _kept_kinds(q.shape, v.shape, 0 if cu_seqlens is None else cu_seqlens.shape[0], v.is_cuda, zigzag)
+    return _zeros(q, v, cu_seqlens, final), *(q.new_empty(shape, dtype=dtype) for dtype, shape in kinds)
+
+
+def _kept_kinds(keys, values, boundaries, cuda, zigzag):
+    """(dtype, shape) of each of Kept, by the shapes of q and v and how many numbers cu_seqlens has. The first two are
+    saved as integers, see WORDS."""
+    (B, T, H, V), K = values, keys[3]
+    sequences = boundaries - 1 if boundaries else B
+    segments = most_segments(B, T, sequences, delta_segment_length(B * T, H, cuda), zigzag)
+    return (torch.int32, (segments, H, K, K)), (torch.int32, (segments, H, K, V)), (torch.int64, (TICKETS,))
 
 
 def _zeros(q, v, cu_seqlens, wanted):
@@ -341,7 +357,7 @@ def _forward(
     """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept). fields,
     bound: of Before, what the ranks compare."""
     comm = communicator_of(handle)
-    with comm.call():
+    with comm.call(False, f"zeco_{rule}", (q, k, v, g, beta, initial_state)):
         given = q, k, v, g, beta, initial_state, cu_seqlens
         layout = _prepare(rule, scale, fields, bound, *given, comm, first_token, zigzag)
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
@@ -350,17 +366,19 @@ def _forward(
         if not q.shape[1]:
             states.forward_of_none(initial_state, final_state, Kept(*kept))
             return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
+        v_shape = v.shape
         if zigzag:
             q, k, v, g, beta = _in_one(q, k, v, g, beta)
         o, sums, scores, solved = RULES[rule].forward(
             states, q, k, v, g, beta, scale, initial_state, final_state, Kept(*kept), tables
         )
         if zigzag:
-            o, sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (o, sums, solved))
+            o = torch.ops.aten._unsafe_view.default(o, v_shape)  # no view, which must not be written to
+            sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (sums, solved))
             scores = scores.view(solved.shape) if scores.numel() else scores
         if comm.debug:
             comm.look_for_nan(f"zeco_{rule}", o=o, final_state=final_state)
-        return o, final_state, sums, scores, solved, *kept
+        return o, final_state, sums, scores.view(WORDS[scores.dtype]), solved, *kept
 
 
 def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, fields, bound, handle, first_token=None,
@@ -371,23 +389,31 @@ def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, field
 
 def _sums_and_chunks(rule, k, v, g):
     """Uninitialised sums of gates, scores and solved."""
-    chunk = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
-    scores = k.new_empty(0) if RULES[rule].scalar else chunk
-    return torch.empty_like(g, dtype=torch.float32), scores, chunk.clone()
+    solved = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
+    scores = k.new_empty(0 if RULES[rule].scalar else solved.shape, dtype=WORDS[k.dtype])
+    return torch.empty_like(g, dtype=torch.float32), scores, solved
 
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None,
-    sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor, rule: str,
-    scale: float, initial: bool, handle: int, first_token: int | None = None, zigzag: bool = False,
+    sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor,
+    beta_dtype: torch.dtype, rule: str, scale: float, initial: bool, handle: int, first_token: int | None = None,
+    zigzag: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     comm = communicator_of(handle)
-    with comm.call(reverse=True):
+    with comm.call(True, f"the backward of zeco_{rule}", (do, dfinal)):
         refuse_second_derivative("a delta rule")
+        if q.ndim != 4:
+            raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
+        given = q, k, v, beta, sums, scores, solved, transitions, enters, ticket, do
+        wanted = _saved(q, do, beta_dtype, cu_seqlens, rule, zigzag)
+        q, k, v, beta, sums, scores, solved, transitions, enters, ticket, do = restored(
+            f"zeco_{rule}", "q k v beta sums scores solved transitions enters ticket do", given, wanted
+        )
         layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
         tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
-        dinitial = _zeros(q, v, cu_seqlens, initial)
+        scores, dinitial = scores.view(solved.dtype), _zeros(q, v, cu_seqlens, initial)
         states, like = _state_pass(rule, layout, q, v, comm, zigzag), (q, k, v, sums, beta)
         if not q.shape[1]:
             states.backward_of_none(dfinal, dinitial, Kept(transitions, enters, ticket))
@@ -409,8 +435,24 @@ def _backward(
         return *grads, dinitial
 
 
-def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, rule,
-                   scale, initial, handle, first_token=None, zigzag=False):  # fmt: skip
+def _saved(q, do, beta_dtype, cu_seqlens, rule, zigzag):
+    """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0]
+    return _saved_kinds(q.shape, do.shape, do.dtype, do.device, beta_dtype, sequences, rule, zigzag)
+
+
+@functools.lru_cache(1024)
+def _saved_kinds(keys, values, dtype, device, beta_dtype, boundaries, rule, zigzag):
+    of_v = values[:3]
+    chunk, scalar = (*of_v, CHUNK_TOKENS), RULES[rule].scalar
+    kinds = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
+    kinds += (torch.float32, of_v if scalar else (*of_v, keys[3])), (WORDS[dtype], (0,) if scalar else chunk)
+    kinds += (dtype, chunk), *_kept_kinds(keys, values, boundaries, device.type == "cuda", zigzag), (dtype, values)
+    return [(of, torch.Size(shape), device) for of, shape in kinds]
+
+
+def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, beta_dtype,
+                   rule, scale, initial, handle, first_token=None, zigzag=False):  # fmt: skip
     dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
@@ -418,7 +460,7 @@ def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, 
 def _save(ctx, inputs, output):
     q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, _, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
-    ctx.gate_dtype = g.dtype
+    ctx.gate_dtype, ctx.beta_dtype = g.dtype, beta.dtype
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, *output[2:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -434,7 +476,7 @@ def _gradient(backward, ctx, do, dfinal, *_):
         pending.run()
     q, k, v, beta, cu_seqlens, *saved = saved_tensors(ctx, lambda: communicator_of(ctx.where[0]), True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
-    given = ctx.rule, ctx.scale, ctx.initial, *ctx.where
+    given = ctx.beta_dtype, ctx.rule, ctx.scale, ctx.initial, *ctx.where
     dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
     dinitial = dinitial if ctx.initial else None
     return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, *[None] * 9

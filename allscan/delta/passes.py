@@ -74,8 +74,8 @@ def prepare(comm: Communicator, shape, agree=None, problem: Problem | None = Non
 class Kept(NamedTuple):
     """What backward takes from forward."""
 
-    transitions: Tensor  # [segments, H, K, K]
-    enters: Tensor  # [segments, H, K, V], what has entered each
+    transitions: Tensor  # [segments, H, K, K], words of float32, of whatever dtype of 4 bytes
+    enters: Tensor  # [segments, H, K, V], the same; what has entered each
     ticket: Tensor  # number of the call
 
 
@@ -173,6 +173,7 @@ class StatePass:
 
     def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, ticket):
         made = self._chunks(plan, k, u)
+        transitions, enters = _words(plan, transitions, enters)
         leaves = plan.empty(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
             self._summaries(plan, k, w, u, g, transitions, leaves)
@@ -182,6 +183,7 @@ class StatePass:
 
     def _turn(self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, ticket, scale, from_scores):
         made = self._chunks(plan, k, u)
+        transitions, entered = _words(plan, transitions, entered)
         enters, room = plan.output(*self.of_states), self._room(plan.empty, plan.output, True)
         leaves = self._leaves(plan, q, k, w, g, do, given, dfinal, scale, from_scores)
         with plan.beside(lambda comm: comm.streams.side()):
@@ -318,6 +320,11 @@ class StatePass:
     def _launch(self, plan: Plan, name, kernel, grid, *buffers, **fixed) -> None:
         """With the block sizes of ``name``. ``fixed``: the other parameters."""
         plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
+
+
+def _words(plan: Plan, *kept):
+    """Of Kept, as the float32 that they are."""
+    return (plan.part(x, 0, *x.shape, dtype=torch.float32) for x in kept)
 
 
 def _entering(states, through, prev) -> tuple:

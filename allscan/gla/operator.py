@@ -15,10 +15,11 @@ from ..checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
-    in_dual_level,
     integer,
     is_zigzag,
+    others_than_saved,
     plain_or_traced,
+    restored,
     signature_of,
 )
 from ..communicator import Communicator, cached_on, saved_tensors
@@ -39,6 +40,8 @@ from ..plan import Plan
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
+
+KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
 
 
 def zeco_gla(
@@ -113,7 +116,7 @@ def zeco_gla_by(
     if torch.compiler.is_compiling():
         rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
         return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
-    with carrier.comm.call():
+    with carrier.comm.call(False, "zeco_gla", tensors):
         known = cached_on(carrier.comm, "calls of zeco_gla")
         key = None
         if not (cu_seqlens is not None or carrier.comm.debug or (differentiable and inference_tensors(tensors))):
@@ -141,11 +144,11 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout):
     problem = None
     try:
         zigzag = is_zigzag(layout)
-        check_for_an_operator("zeco_gla", dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
+        check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
         cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError) as error:
         problem = Problem(error)
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
@@ -161,11 +164,11 @@ def _traced_call(carrier, tensors, final, cu_seqlens, *rest):
 
 def _key(carrier: StateCarrier, tensors: tuple, scale: Any, layout: Any, keeps: bool) -> tuple | None:
     """By which a call without cu_seqlens finds what an equal one has prepared. None where each call is to be checked:
-    where tensors may have tangents or are none of torch's own, and where a wrong argument would be found for a right
+    where tensors are none of torch's own, and where a wrong argument would be found for a right
     one that it equals (Decimal(1)), or be another one at each call (NaN)."""
     if type(scale) not in (float, int, type(None)) or scale != scale or type(layout) is not str:
         return None
-    if in_dual_level() or watched(tensors):
+    if watched(tensors):
         return None
     return type(carrier), signature_of(*tensors), scale, layout, keeps
 
@@ -174,10 +177,11 @@ class Prepared:
     """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
     by which they find it.
 
-    options: (scale, first_token, zigzag, keeps), with which :func:`_find` finds the same again."""
+    options: (scale, first_token, zigzag, keeps), with which :func:`_find` finds the same again. saved: see
+    :func:`_saved`."""
 
-    def __init__(self, shape: Shape, layout: Layout, options: tuple) -> None:
-        self.shape, self.layout, self.options = shape, layout, options
+    def __init__(self, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
+        self.shape, self.layout, self.options, self.saved = shape, layout, options, saved
         self.carried = shape.B * shape.H, shape.K, shape.V
         self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
@@ -279,25 +283,33 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, signature, shape, agree, check, g, carrier.prepare)
-    return _find(carrier, q, v, g, cu_seqlens, scale, first_token, zigzag, keeps)
+    return _find(carrier, q, v, g.dtype, cu_seqlens, scale, first_token, zigzag, keeps)
 
 
-def _find(carrier, q, v, g, cu_seqlens, scale, first_token, zigzag, keeps) -> Prepared:
+def _find(carrier, q, v, gate_dtype, cu_seqlens, scale, first_token, zigzag, keeps) -> Prepared:
     """For tensors that were checked."""
-    shape = _shape(q, v, g, cu_seqlens, zigzag, keeps)
+    shape = _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps)
     layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-    return Prepared(shape, layout, (scale, first_token, zigzag, keeps))
+    return Prepared(shape, layout, (scale, first_token, zigzag, keeps), _saved(shape, carrier.comm.device))
 
 
-def _shape(q, v, g, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
+def _saved(shape: Shape, device) -> list:
+    """Dtype, shape and device of q, k, v, g and kept, which autograd saves, and of do."""
+    keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
+    kinds: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
+    kinds += [(shape.gate_dtype, keys), (KEPT_DTYPE, (shape.kept_words,)), (shape.dtype, values)]
+    return [(dtype, torch.Size(x), device) for dtype, x in kinds]
+
+
+def _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    device = "cuda" if q.is_cuda else "cpu"  # an eighth of q.device.type's time
-    return made(B, T, H, K, v.shape[3], sequences, q.dtype, g.dtype, device, zigzag, keeps)
+    device = "cuda" if v.is_cuda else "cpu"  # an eighth of v.device.type's time
+    return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, device, zigzag, keeps)
 
 
 def _made(q, final, shape):
     """(final_state or None, and uninitialised, for backward, Shape.kept)."""
-    return _ends(q, final, shape), q.new_empty(shape.kept_words, dtype=torch.float32)
+    return _ends(q, final, shape), q.new_empty(shape.kept_words, dtype=KEPT_DTYPE)
 
 
 def _ends(q, wanted, shape):
@@ -328,7 +340,7 @@ def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, opt
     ctx.save_for_backward(q, k, v, g, cu_seqlens, kept)
     ctx.set_materialize_grads(False)
     ctx.pending = pending
-    ctx.rest = initial_state is not None and initial_state.requires_grad, handle, *options
+    ctx.rest = initial_state is not None and initial_state.requires_grad, handle, g.dtype, *options
 
 
 def _gradient(backward, ctx, do, dfinal):
@@ -341,11 +353,22 @@ def _gradient(backward, ctx, do, dfinal):
     return dq, dk, dv, dg, dinitial if ctx.rest[0] else None
 
 
-def _run_backward(prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, *options):
+def _run_backward(
+    prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *options
+):  # fmt: skip
     carrier = carrier_of(handle)
-    with carrier.comm.call(reverse=True):
+    with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         refuse_second_derivative("zeco_gla")
-        prepared = prepared or _find(carrier, q, v, g, cu_seqlens, *options)
+        if q.ndim != 4:
+            raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
+        if prepared is None:
+            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, *options[2:]), carrier.comm.device)
+        else:
+            saved = prepared.saved
+        q, k, v, g, kept, do = restored("zeco_gla", "q k v g kept do", (q, k, v, g, kept, do), saved)
+        prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, *options)
+        if kept.data_ptr() % 16:  # in memory of another's, of which kernels want multiples
+            kept = kept.clone()
         return prepared.backward(carrier, do, dfinal, q, k, v, g, kept, initial)
 
 
@@ -357,28 +380,28 @@ def _forward(
     handle: int, scale: float, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     carrier = carrier_of(handle)
-    with carrier.comm.call():
+    with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, scale, first_token, zigzag, keeps)
         return prepared.forward(carrier, final, q, k, v, g, initial_state)
 
 
 def _fake(q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_token=None, zigzag=False, keeps=False):
-    return torch.empty_like(v), *_made(q, final, _shape(q, v, g, cu_seqlens, zigzag, keeps, Shape))
+    return torch.empty_like(v), *_made(q, final, _shape(q, v, g.dtype, cu_seqlens, zigzag, keeps, Shape))
 
 
 def _backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    kept: Tensor, initial: bool, handle: int, scale: float, first_token: int | None = None, zigzag: bool = False,
-    keeps: bool = False,
+    kept: Tensor, initial: bool, handle: int, gate_dtype: torch.dtype, scale: float, first_token: int | None = None,
+    zigzag: bool = False, keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _run_backward(
-        None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, scale, first_token, zigzag, keeps
+        None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, scale, first_token, zigzag, keeps
     )
 
 
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, scale, first_token=None, zigzag=False,
-                   keeps=False):  # fmt: skip
-    dinitial = _ends(q, initial, _shape(q, v, g, cu_seqlens, zigzag, keeps, Shape))
+def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, scale, first_token=None,
+                   zigzag=False, keeps=False):  # fmt: skip
+    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 

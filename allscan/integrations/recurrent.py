@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..checks import has_tangents
 from ..collective import leaves
 from ..halos import halo
+from ..operators import product
 from ..ops import allscan
 from ..ssd import Using
 
@@ -40,6 +42,10 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
     are linear in values and first states together: K columns of zeros behind the values, with the unit matrix for their
     first state, give how both depend on it.
     """
+    if has_tangents((q, k, v, g, beta)):
+        with comm.call(False, "a delta rule", (q, k, v, g, beta)):  # which refuses them
+            pass
+    q, k, v, g, beta = (t.resolve_neg() for t in (q, k, v, g, beta))  # whose kernels see the memory alone
     (batch, _, HV, V), K, halves = v.shape, k.shape[-1], _halves(pieces)
     zeros = torch.zeros(batch, HV, K, V + K, dtype=torch.float32, device=v.device)
     identity = torch.eye(K, dtype=torch.float32, device=v.device)
@@ -64,7 +70,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
     for some, prev in zip(halves, prevs, strict=True):
         o = outputs[some[0]]
         if wide[some[0]]:
-            added = torch.einsum("bthk,bhkv->bthv", o[..., V:].float(), prev)
+            added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
     o = Using.apply(joined(outputs), *prevs)
     return o, leaves(left[0], None, through[0], prevs[0]) if final else None

@@ -1,0 +1,369 @@
+"""What tensors are beside their shape, dtype and device, and what torch is set to, over all operators and layouts:
+negative views, what saved_tensors_hooks give back, forward-mode derivatives, autocast, results that are views."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import allscan
+from support.tensors import as_tuple, calls, drawn, ssd, with_gradients, worst
+from support.values import raised
+
+EXACT = 1e-6  # the same numbers, by kernels for other addresses
+
+
+def negated(x):
+    return x if x.dtype == torch.bool else torch._neg_view(-x)
+
+
+def turned(x):
+    """The same numbers with other strides."""
+    return x.mT.contiguous().mT if x.ndim > 1 else torch.stack([x, x], -1)[..., 0]
+
+
+def moved(x):
+    """The same numbers in the middle of other memory."""
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.numel() else x
+
+
+def of_memory(x, dt, A, B, C, chunk_size, **options):
+    """A chunk scan whose kernels see the memory of their arguments alone, and in backward that of the gradients."""
+    from allscan.ssd import torch_chunk_scan
+
+    seen = [Memory.apply(t) for t in (x, dt, A, B, C, options.pop("D"))]
+    y, last = torch_chunk_scan(*seen[:5], chunk_size, D=seen[5], **options)
+    return Memory.apply(y), last
+
+
+class Memory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()).clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return Memory.forward(None, dx)
+
+
+def negatives_case(group):
+    """Kind: a property of tensors, as arguments and as gradients, that a kernel does not see."""
+    found = {}
+    with allscan.Communicator(group) as comm:
+        all_calls = calls()
+        for layout in ("contiguous", "zigzag"):
+            shapes = all_calls[f"zeco_ssd, {layout}"][1]
+
+            def of_other_make(comm, *tensors, layout=layout):
+                return ssd(comm, *tensors, layout=layout, chunk_scan=of_memory)
+
+            all_calls[f"zeco_ssd of other make, {layout}"] = of_other_make, shapes
+        for name, (function, shapes) in all_calls.items():
+            tensors = drawn(comm, shapes)
+            expected = with_gradients(comm, function, tensors)
+            for change in (negated, turned):
+                answer = with_gradients(comm, function, tensors, change, change)
+                # torch's functions add up in another order where strides are others
+                bound = 2e-4 if change is turned and "zeco_ssd" in name else EXACT
+                found[f"{name}, {change.__name__}"] = worst(answer, expected) / bound
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_negative_views_and_strides(run, size):
+    for found in run(size, negatives_case):
+        assert max(found.values()) < 1, {name: e for name, e in found.items() if e >= 1}
+
+
+def rounded(x):
+    return x.bfloat16() if x.dtype == torch.float32 else x
+
+
+def quantized(x):
+    """256 values between the least and the largest, as compressors of activations keep them."""
+    if not x.is_floating_point() or not x.numel():
+        return x
+    scale = x.abs().amax().clamp_min(1e-20)
+    return torch.round(x / scale * 127) * (scale / 127)
+
+
+def hooks_case(group):
+    """Kind: what backward takes from forward comes back from a hook of the caller's with other strides, another sign
+    bit, in other memory, or rounded; memory that forward has not written holds NaN."""
+    found = {}
+    with allscan.Communicator(group) as comm:
+        for name, (function, shapes) in calls().items():
+            tensors = drawn(comm, shapes)
+            expected = with_gradients(comm, function, tensors)
+            for pack, unpack, bound in (
+                (lambda x: x, negated, EXACT), (lambda x: x, turned, EXACT), (lambda x: x, moved, EXACT),
+                (lambda x: (x.dtype, rounded(x)), lambda x: x[1].to(x[0]), 0.3), (quantized, lambda x: x, 1.0),
+            ):  # fmt: skip
+                torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty() is full of NaN then
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                    answer = with_gradients(comm, function, tensors)
+                torch.use_deterministic_algorithms(False)
+                found[f"{name}, {pack.__name__}, {unpack.__name__}"] = worst(answer, expected) / bound
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_saved_tensors_that_come_back_in_another_way(run, size):
+    for found in run(size, hooks_case):
+        assert max(found.values()) < 1, {name: e for name, e in found.items() if e >= 1}
+
+
+def refused_saved_case(group, kind, only, names):
+    """What a rank says of a hook that gives back tensors of another dtype, shape or device on rank ``only``, or on all
+    if it is None; and whether the calls behind are right."""
+    change = dict(
+        half=lambda x: x.half() if x.dtype == torch.float32 else x, double=lambda x: x.double(),
+        integers=lambda x: x if x.is_floating_point() else x.double(), shorter=lambda x: x[..., :-1],
+        flat=lambda x: x.flatten() if x.ndim > 1 else x[None], elsewhere=lambda x: x.to("meta"),
+    )[kind]  # fmt: skip
+    found = {}
+    with allscan.Communicator(group, timeout=2) as comm:
+        for name, (function, shapes) in calls().items():
+            if not name.startswith(names):
+                continue
+            tensors = drawn(comm, shapes)
+            expected = with_gradients(comm, function, tensors)
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            here = only in (None, comm.rank)
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change if here else lambda x: x):
+                results = as_tuple(function(comm, *leaves))
+            found[name] = raised(torch.autograd.grad, results, leaves, [torch.ones_like(y) for y in results])
+            del results
+            if only is not None:
+                comm.resync()
+            assert worst(with_gradients(comm, function, tensors), expected) < EXACT, name
+    return found
+
+
+OPERATORS = "allscan", "zeco_gla", "zeco_kda", "zeco_gated"  # halo saves nothing, zeco_ssd what torch's functions do
+
+
+@pytest.mark.parametrize("kind", ["half", "double", "integers", "shorter", "flat", "elsewhere"])
+def test_saved_tensors_that_are_others(run, kind):
+    names = OPERATORS[1:] if kind == "integers" else OPERATORS
+    for found in run(2, refused_saved_case, kind, None, names):
+        assert len(found) >= 10
+        for name, (error_name, why) in found.items():
+            assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, error_name, why)
+
+
+@pytest.mark.cpu  # where a wait that ends is found in the call itself
+def test_all_ranks_hear_of_saved_tensors_that_are_others(run):
+    waits, refuses = run(2, refused_saved_case, "half", 1, ("zeco_gla, contiguous", "zeco_kda, contig", "allscan, dec"))
+    assert len(waits) == 4
+    for name in waits:
+        assert refuses[name][0] == "RuntimeError" and "saved_tensors_hook" in refuses[name][1], refuses[name]
+        assert waits[name][0] == "AllScanTimeout" and "saved_tensors_hook" in waits[name][1], waits[name]
+
+
+def compiled_hooks_case(group):
+    """The same where torch.compile makes the backward: (largest error, what others are refused by)."""
+    worst_error, refusals = 0.0, {}
+    with allscan.Communicator(group) as comm:
+        for name, (function, shapes) in calls().items():
+            if not name.startswith(("allscan", "halo", "zeco_gla", "zeco_kda")) or "zigzag" in name or "packed" in name:
+                continue
+            tensors = drawn(comm, shapes)
+            expected = with_gradients(comm, function, tensors)
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda *x, function=function: function(comm, *x), backend="aot_eager")
+            for change in (turned, moved):  # inductor asks for strides, and effects take no negative views
+                with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
+                    answer = with_gradients(comm, lambda _, *x, compiled=compiled: compiled(*x), tensors)
+                worst_error = max(worst_error, worst(answer, expected))
+            if name.startswith("halo"):
+                continue
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double()):
+                results = as_tuple(compiled(*leaves))
+            refusals[name] = raised(torch.autograd.grad, results, leaves, [torch.ones_like(y) for y in results])
+    return worst_error, refusals
+
+
+def test_saved_tensors_of_compiled_functions(run, size=2):
+    for worst_error, refusals in run(size, compiled_hooks_case):
+        assert worst_error < 1e-5 and len(refusals) >= 5  # compiled, torch's own functions are others
+        for name, (error_name, why) in refusals.items():
+            assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, why)
+
+
+def tangents_case(group, only):
+    """Kind: a property of tensors that decides whether a result is right, in each argument of each operator. With
+    ``only`` one rank has a tangent, at a first call, of which the others hear."""
+    found, right = {}, {}
+    with allscan.Communicator(group, timeout=5) as comm:
+        here = only in (None, comm.rank)
+        all_calls = calls()
+        all_calls["AllScan.scan"] = (
+            lambda comm, *x: [allscan.AllScan(comm, (2, 3, 4)).scan(x[0], x[1], initial_state=x[2], out=x[3])],
+            ((2, 3, 4), (2, 3), (2, 3, 4), (2, 3, 4)),
+        )
+        all_calls["allscan, out"] = (
+            lambda comm, x, out: allscan.allscan(x, comm=comm, out=out), ((2, 5, 4), (2, 5, 4))
+        )  # fmt: skip
+        for name, (function, shapes) in all_calls.items():
+            if only is not None and not name.endswith(("decay", "halo", "gla, contiguous", "kda, raw", "ssd, zigzag")):
+                continue
+            tensors = drawn(comm, shapes)
+            for i in range(len(tensors)):
+                if only is not None and i:
+                    break
+                with forward_ad.dual_level():
+                    given = list(tensors)
+                    if here:
+                        given[i] = forward_ad.make_dual(given[i], torch.ones_like(given[i]))
+                    wanted = [x.requires_grad_() for x in given] if i == 0 and "out" not in name else given
+                    found[name, i, "wanting"] = raised(function, comm, *wanted)
+                    if only is None:
+                        found[name, i] = raised(torch.no_grad()(function), comm, *given)
+                tensors = [x.detach().requires_grad_(False) for x in tensors]
+            if only is None and "AllScan" not in name:
+                with forward_ad.dual_level():  # without a tangent all is as ever
+                    right[name] = raised(function, comm, *tensors)
+    return found, right
+
+
+def test_forward_mode_derivatives_are_refused(run, size=2):
+    for found, right in run(size, tangents_case, None):
+        assert len(found) > 100 and set(right.values()) == {None}
+        for name, answer in found.items():
+            assert answer and answer[0] == "NotImplementedError" and "forward-mode" in answer[1], (name, answer)
+
+
+def test_all_ranks_hear_of_forward_mode_derivatives(run, size=2):
+    found = [answers for answers, _ in run(size, tangents_case, 0)]
+    for name, answer in found[0].items():
+        assert answer[0] == "NotImplementedError" and "forward-mode" in answer[1], (name, answer)
+        assert found[1][name] and "forward-mode" in found[1][name][1], (name, found[1][name])
+
+
+def tangents_of_gradients_case(group):
+    """The same of a gradient that a backward is given."""
+    found = {}
+    with allscan.Communicator(group) as comm:
+        for name, (function, shapes) in calls().items():
+            if name.startswith("a delta rule"):  # whose first rank is given no gradient of its result
+                continue
+            leaves = [x.requires_grad_() for x in drawn(comm, shapes)]
+            results = as_tuple(function(comm, *leaves))
+            with forward_ad.dual_level():
+                grads = [forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)) for y in results]
+                found[name] = raised(torch.autograd.grad, results, leaves, grads)
+    return found
+
+
+def test_forward_mode_derivatives_of_gradients_are_refused(run, size=2):
+    for found in run(size, tangents_of_gradients_case):
+        for name, answer in found.items():
+            word = "forward AD" if "ssd" in name else "forward-mode"  # torch refuses silu's before ours is reached
+            assert answer and answer[0] == "NotImplementedError" and word in answer[1], (name, answer)
+
+
+@contextlib.contextmanager
+def precision(name):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def settings_case(group):
+    """Kind: what torch is set to, around forward, backward or both, changes no product of ours."""
+    found = {}
+    with allscan.Communicator(group) as comm:
+        device = comm.device.type
+        autocast = torch.autocast(device, torch.bfloat16)
+        for name, (function, shapes) in calls().items():
+            tensors = drawn(comm, shapes)
+            expected = with_gradients(comm, function, tensors)
+            for setting in (lambda: autocast, lambda: precision("medium"), lambda: precision("high")):
+                for forward, backward in ((True, True), (True, False), (False, True)):
+                    leaves = [x.clone().requires_grad_() for x in tensors]
+                    with setting() if forward else contextlib.nullcontext():
+                        results = as_tuple(function(comm, *leaves))
+                    grads = [1.5 + y.detach().sin() for y in results]
+                    with setting() if backward else contextlib.nullcontext():
+                        answer = [*results, *torch.autograd.grad(results, leaves, grads)]
+                    found[name] = max(found.get(name, 0.0), worst(answer, expected))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_settings_of_torch(run, size):
+    for found in run(size, settings_case):
+        assert max(found.values()) < EXACT, {name: e for name, e in found.items() if e >= EXACT}
+
+
+def results_case(group):
+    """Kind: results own their memory: a caller writes to one, and no other result, no input and no gradient is another
+    for it; with gradients, too."""
+    with allscan.Communicator(group) as comm:
+        for name, (function, shapes) in calls().items():
+            tensors = drawn(comm, shapes)
+            for wanted in (False, True):
+                given = [x.clone().requires_grad_(wanted) for x in tensors]
+                results = as_tuple(function(comm, *given))
+                expected = [y.detach().clone() for y in results]
+                addresses = [y.untyped_storage().data_ptr() for y in (*results, *given)]
+                assert len({*addresses}) == len(addresses), name
+                for i, y in enumerate(results):
+                    assert y.untyped_storage().nbytes() == y.nbytes, (name, i)
+                    y.mul_(2.0)
+                    assert all(torch.equal(a, (1 + (j <= i)) * b) for j, (a, b) in enumerate(zip(results, expected)))
+                assert all(torch.equal(a, b) for a, b in zip(given, tensors, strict=True)), name
+                if not wanted:
+                    continue
+                grads = [1.5 + y.sin() for y in expected]
+                try:
+                    found = torch.autograd.grad(results, given, grads)
+                except RuntimeError as error:  # torch's own, of what a gradient needs: of a decay's, of silu's
+                    assert "modified by an inplace operation" in str(error), (name, error)
+                    assert "decay" in name or "transition" in name or "zigzag" in name, name
+                    comm.resync()
+                    continue
+                exact = with_gradients(comm, function, tensors)[len(results) :]
+                assert worst(found, [2 * x for x in exact]) < EXACT, name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_results_own_their_memory(run, size):
+    run(size, results_case)
+
+
+def beta_case(group):
+    """Kind: an argument whose type is free, as its docstring says."""
+    errors = {}
+    with allscan.Communicator(group) as comm:
+        all_calls = calls()
+        floats = [torch.float64, torch.float16]  # the interpreter takes no bfloat16
+        for rule in ("zeco_kda", "zeco_gated_delta_rule"):
+            for kind, free in (("contiguous", [4]), ("zigzag", [4]), ("raw", [3, 4, 6, 7])):
+                function, shapes = all_calls[f"{rule}, {kind}"]
+                tensors = drawn(comm, shapes)
+                for dtype in floats:
+                    for i in free:
+                        coarse = [x.to(dtype).float() if j == i else x for j, x in enumerate(tensors)]
+                        typed = [x.to(dtype) if j == i else x for j, x in enumerate(tensors)]
+                        expected = with_gradients(comm, function, coarse)
+                        answer = with_gradients(comm, function, typed)
+                        assert [y.dtype for y in answer[2:]] == [x.dtype for x in typed]
+                        errors[rule, kind, dtype, i] = worst(answer, expected) / (
+                            2e-3 if dtype.itemsize == 2 else EXACT
+                        )
+    return errors
+
+
+@pytest.mark.cpu
+def test_types_that_are_free(run, size=2):
+    for errors in run(size, beta_case):
+        assert max(errors.values()) < 1, {name: e for name, e in errors.items() if e >= 1}
