@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
-from .packing import MOST_CHUNKS, Layout, Piece, boundaries_on_host, cut, zigzag_cut
+from .packing import MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, cut, zigzag_cut
 from .rendezvous import by_rank, differing
 from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
@@ -20,7 +21,7 @@ LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take difference
 KEPT = 256  # partitions of cu_seqlens, tables, and kinds of calls of zeco_gla, that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
 
-T_ = TypeVar("T_")
+Tables_ = TypeVar("Tables_", bound=Tables)
 
 
 def agreed(comm: Communicator, shape, agree) -> bool:
@@ -169,23 +170,25 @@ def check_gates(name: str, g: torch.Tensor, tokens: int | None = None) -> None:
         )
 
 
-def cached_table(comm: Communicator, key: Hashable, make: Callable[[], T_]) -> T_:
-    """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it.
+def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_]) -> Tables_:
+    """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it; the current stream is
+    to read it.
 
     The communicator keeps KEPT of them, and those whose addresses a graph holds.
     """
-    tables = cached_on(comm, "tables")
-    value, captured = tables.pop(key, (None, False))
-    capturing = comm.streams.capturing()
-    if value is None:
-        if capturing:
+    known = cached_on(comm, "tables")
+    tables = known.pop(key, None)
+    if tables is None:
+        if comm.streams.capturing():
             raise RuntimeError(NOT_IN_CAPTURE)
-        value = outside_inference_mode(make)()
-        if len(tables) >= KEPT:
-            oldest = next((k for k, (_, held) in tables.items() if not held), None)
-            tables.pop(oldest, None)
-    tables[key] = (value, captured or capturing)  # the newest is last
-    return value
+        with _disable_current_modes():
+            tables = outside_inference_mode(make)()
+        if len(known) >= KEPT:
+            oldest = next((k for k, x in known.items() if not x.held), None)
+            known.pop(oldest, None)
+    known[key] = tables  # the newest is last
+    tables.use(comm)
+    return tables
 
 
 def partition_start(
@@ -281,9 +284,11 @@ def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
 
 
 def find_layout(
-    comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None, zigzag: bool = False
-) -> Layout:
-    """The layout of this rank; of tokens in ``zigzag`` with a state for each half of a batch entry's.
+    comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None, zigzag: bool = False,
+    fla: bool = False,
+) -> Layout:  # fmt: skip
+    """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
+    a batch entry's. ``fla``: with the tables of packed sequences for fla's functions.
 
     Raises what partition_start raises, and ValueError for more chunks than kernels take.
     """
@@ -299,9 +304,9 @@ def find_layout(
             n = T // len(halves)
             places = [(b, half) for b in range(B) for half in range(len(halves))]
             pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
-        return Layout(pieces, 2 * B if zigzag else B, segment, comm.device)
+        return Layout(pieces, 2 * B if zigzag else B, segment, comm.device, fla=fla)
 
-    layout = cached_table(comm, (B, T, first, lengths, segment, zigzag), make)
+    layout = cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
     if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
         raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
     return layout

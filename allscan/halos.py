@@ -17,7 +17,7 @@ from .first_call import KEPT, cached_table, check_packed, get_or_create_scan, pa
 from .launching import dynamo_disabled
 from .operators import check_saveable, inference_tensors, ordered, wants_gradient
 from .ops import scan_once, scan_zigzag
-from .packing import boundaries_on_host, to_device
+from .packing import Tables, boundaries_on_host
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
@@ -203,7 +203,11 @@ def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | No
     starts = [first, lengths[-1] - first - half][: 1 + zigzag]
     key = ("halo", first, T, lengths, n, reverse, zigzag)
     ranges = [(a, a + half) for a in starts]
-    return cached_table(comm, key, lambda: _same_sequence(comm.device, ranges, n, reverse, lengths))
+
+    def make():
+        return Tables([_same_sequence(ranges, n, reverse, lengths)], comm.device)
+
+    return cached_table(comm, key, make).tensors[0]
 
 
 @torch.library.custom_op("allscan::hop", mutates_args=())
@@ -300,7 +304,7 @@ def _shapes(xs) -> str:
     return ", ".join(str(tuple(x.shape)) for x in xs)
 
 
-def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
+def _same_sequence(tokens, n, reverse, lengths) -> Tensor:
     """[n, 1] for each (first, end) of the ranges of this rank's tokens: whether the token beyond the cut is of the
     sequence on this rank's side. Where it has no tokens, that which goes on over the cut."""
     table = []
@@ -310,4 +314,4 @@ def _same_sequence(device, tokens, n, reverse, lengths) -> Tensor:
         begin, finish = next(found, (0, 0))
         places = range(end, end + n) if reverse else range(first - n, first)
         table += [[begin <= t < finish] for t in places]
-    return to_device(torch.tensor(table, device="cpu"), device)
+    return torch.tensor(table, device="cpu")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from .communicator import Communicator
+from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
+from .streams import table_stream
 from .tiling import cdiv
 
 T_ = TypeVar("T_")
@@ -31,10 +36,48 @@ class Piece(NamedTuple):
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
 
 
-class Layout:
-    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many travel."""
+class Tables:
+    """Tables that were made on the host, in the device's memory, which calls on any stream may read from now on: they
+    are one copy, for which the host has waited. Before each call that reads them comes :meth:`use`.
 
-    def __init__(self, pieces: list[Piece], states: int, segment: int, device, BT: int = CHUNK_TOKENS) -> None:
+    tensors: the tables."""
+
+    def __init__(self, tables: Sequence[torch.Tensor], device) -> None:
+        self.tensors = to_device(tables, device)
+        self._streams: set[int] = set()  # that have read them
+        self.held = False  # by a graph
+        self._own: dict[int, list[torch.Tensor]] = {}  # see of_stream; the last used is last
+
+    def use(self, comm: Communicator) -> None:
+        """The current stream is to read them: when nothing holds them any more, their memory is given back behind what
+        this stream has been given by then. In a capture the communicator keeps it: the graph has its address."""
+        streams = comm.streams
+        if streams.capturing():
+            self.held = True
+            comm.keep(self.tensors[0])
+        elif streams.cuda and (number := streams.number()) not in self._streams:
+            with _disable_current_modes():  # of selective checkpointing, which counts the operators of torch
+                self.tensors[0].record_stream(streams.current())
+            self._streams.add(number)
+
+    def of_stream(self, comm: Communicator) -> list[torch.Tensor]:
+        """The tables, as tensors of the current stream's own, for functions that keep what they derive of a tensor for
+        the next call with it (fla.utils.tensor_cache): it is there only behind what that stream has been given. In a
+        capture, which nothing of the kind can be derived in, those that were used last."""
+        if comm.streams.capturing() and self._own:
+            return next(reversed(self._own.values()))
+        number = comm.streams.number()
+        self._own[number] = found = self._own.pop(number, None) or [x.view(x.shape) for x in self.tensors]
+        return found
+
+
+class Layout(Tables):
+    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many travel. ``fla``:
+    with those that fla's functions take of packed sequences, see delta.chunks."""
+
+    def __init__(
+        self, pieces: list[Piece], states: int, segment: int, device, BT: int = CHUNK_TOKENS, fla: bool = False
+    ) -> None:
         segments: list[tuple] = []
         chunks: list[tuple[int, int]] = []
         begins: list[int] = []
@@ -54,17 +97,20 @@ class Layout:
         self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # of states that enter and leave
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
-        self.fla: object = None  # what fla's functions take, see delta.chunks.local
         self._derived: dict = {}
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
-        self.segments, self.chunks, self.first_segments = (
-            to_device(torch.tensor(table, dtype=torch.int32, device="cpu"), device)
-            for table in (segments, chunks, begins)
-        )
         places = torch.arange(BT, device="cpu")
         distance = places[:, None] - places  # what gla_blocks.load_weights takes
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
-        self.weights = to_device(torch.stack([w.to(torch.bfloat16) for w in weights]), device)
+        tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
+        tables.append(torch.stack([w.to(torch.bfloat16) for w in weights]))
+        if fla:
+            lengths = list(itertools.pairwise(self.boundaries))
+            indices = [(i, n) for i, (a, b) in enumerate(lengths) for n in range(cdiv(b - a, BT))]
+            tables += [torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self.boundaries, indices)]
+        super().__init__(tables, device)
+        self.segments, self.chunks, self.first_segments, self.weights = self.tensors[:4]
+        self.fla = tuple(self.tensors[4:])  # (cu_seqlens, chunk_indices)
 
     def tables(self) -> Layout:
         """This, without what is derived of it."""
@@ -86,11 +132,27 @@ class Layout:
         return [*self._derived.values()]
 
 
-def to_device(table: torch.Tensor, device) -> torch.Tensor:
-    """A table made on the host, on the device, without waiting for what runs there."""
-    if torch.device(device).type == "cuda":
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+def to_device(tables: Sequence[torch.Tensor], device) -> list[torch.Tensor]:
+    """Tables on the host, in one memory of the device. To a GPU they are one copy, on a stream of its own, which the
+    host waits for, and for nothing else."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return [*tables]
+    places = [*itertools.accumulate((cdiv(x.nbytes, ALIGNMENT) * ALIGNMENT for x in tables), initial=0)]
+
+    def there(memory, place, table):
+        return memory[place : place + table.nbytes].view(table.dtype).view(table.shape)
+
+    host = torch.empty(places[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
+    for place, table in zip(places, tables):
+        there(host, place, table).copy_(table)
+    with torch.cuda.stream(table_stream(device)):
+        memory = torch.empty(places[-1], dtype=torch.uint8, device=device)
+        memory.copy_(host, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    copied.synchronize()
+    return [there(memory, place, table) for place, table in zip(places, tables)]
 
 
 def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, cuda: bool) -> int:

@@ -25,7 +25,7 @@ from .first_call import (
 from .launching import dynamo_disabled
 from .operators import check_saveable, product, wants_gradient
 from .ops import allscan
-from .packing import boundaries_on_host, cut, to_device, zigzag_cut
+from .packing import Tables, boundaries_on_host, cut, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
 
@@ -305,10 +305,10 @@ def _spans(comm, x, lengths, first_token, zigzag):
 
     def make():
         numbers = torch.repeat_interleave(torch.tensor([s.end - s.start for s in spans], device="cpu"))
-        return to_device(numbers.to(torch.int32).expand(batch, -1).contiguous(), comm.device)
+        return Tables([numbers.to(torch.int32).expand(batch, -1).contiguous()], comm.device)
 
-    seq_idx = cached_table(comm, key, make) if sum(s.end > s.start for s in spans) > 1 else None
-    return spans, seq_idx
+    several = sum(s.end > s.start for s in spans) > 1
+    return spans, cached_table(comm, key, make).tensors[0] if several else None
 
 
 def _installed(device) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -45,6 +46,10 @@ class Streams:
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
         return self.cuda and capturing()
+
+    def number(self) -> int:
+        """The handle of the current stream."""
+        return current_stream_of(self._index) if self.cuda else 0
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
@@ -132,6 +137,12 @@ def private_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream
         stream = _PrivateStream(number, device)
     stream.idle = idle
     return stream
+
+
+@functools.cache
+def table_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which tables are copied to this GPU, in whose memory they lie."""
+    return private_stream(device)
 
 
 class _PrivateStream(torch.cuda.ExternalStream):

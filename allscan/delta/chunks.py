@@ -5,7 +5,6 @@ Everything that is taken from fla for delta rules is imported here.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..checks import described, plain, restored
 from ..communicator import communicator_of, saved_tensors
 from ..operators import Function
-from ..packing import CHUNK_TOKENS, Layout, to_device
+from ..packing import CHUNK_TOKENS, Layout
 from ..traces import Traced
 from .passes import StatePass
 
@@ -30,16 +29,9 @@ class Local(NamedTuple):
         return dict(cu_seqlens=self.cu_seqlens, chunk_indices=self.chunk_indices, chunk_size=CHUNK_TOKENS)
 
 
-def local(layout: Layout, packed: bool, device) -> Local:
-    """Kept with the layout."""
-    if not packed:
-        return Local(None, None)
-    if layout.fla is None:
-        pieces = list(pairwise(layout.boundaries))
-        indices = [(i, n) for i, (a, b) in enumerate(pieces) for n in range(-(-(b - a) // CHUNK_TOKENS))]
-        tables = (torch.tensor(table, dtype=torch.int64, device="cpu") for table in (layout.boundaries, indices))
-        layout.fla = Local(*(to_device(table, device) for table in tables))
-    return cast(Local, layout.fla)
+def local(layout: Layout) -> Local:
+    """Of a layout that was made with ``fla`` where sequences are packed."""
+    return Local(*layout.fla) if layout.fla else Local(None, None)
 
 
 class _Normalized(Function):

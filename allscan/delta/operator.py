@@ -307,7 +307,12 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, signature, shape, agree, check, g, partial(prepare, comm), CHUNK_TOKENS)
-    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
+    return _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
+
+
+def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag):
+    packed = zigzag or cu_seqlens is not None  # as fla takes both halves
+    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag, packed)
 
 
 def _import_fla() -> None:
@@ -360,7 +365,7 @@ def _forward(
     with comm.call(False, f"zeco_{rule}", (q, k, v, g, beta, initial_state)):
         given = q, k, v, g, beta, initial_state, cu_seqlens
         layout = _prepare(rule, scale, fields, bound, *given, comm, first_token, zigzag)
-        tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
+        tables = local(layout)
         final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
         states = _state_pass(rule, layout, q, v, comm, zigzag)
         if not q.shape[1]:
@@ -411,8 +416,8 @@ def _backward(
         q, k, v, beta, sums, scores, solved, transitions, enters, ticket, do = restored(
             f"zeco_{rule}", "q k v beta sums scores solved transitions enters ticket do", given, wanted
         )
-        layout = find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag)
-        tables = local(layout, zigzag or cu_seqlens is not None, comm.device)
+        layout = _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
+        tables = local(layout)
         scores, dinitial = scores.view(solved.dtype), _zeros(q, v, cu_seqlens, initial)
         states, like = _state_pass(rule, layout, q, v, comm, zigzag), (q, k, v, sums, beta)
         if not q.shape[1]:

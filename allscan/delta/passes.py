@@ -334,5 +334,6 @@ def _entering(states, through, prev) -> tuple:
 
 def functions_with_plans(comm: Communicator) -> dict[str, bool]:
     """Which of fla's functions were traced for calls of this communicator, and whether all of them are plans now."""
-    derived = [x for layout, _ in cached_on(comm, "tables").values() for x in layout.all_derived()]
+    layouts = [x for x in cached_on(comm, "tables").values() if isinstance(x, Layout)]
+    derived = [x for layout in layouts for x in layout.all_derived()]
     return Traced(False).plans(*(x.fla for x in derived if isinstance(x, StatePass)))

@@ -211,10 +211,8 @@ class Prepared:
         return dv, dq, dk, dg, dinitial
 
     def _run(self, carrier: StateCarrier, kind: tuple, *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan of a pass. ``kind``: what makes it, and which of these tensors are None. In a capture, whose
-        graph has the addresses of the layout's tables, the communicator keeps them."""
-        if carrier.comm.streams.capturing():
-            cached_on(carrier.comm, "layouts in graphs")[id(self.layout)] = self.layout
+        """Run the plan of a pass. ``kind``: what makes it, and which of these tensors are None."""
+        self.layout.use(carrier.comm)
         plan = self._plans.get(kind)
         if plan is None:
             (make, *_), shape, layout, scale = kind, self.shape, self.layout, self.options[0]

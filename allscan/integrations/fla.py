@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import weakref
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..halos import halo
-from ..packing import TensorKey, boundaries_on_host, to_device
+from ..packing import Tables, TensorKey, boundaries_on_host
 from . import needs
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
@@ -214,12 +213,15 @@ def _softmax(layer, x, cache, where, stamp=None):
 
     def pieces_of(first, end):
         key = "softmax", first, end, lengths
-        return cached_table(comm, key, lambda: _pieces(comm.device, first, end, lengths or (0, sum(tokens))))
+        return cached_table(comm, key, lambda: _Pieces(comm.device, first, end, lengths or (0, sum(tokens))))
 
     pieces = [pieces_of(*part) for part in own]
     rotated = []
     for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
-        packed = dict(seqlen_offset=part.offsets, cu_seqlens=part.queries) if lengths else dict(seqlen_offset=first)
+        packed = dict(seqlen_offset=first)
+        if lengths:
+            cu_seqlens, _, offsets = part.of_stream(comm)
+            packed = dict(seqlen_offset=offsets, cu_seqlens=cu_seqlens)
         longest = max(part.longest, layer.max_position_embeddings or 0)
         rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed))
     queries, keys = zip(*rotated, strict=True)
@@ -244,24 +246,18 @@ def _softmax(layer, x, cache, where, stamp=None):
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
 
 
-class _Pieces(NamedTuple):
-    """Of packed sequences that have tokens in a part of a rank: where the first one begins in the whole, cu_seqlens of
-    their queries there and of their keys up to its end, how many tokens of each are before it, and the longest one."""
+class _Pieces(Tables):
+    """Of packed sequences that have tokens first .. end - 1 of the whole, a part of a rank: cu_seqlens of their queries
+    there, and of their keys up to its end; how many tokens of each are before it; where the first one begins; and how
+    long the longest is."""
 
-    begin: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    offsets: torch.Tensor
-    longest: int
-
-
-def _pieces(device, first, end, lengths) -> _Pieces:
-    here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
-    begin, before = here[0][0], torch.tensor([max(first - a, 0) for a, _ in here], dtype=torch.int32, device="cpu")
-    queries = torch.tensor([0, *(min(b, end) - first for _, b in here)], dtype=torch.int32, device="cpu")
-    keys = torch.tensor([0, *(min(b, end) - begin for _, b in here)], dtype=torch.int32, device="cpu")
-    queries, keys, offsets = (to_device(x, device) for x in (queries, keys, before))
-    return _Pieces(begin, queries, keys, offsets, max(b - a for a, b in here))
+    def __init__(self, device, first, end, lengths) -> None:
+        here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
+        self.begin, self.longest = here[0][0], max(b - a for a, b in here)
+        queries, keys = ([0, *(min(b, end) - start for _, b in here)] for start in (first, self.begin))
+        tables = queries, keys, [max(first - a, 0) for a, _ in here]
+        super().__init__([torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables], device)
+        self.queries, self.keys, _ = self.tensors
 
 
 _CALLS = {
@@ -296,7 +292,8 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
         lengths = boundaries_on_host(boundaries(cu_seqlens))
         first = partition_start(comm, lengths, T, first_token, halves == 2)
         key = ("convolution", first, T, lengths, n, halves)
-        cu_seqlens = cached_table(comm, key, lambda: _lengths_here(comm.device, first, lengths, n, T, halves))
+        tables = cached_table(comm, key, lambda: Tables([_lengths_here(first, lengths, n, T, halves)], comm.device))
+        (cu_seqlens,) = tables.of_stream(comm)
     # each half a sequence, or some
     xs = [x.flatten(0, 1) if cu_seqlens is None else x.flatten(1, 2) for x in xs]
     options = dict(output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
@@ -305,14 +302,14 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
     return ys, tuple(x if x is None else x[halves - 1 :: halves] for x in states)
 
 
-def _lengths_here(device, first, lengths, n, T, halves):
+def _lengths_here(first, lengths, n, T, halves):
     """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens; in
     the zigzag layout of both halves."""
     part, cuts = T // halves, [0]
     for begin in (first, lengths[-1] - first - part)[:halves]:
         inside = sorted({n + c - begin for c in lengths if begin < c < begin + part})
         cuts += [cuts[-1] + c for c in (*inside, n + part)]
-    return to_device(torch.tensor(cuts, dtype=torch.int32, device="cpu"), device)
+    return torch.tensor(cuts, dtype=torch.int32, device="cpu")
 
 
 def _loss(
