@@ -39,7 +39,7 @@ def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 def zigzag_positions(T: int, *, comm: Communicator) -> Tensor:
     """[T] int64: where in the whole sequence the tokens of this rank lie in the zigzag layout, T tokens a rank.
     Raises ValueError for an odd T."""
-    if T % 2 or T < 2:
+    if T % 2 or T < 0:
         raise ValueError(f"T must be even, got {T}")
     piece = torch.arange(T // 2, device=comm.device)
     first, second = _pieces(comm.rank, comm.size, True)
@@ -68,7 +68,7 @@ def _check(x, comm, to) -> None:
     try:
         if not isinstance(x, Tensor) or x.layout != torch.strided:
             raise TypeError(f"x must be a dense tensor, got {getattr(x, 'layout', type(x).__name__)}")
-        if x.ndim < 2 or x.shape[1] % 2 or x.shape[1] < 2:
+        if x.ndim < 2 or x.shape[1] % 2:
             raise ValueError(f"x must be [B, T, ...] with an even number of tokens, got {tuple(x.shape)}")
         if x.device != comm.device:
             raise ValueError(f"x must be on {comm.device}, got {x.device}")

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.checks import Shift
+from allscan.integrations import softmax
 from allscan.reference import delta_reference, gla_reference, ssd_reference
+from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from support.fla import import_fla
 from support.values import chunks, error, place
 
@@ -236,3 +238,30 @@ def compiled_case(group):
 @pytest.mark.cpu
 def test_compiled(run, size=3):
     assert max(run(size, compiled_case)) < 1e-6
+
+
+def gather_case(group):
+    """What softmax layers ask of the back end, labels over the cuts, and moves to the zigzag layout."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        for tokens, _ in SHORT:
+            tokens = tokens[: comm.size]
+            generator = torch.Generator().manual_seed(0)
+            whole = torch.randn(2, sum(tokens), 3, generator=generator).to(comm.device)
+            mine, parts = place(comm, tokens), softmax.chunks(tokens)
+            own = whole[:, mine].clone().requires_grad_()
+            found = softmax.gathered(own, parts, comm)
+            assert torch.equal(found, whole)
+            (found * (1 + comm.rank)).sum().backward()
+            assert torch.equal(own.grad, torch.full_like(own, comm.size * (comm.size + 1) / 2 if sum(tokens) else 0))
+            labels = torch.randint(9, (2, sum(tokens)), generator=generator).to(comm.device)
+            following = F.pad(labels[:, 1:], (0, 1 if sum(tokens) else 0), value=-100)
+            assert torch.equal(softmax.shifted(labels[:, mine], -100, comm), following[:, mine]), tokens
+        x = torch.zeros(2, 0, 3, device=comm.device, requires_grad=True)
+        y = from_zigzag(to_zigzag(x, comm=comm), comm=comm)
+        y.sum().backward()
+        assert y.shape == x.shape == x.grad.shape and zigzag_positions(0, comm=comm).shape == (0,)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_goes_by_the_back_end(run, size):
+    run(size, gather_case)

@@ -132,6 +132,48 @@ def test_models(run, choice, size, layout):
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
 
 
+# A good batch, then ranks with fewer tokens than a convolution looks back at
+FEW = [((9, 8, 10), False), ((8, 2, 8), False), ((1, 8, 7), True), ((8, 5, 1), True), ((1, 1, 8), False)]
+
+
+def few_case(group, kind, choices, batches, layout):
+    """Errors of logits, loss and each gradient, at one batch after the other."""
+    fla = import_fla()
+    from allscan.integrations.fla import sequence_parallel
+
+    with allscan.Communicator(group, timeout=60) as comm:
+        torch.manual_seed(0)
+        model = model_of(fla, kind, fuse_cross_entropy=torch.cuda.is_available(), **choices).to(comm.device).train()
+        errors = []
+        for tokens, packed in batches:
+            total = sum(tokens)
+            whole = torch.randint(1, 97, (1 if packed else 2, total)).to(comm.device)
+            lengths = torch.tensor([0, 3, 8, total], dtype=torch.int32).to(comm.device) if packed else None
+            with computed_by(fla, kind, RECURRENCES[kind]):
+                expected = answers_of(sequence_parallel(model, comm=None), whole, cu_seqlens=lengths)
+            sequence_parallel(model, comm=comm, layout=layout)
+            mine = place(comm, tokens, layout == "zigzag")
+            logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
+            for x in sums:
+                dist.all_reduce(x, group=comm.group)
+            pairs = [(logits, expected[0][:, mine]), *zip(sums, expected[1:], strict=True)]
+            errors.append(max(relative(*pair) for pair in pairs))
+        return errors
+
+
+@pytest.mark.parametrize(
+    "choice, layout",
+    [("gla, convolution", "contiguous"), ("gla, hybrid", "contiguous"), ("kda, hybrid", "contiguous"),
+     ("gated_deltanet, hybrid", "contiguous"), ("kda, hybrid", "zigzag")],
+)  # fmt: skip
+def test_few_tokens(run, choice, layout, size=3):
+    kind = choice.split(",")[0]
+    batches = FEW if layout == "contiguous" else [((8, 8, 8), False), ((2, 2, 2), False), ((8, 8, 8), False)]
+    limit = 5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5
+    for errors in run(size, few_case, kind, CHOICES[choice], batches, layout):
+        assert max(errors) < limit, errors
+
+
 def prefill_case(group, tokens, kind, choices, layout):
     """The ordinary model goes on from the last rank's cache. Relative error of the cache."""
     fla = import_fla()
@@ -166,8 +208,9 @@ PREFILLED = {"gla": dict(use_short_conv=True), "kda": CHOICES["kda, hybrid"], "g
 @pytest.mark.parametrize("size", [3])
 def test_the_last_ranks_cache(run, size, kind, layout):
     limit = 5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5
-    (found,) = (x for x in run(size, prefill_case, EVEN[size], kind, PREFILLED[kind], layout) if x is not None)
-    assert found < limit
+    for tokens in [EVEN[size]] + ([] if layout == "zigzag" else [[8, 9, 2], [8, 1, 1], [8, 9, 0]]):
+        (found,) = (x for x in run(size, prefill_case, tokens, kind, PREFILLED[kind], layout) if x is not None)
+        assert found < limit
 
 
 class Other(torch.nn.Module):

@@ -149,6 +149,60 @@ def test_models(run, family, size, packed, inner):
         assert all("experts" in name or "gate" in name for name in unused), unused
 
 
+# A good batch, then ranks with fewer tokens than a convolution looks back at; packed or not. One without any
+# is refused on all ranks
+FEW = [((9, 8, 10), None), ((8, 2, 8), None), ((8, 0, 9), None), ((1, 8, 7), "position_ids"), ((8, 5, 0), None),
+       ((8, 5, 1), "cu_seq_lens"), ((1, 1, 8), None)]  # fmt: skip
+
+
+def few_case(group, family, inner, batches, layout):
+    """Errors of logits, loss and the gradients together, at one batch after the other."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, timeout=60) as comm:
+        model, found = made(family, inner), []
+        for tokens, packed in batches:
+            total = sum(tokens)
+            whole = torch.randint(1, VOCABULARY, (1 if packed else 2, total))
+            labels, lengths = whole.clone(), [0, 3, 8, total] if packed else [0, total]
+            labels[:, lengths[:-1]] = -100
+            logits, loss, grads = expected(sequence_parallel(model, comm=None), whole, labels, lengths)
+            model.zero_grad()
+            mine = place(comm, tokens, layout == "zigzag")
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
+            how = {None: {}, "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
+                   "position_ids": dict(position_ids=positions[:, mine])}[packed]  # fmt: skip
+            sequence_parallel(model, comm=comm, layout=layout)
+            if 0 in tokens:
+                with pytest.raises(ValueError, match="no rank without tokens"):
+                    model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
+                continue
+            output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
+            output.loss.backward()
+            sums = [output.loss.detach(), torch.cat([g.flatten() for g in gradients(model).values()])]
+            for x in sums:
+                dist.all_reduce(x, group=comm.group)
+            model.zero_grad()
+            if tokens[-1] == 1:
+                with torch.no_grad(), pytest.raises(ValueError, match="as many tokens as a convolution's kernel"):
+                    model(input_ids=whole[:, mine], use_cache=True)
+            wanted = [loss, torch.cat([g.flatten() for g in grads.values()])]
+            errors = [relative(output.logits, logits[:, mine]), *(relative(*pair) for pair in zip(sums, wanted))]
+            found.append(max(errors))
+        return found
+
+
+@pytest.mark.parametrize(
+    "family, inner, layout",
+    [("qwen3_next", "sdpa", "contiguous"), ("kimi_linear", "eager", "contiguous"), ("nemotron_h", "sdpa", "contiguous"),
+     ("kimi_linear", "sdpa", "zigzag")],
+)  # fmt: skip
+def test_few_tokens(run, family, inner, layout, size=3):
+    batches = FEW if layout == "contiguous" else [((n,) * 3, None) for n in (8, 2, 4)]
+    for errors in run(size, few_case, family, inner, batches, layout):
+        assert max(errors) < 2e-5, errors
+
+
 @pytest.mark.parametrize(
     "family, size, given, inner",
     [("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "position_ids", "eager"), ("kimi_linear", 1, None, "sdpa"),
@@ -538,7 +592,6 @@ def zigzag_case(group):
             "got rank 0: 12; rank 1: 10": dict(input_ids=part[:, :10] if last else part),
             "wants an even number of tokens": dict(input_ids=part[:, :11]),
             "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
-            "half of at least n = 3": dict(input_ids=part[:, :4]),
         }
         with torch.no_grad():
             for text, wrong in refused.items():

@@ -18,6 +18,7 @@ from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..halos import halo
 from ..packing import Tables, TensorKey, boundaries_on_host
+from ..ssd import Using
 from . import needs
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
@@ -51,7 +52,7 @@ def sequence_parallel(
         zeco_gla. All ranks of a softmax layer have the same work then.
 
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
-    convolutions look back at come from the rank before, so each rank needs at least conv_size - 1 tokens. Softmax
+    convolutions look back at come from the ranks before. A rank may have few tokens, without gradients none. Softmax
     attention gathers the keys and values of all ranks, and the last rank of the contiguous layout has the most to do;
     each call of such a layer asks on the host how many tokens the ranks have. ``cu_seqlens`` is that of the whole, as
     for zeco_gla.
@@ -112,6 +113,8 @@ def _layer(
     kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(TensorKey(attention_mask)):
         refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
+    if hidden_states.requires_grad and torch.is_grad_enabled() and not hidden_states.shape[1]:
+        refuse(comm, "fla's norms have no backward for a rank without tokens: give it one, or use torch.no_grad()")
     if get_layer_cache(layer, past_key_values) is not None:
         refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
@@ -223,7 +226,7 @@ def _softmax(layer, x, cache, where, stamp=None):
             cu_seqlens, _, offsets = part.of_stream(comm)
             packed = dict(seqlen_offset=offsets, cu_seqlens=cu_seqlens)
         longest = max(part.longest, layer.max_position_embeddings or 0)
-        rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed))
+        rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed) if T else (y, z))
     queries, keys = zip(*rotated, strict=True)
     k, v = (gathered(y, parts, comm) for y in (torch.cat(keys, 1), v))
     if cache is not None:
@@ -236,7 +239,9 @@ def _softmax(layer, x, cache, where, stamp=None):
     options = dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
     outputs = []
     for y, (first, end), part in zip(queries, own, pieces, strict=True):
-        if lengths is None:
+        if not T:
+            outputs.append(Using.apply(y, k, v))  # takes part in their backward
+        elif lengths is None:
             outputs.append(softmax_attention.flash_attn_func(y, k[:, :end], v[:, :end], **options))
         else:
             outputs.append(softmax_attention.flash_attn_varlen_func(
@@ -253,7 +258,7 @@ class _Pieces(Tables):
 
     def __init__(self, device, first, end, lengths) -> None:
         here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
-        self.begin, self.longest = here[0][0], max(b - a for a, b in here)
+        self.begin, self.longest = here[0][0] if here else first, max((b - a for a, b in here), default=0)
         queries, keys = ([0, *(min(b, end) - start for _, b in here)] for start in (first, self.begin))
         tables = queries, keys, [max(first - a, 0) for a, _ in here]
         super().__init__([torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables], device)
@@ -280,7 +285,8 @@ def _tokens_of_all(comm, x, layout, stamp):
 
 def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout):
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
-    n, (B, T) = convolutions[0].kernel_size[0] - 1, xs[0].shape[:2]
+    # a state has one token more than an output looks back at, of which the last rank may have none itself
+    n, (B, T) = convolutions[0].kernel_size[0] - (0 if use_cache else 1), xs[0].shape[:2]
     halves = 1 + is_zigzag(layout)
     if n:
         before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
@@ -329,6 +335,11 @@ def _loss(
         num_items_in_batch = _divisor(criterion, shift_labels, shift_labels != ignored)
         if num_items_in_batch is not None and comm.size > 1:
             dist.all_reduce(num_items_in_batch, group=comm.group)
+    if shift_labels is not None and not shift_labels.numel():  # fla's losses take no empty tensors
+        logits = model.lm_head(hidden_states)
+        fused = options.get("fuse_linear_cross_entropy")
+        fused = getattr(model.config, "fuse_linear_cross_entropy", False) if fused is None else fused
+        return logits.float().sum(), None if fused else logits
     return type(model)._compute_logits_and_loss(
         model, hidden_states, None, logits_to_keep, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
         **options,

@@ -24,7 +24,7 @@ def chunks(tokens, zigzag=False):
 
 def gathered(x, chunks, comm):
     """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
-    return x if comm.size == 1 else _Gather.apply(x, chunks, comm)
+    return x if comm.size == 1 or not chunks[-1][2] else _Gather.apply(x, chunks, comm)
 
 
 class _Gather(torch.autograd.Function):
@@ -61,11 +61,10 @@ def _padded(x, length):
 
 def shifted(labels, ignored, comm, zigzag=False):
     """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all."""
-    following = halo(labels, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
-    if comm.rank == (0 if zigzag else comm.size - 1):  # it has the last token, at the end of its own
-        following[:, -1] = ignored
-    halves = labels.chunk(1 + zigzag, 1), following.chunk(1 + zigzag, 1)
-    return torch.cat([x for half, after in zip(*halves, strict=True) for x in (half[:, 1:], after)], 1)
+    # what nobody sends is 0: behind the last of all tokens, on whichever rank that is
+    following = halo(labels - ignored, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
+    halves = labels.chunk(1 + zigzag, 1), (following + ignored).chunk(1 + zigzag, 1)
+    return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
 
 
 def refuse(comm, message: str):

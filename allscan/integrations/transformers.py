@@ -66,18 +66,17 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
         number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
         chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
-        same on every rank, and halves no shorter than what convolutions look back at; one sequence, without a cache.
+        same on every rank; one sequence, without a cache. At least one token on every rank.
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
     depend on the first; where the function is fla's, on GPUs, it is :func:`allscan.zeco_kda` or
     :func:`allscan.zeco_gated_delta_rule` instead. Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The
-    tokens that short convolutions look back at come from the rank before, so each rank needs at least as many tokens as
-    they look back. Softmax layers gather keys and values, of Kimi-Linear the latents, of all ranks and go on with the
-    attention function that the model had ("sdpa", "eager" or FlashAttention), once for each sequence of a rank, in
-    zigzag for each half. Each forward pass asks on the host how many tokens the ranks have. Positions go on over the
-    cuts; ``position_ids`` of one's own are those of this rank's tokens, in zigzag
-    :func:`allscan.zigzag.zigzag_positions`.
+    tokens that short convolutions look back at come from the ranks before. Softmax layers gather keys and values, of
+    Kimi-Linear the latents, of all ranks and go on with the attention function that the model had ("sdpa", "eager" or
+    FlashAttention), once for each sequence of a rank, in zigzag for each half. Each forward pass asks on the host how
+    many tokens the ranks have. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
+    tokens, in zigzag :func:`allscan.zigzag.zigzag_positions`.
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
     this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
@@ -92,8 +91,10 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     Raises ValueError for models of another kind or around one, with a forward that was replaced (hooks that do so come
     after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
     length ("dynamic", "longrope"), a z-loss; when called, for an attention mask that masks anything (pack instead), for
-    a cache that is not empty or of packed sequences, for ``output_attentions`` and ``output_router_logits``; in zigzag
-    for packed sequences, for ``use_cache=True``, for an odd number of tokens or one that differs between ranks.
+    a cache that is not empty or of packed sequences, for ``use_cache=True`` where the last rank has fewer tokens than a
+    convolution's kernel, on every rank for one without tokens (transformers' layers take none), for
+    ``output_attentions`` and ``output_router_logits``; in zigzag for packed sequences, for ``use_cache=True``, for an
+    odd number of tokens or one that differs between ranks.
     """
     zigzag = is_zigzag(layout)
     family, bases, heads, layers = _parts(model)
@@ -297,7 +298,10 @@ def _model(
         refuse(comm, "use_cache=True is not covered in the zigzag layout: no rank would have a cache to go on from")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
-    sequence, wanted_by_any = _sequence(comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens, wanted, *stamp)
+    kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
+    sequence, wanted_by_any = _sequence(
+        comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens, wanted, *stamp, kernel=kernel
+    )
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank has learned tokens, which these see: where all else is frozen no backward would run here
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -319,18 +323,27 @@ def _model(
 PACKED_ZIGZAG = 'packed sequences are not covered in the zigzag layout: cut them with layout="contiguous"'
 
 
+KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolutions, in configs
+
+
 def _sequence(
-    comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted, stamp=None, seen=None
+    comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted, stamp=None, seen=None, kernel=0
 ) -> tuple[_Sequence, bool]:
     """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``,
-    ``seen``: of the batch (batches.py)."""
+    ``seen``: of the batch (batches.py); ``kernel``: tokens that the convolutions' states have, 0 without a cache."""
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises = None
         if lengths is None and position_ids is not None:
-            rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)]
-        answers = comm.exchange((B, T, lengths, rises, zigzag, wanted, stamp, seen), "the tokens of each rank")
-        rows, tokens, _, _, _, _, stamps, contents = (list(column) for column in zip(*answers, strict=True))
+            rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
+        answers = comm.exchange((B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel), "the tokens of each rank")
+        rows, tokens, _, _, _, _, stamps, contents, kernels = (list(column) for column in zip(*answers, strict=True))
+        if 0 in tokens:
+            why = f"transformers' layers take no rank without tokens, got {by_rank(tokens)}"
+            raise comm.order.raised_everywhere(ValueError(why))
+        if tokens[-1] < max(kernels):  # the layers make the state of the last rank's tokens alone
+            why = f"with a cache the last rank must have as many tokens as a convolution's kernel, got {tokens[-1]}"
+            raise comm.order.raised_everywhere(ValueError(why))
         if len({answer[4] for answer in answers}) > 1:
             given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
