@@ -15,7 +15,7 @@ from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
 from .first_call import KEPT, cached_table, check_packed, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
-from .operators import check_saveable, inference_tensors, ordered, wants_gradient
+from .operators import CustomOperator, check_saveable, inference_tensors, wants_gradient
 from .ops import scan_once, scan_zigzag
 from .packing import Tables, boundaries_on_host
 
@@ -58,7 +58,7 @@ def halo(
     xs = x if isinstance(x, tuple) else (x,)
     if _traceable(xs, n, comm, cu_seqlens, layout):
         edge, T, alike = _edges(xs, n, 1, reverse)[0], xs[0].shape[1], (_dtypes(xs), _widths(xs))
-        found = _from_edges(_hop(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
+        found = _from_edges(_traced.forward(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
     return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout)
 
@@ -210,8 +210,7 @@ def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | No
     return cached_table(comm, key, make).tensors[0]
 
 
-@torch.library.custom_op("allscan::hop", mutates_args=())
-def _hop(
+def _forward(
     edge: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool, handle: int, dtypes: str,
     widths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -232,46 +231,43 @@ def _hop(
         return found if inside is None else torch.where(inside, found, 0.0), ticket
 
 
-@_hop.register_fake
-def _(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
+def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
     return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
 
 
-@torch.library.custom_op("allscan::hop_backward", mutates_args=())
-def _hop_backward(
+def _backward(
     dfound: Tensor, ticket: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool,
     handle: int,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor]:  # fmt: skip
     comm = communicator_of(handle)
     with comm.call(not reverse, "the backward of halo()", dfound):
         scan = get_or_create_scan(comm, dfound.shape)
         inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
         dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
         decay = _decay(T, dfound.shape[1], reverse)
-        return scan.scan(
+        dedge = scan.scan(
             dfound.contiguous(), decay, adjoint=True, reverse=not reverse,
             channel=scan.channel(not reverse, adjoint_of=plain(ticket)),
         )  # fmt: skip
+        return (dedge,)
 
 
-@_hop_backward.register_fake
-def _(dfound, ticket, T, cu_seqlens, first_token, reverse, handle):
-    return dfound.new_empty(dfound.shape)
+def _fake_backward(dfound, ticket, T, cu_seqlens, first_token, reverse, handle):
+    return (dfound.new_empty(dfound.shape),)
 
 
-def _save_hop(ctx, inputs, output):
+def _save(ctx, inputs, output):
     _, ctx.T, cu_seqlens, *ctx.where, _, _ = inputs
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
-def _hop_gradient(ctx, dfound, _):
+def _gradient(backward, ctx, dfound, _):
     ticket, cu_seqlens = ctx.saved_tensors
-    return _hop_backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
+    return *backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
 
 
-torch.library.register_autograd("allscan::hop", _hop_gradient, setup_context=_save_hop)
-ordered("allscan::hop", "allscan::hop_backward")
+_traced = CustomOperator("allscan::hop", _forward, _fake, _backward, _fake_backward, _save, _gradient)
 
 
 def _words(dtype) -> int:

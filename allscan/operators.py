@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,17 +86,6 @@ def refuse_second_derivative(name: str) -> None:
         raise RuntimeError(f"{name} has no second derivative (create_graph=True)")
 
 
-def ordered(*names: str) -> None:
-    """Let torch.compile make every call of these operators, in the order of the program: the other ranks count them."""
-    try:
-        from torch._higher_order_ops.effects import _register_effectful_op
-        from torch._library.effects import EffectType
-    except ImportError:  # a torch that has them elsewhere; then equal calls may be made once, and unused ones not
-        return
-    for name in names:
-        _register_effectful_op(name, EffectType.ORDERED)
-
-
 _TORCHS_OWN = Tensor, torch.nn.Parameter
 
 
@@ -107,34 +99,147 @@ def watched(inputs) -> bool:
     return False
 
 
-def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*inputs):
-        return tuple(inputs[0].new_empty(0) if x is None else x for x in function(*inputs))
+# What torch.compile makes of the operators. The other ranks count the calls, so each is made once, in the order of the
+# program, whether or not its results are used:
+#
+# * As an ordered effect of torch's it is neither left out, nor merged with an equal one, nor made again in backward.
+# * But inductor orders effects in name only: it looks their dependencies up by other names than it stores them by. So
+#   each call of a graph takes as ``after`` a tensor that the one before has made, which orders them as data does.
+# * And torch.utils.checkpoint marks all in its region to be made again in backward, a memory budget what it chooses,
+#   where an effect is an AssertionError of the partitioner. So calls lose that mark, and their graph has no budget.
+#
+# Torch's caches on disk know an operator by its name alone.
+REVISION = 2  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
 
-    return call
+
+@functools.cache
+def _private() -> Any:
+    """What of torch's is not public; None in a torch that has it elsewhere."""
+    try:
+        from torch._higher_order_ops.effects import _register_effectful_op
+        from torch._library.effects import EffectType
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+        from torch.fx.experimental import proxy_tensor
+        from torch.utils.checkpoint import _CachingTorchDispatchMode
+    except ImportError:
+        return None
+
+    class Private:
+        modes = FunctionalTensorMode, _CachingTorchDispatchMode
+        recorder = staticmethod(proxy_tensor.get_proxy_mode)
+        budget = staticmethod(getattr(torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None))
+
+        @staticmethod
+        def order(name: str) -> None:
+            _register_effectful_op(name, EffectType.ORDERED)
+
+        @staticmethod
+        def within_another() -> bool:
+            """Whether the graph that is recorded is to be called by another graph."""
+            tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+            return tracer is not None and tracer.is_hop_subgraph_tracer()
+
+    return Private
+
+
+def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A call of an operator in a mode of torch's. Where a graph is recorded, it comes behind the graph's last call, and
+    is not to be made again."""
+    private, kwargs = _private(), kwargs or {}
+    recorder = private.recorder()
+    if recorder is None:
+        return mode.__torch_dispatch__(operator, types, args, kwargs)
+    if private.within_another():
+        raise NotImplementedError(
+            "a compiled function cannot call allscan within nested_compile_region, torch.cond and the like: torch does "
+            "not keep the order of calls there"
+        )
+    graph, functional = recorder.tracer.graph, isinstance(mode, private.modes[0])
+    if functional:
+        in_graph, done = getattr(recorder, "last_of_allscan", (None, None))
+        if in_graph is graph:
+            left_out = operator._schema.arguments[len(args) : -1]
+            args = *args, *(x.default_value for x in left_out), done
+    before = len(graph.nodes)
+    outputs = mode.__torch_dispatch__(operator, types, args, kwargs)
+    if functional:
+        recorder.last_of_allscan = graph, outputs[-1]
+    for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
+        node.meta.pop("recompute", None)
+        _without_budget(node)
+    return outputs
+
+
+def _without_budget(node: Any) -> None:
+    """Let the graph of ``node`` be compiled without a memory budget of activations, or raise NotImplementedError."""
+    import torch._functorch.config as config
+
+    region = _private().budget(node)
+    if region is not None and region < 1:
+        raise NotImplementedError("region_activation_memory_budget() does not go with calls of allscan")
+    if config.activation_memory_budget < 1:
+        warnings.warn(
+            "activation_memory_budget does not hold for compiled functions that call allscan: no call is made again"
+        )
+        node.meta["memory_budget"] = 1.0  # the partitioner takes the first that it finds for that of the graph
+
+
+def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The custom operator of a ``function`` that returns a tuple, with one argument more, ``after``, and one result
+    more, for ``after`` of the next call."""
+    count = len(inspect.signature(function).parameters)
+
+    def extended(made):
+        def call(*inputs):
+            outputs = [inputs[0].new_empty(0) if x is None else x for x in made(*inputs[:count])]
+            return *outputs, inputs[0].new_empty(1, dtype=torch.int64)
+
+        return call
+
+    def refuse(*inputs):
+        raise RuntimeError(f"allscan cannot be compiled with torch {torch.__version__}, which orders no effects")
+
+    arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
+    schema = f"{arguments}, Tensor? after=None) -> ({results.strip('()')}, Tensor)"
+    name, private = f"{name}_{REVISION}", _private()
+    operator = torch.library.custom_op(name, extended(function), mutates_args=(), schema=schema)
+    operator.register_fake(refuse if private is None else extended(fake))
+    if private is not None:
+        private.order(name)
+        for mode in private.modes:
+            operator.register_torch_dispatch(mode, _record)
+    return operator
 
 
 class CustomOperator:
-    """A function of tensors, numbers and None, with a backward function, both opaque to torch: the custom operators
-    ``name`` and ``name_backward``.
+    """A function of tensors, numbers and None, with a backward function, both opaque to torch: two custom operators of
+    this ``name``. torch.compile makes each of their calls once, in the order of the program.
 
-    forward, backward: on tensors, with a schema that torch.library.custom_op can infer; both return tuples, None for a
-    tensor where there is nothing: custom operators return one without elements then. fake, fake_backward: the same on
-    tensors without data, without effect. save: called as save(ctx, inputs, output), before any backward. gradient:
-    called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs, and calls ``backward``
-    once.
+    forward, backward: on tensors, the first one never None, with a schema that torch.library.custom_op can infer; both
+    return tuples, None for a tensor where there is nothing: custom operators return one without elements then. fake,
+    fake_backward: the same on tensors without data, without effect. save: called as save(ctx, inputs, output), before
+    any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
+    and calls ``backward`` once.
     """
 
     def __init__(
         self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
         fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
     ) -> None:  # fmt: skip
-        self.backward = torch.library.custom_op(f"{name}_backward", _without_none(backward), mutates_args=())
-        self.backward.register_fake(_without_none(fake_backward))
-        self.forward = torch.library.custom_op(name, _without_none(forward), mutates_args=())
-        self.forward.register_fake(_without_none(fake))
-        self.forward.register_autograd(lambda ctx, *grads: gradient(self.backward, ctx, *grads), setup_context=save)
+        there = _custom_operator(name, forward, fake)
+        back = _custom_operator(f"{name}_backward", backward, fake_backward)
+
+        def run_forward(*inputs):
+            return there(*inputs)[:-1]
+
+        def run_backward(*inputs):
+            return back(*inputs)[:-1]
+
+        there.register_autograd(
+            lambda ctx, *grads: gradient(run_backward, ctx, *grads[:-1]),
+            setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1]),
+        )
+        self.operator, self.forward, self.backward = there, run_forward, run_backward
 
 
 class Operator:

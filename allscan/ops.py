@@ -22,10 +22,10 @@ from .errors import Problem
 from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
 from .operators import (
+    CustomOperator,
     Function,
     check_saveable,
     inference_tensors,
-    ordered,
     product,
     refuse_second_derivative,
     wants_gradient,
@@ -88,7 +88,7 @@ def allscan(
         if decay is None or isinstance(decay, Tensor | int | float):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
-            return _scan(state, given, transition, initial_state, number, reverse, comm.handle)[0]
+            return _traced.forward(state, given, transition, initial_state, number, reverse, comm.handle)[0]
     return _not_traced(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
 
 
@@ -314,8 +314,7 @@ def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
     return dstate, ddecay, dtransition, dinitial
 
 
-@torch.library.custom_op("allscan::scan", mutates_args=())
-def _scan(
+def _forward(
     state: Tensor, decay: Tensor | None, transition: Tensor | None, initial_state: Tensor | None,
     number: float | None, reverse: bool, handle: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -329,13 +328,11 @@ def _scan(
         return scan.scan(state, given, **options, channel=scan.channel_of_scan(reverse, ticket)), ticket
 
 
-@_scan.register_fake
-def _(state, decay, transition, initial_state, number, reverse, handle):
+def _fake(state, decay, transition, initial_state, number, reverse, handle):
     return state.new_empty(state.shape), state.new_empty(1, dtype=torch.int64)
 
 
-@torch.library.custom_op("allscan::scan_backward", mutates_args=())
-def _scan_backward(
+def _backward(
     dprev: Tensor, decay: Tensor | None, transition: Tensor | None, prev: Tensor, ticket: Tensor,
     number: float | None, reverse: bool, handle: int, of_decay: bool, of_transition: bool, of_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -361,26 +358,25 @@ def _scan_backward(
         return dstate, rest[0], rest[1], rest[2]
 
 
-@_scan_backward.register_fake
-def _(dprev, decay, transition, prev, ticket, number, reverse, handle, of_decay, of_transition, of_initial):
+def _fake_backward(dprev, decay, transition, prev, ticket, number, reverse, handle, of_decay, of_transition,
+                   of_initial):  # fmt: skip
     shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
     return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
 
 
-def _save_scan(ctx, inputs, output):
+def _save(ctx, inputs, output):
     _, decay, transition, _, *ctx.where = inputs
     ctx.save_for_backward(decay, transition, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _scan_gradient(ctx, dprev, _):
+def _gradient(backward, ctx, dprev, _):
     wanted = ctx.needs_input_grad[1:4]
-    grads = _scan_backward(dprev, *ctx.saved_tensors, *ctx.where, *wanted)
+    grads = backward(dprev, *ctx.saved_tensors, *ctx.where, *wanted)
     return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True)), None, None, None
 
 
-torch.library.register_autograd("allscan::scan", _scan_gradient, setup_context=_save_scan)
-ordered("allscan::scan", "allscan::scan_backward")
+_traced = CustomOperator("allscan::scan", _forward, _fake, _backward, _fake_backward, _save, _gradient)
 
 
 def _foreign(state, decay, transition, comm, initial_state, reverse, out):

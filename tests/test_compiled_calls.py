@@ -1,0 +1,263 @@
+"""torch.compile leaves out, merges, moves and repeats no call: the other ranks count them."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch._functorch.config
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import allscan
+from allscan import zigzag
+from allscan.operators import CustomOperator
+from support.fla import import_fla
+from support.values import error, raised
+
+CASES = [  # operator, layout
+    ("allscan", "contiguous"), ("halo", "contiguous"), ("to_zigzag", "contiguous"), ("zeco_gla", "contiguous"),
+    ("zeco_gla", "zigzag"), ("zeco_kda", "contiguous"), ("zeco_gated_delta_rule", "zigzag"),
+]  # fmt: skip
+
+
+def call(comm, name, layout, x):
+    """Of [1, 8, 1, 16] the same."""
+    if name == "allscan":
+        return allscan.allscan(x, 0.5, comm=comm)
+    if name == "halo":
+        return torch.cat([allscan.halo(x, 2, comm=comm), x[:, 2:]], 1)
+    if name == "to_zigzag":
+        return zigzag.to_zigzag(x, comm=comm)
+    if name == "zeco_gla":
+        return allscan.zeco_gla(x, x, x, -x.abs(), comm=comm, layout=layout)[0]
+    k, beta, g = torch.nn.functional.normalize(x, dim=-1), x[..., 0].sigmoid(), -x.abs()
+    g = g if name == "zeco_kda" else g[..., 0]
+    return getattr(allscan, name)(k, k, x, g, beta, comm=comm, layout=layout)[0]
+
+
+def operator_case(group, name, layout, backend):
+    """For programs of which rank 0 ignores results, makes equal calls, and repeats calls in backward: (error of results
+    and gradients of the compiled program, its forward and backward calls, those expected)."""
+    if name in ("zeco_kda", "zeco_gated_delta_rule"):
+        import_fla(False)
+    answers = []
+    with allscan.Communicator(group, timeout=30) as comm:
+        one_call = functools.partial(call, comm, name, layout)
+
+        def unused(x):
+            y = one_call(x.sin())
+            z = one_call(x.cos())
+            last = one_call(x)
+            return z.sin() if comm.rank == 0 else z.sin() + 0 * y + 0 * last
+
+        def equal(x):
+            return one_call(x.sin()) * one_call(x.sin() if comm.rank == 0 else x.cos())
+
+        def region(x):
+            return one_call((one_call(x.sin()) + x).cos()).exp()
+
+        def repeated(x):
+            return checkpoint(region, checkpoint(region, x, use_reentrant=False), use_reentrant=False)
+
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(1, 8, 1, 16, generator=generator).to(comm.device)
+        for program, gradients, budget in (
+            (unused, False, 1.0), (equal, False, 1.0), (equal, True, 1.0), (repeated, True, 1.0), (repeated, True, 0.5),
+            (equal, True, 0.0),
+        ):  # fmt: skip
+            torch._dynamo.reset()
+            found, made = [], []
+            for function in program, torch.compile(program, backend=backend, fullgraph=True):
+                leaf, before = x.clone().requires_grad_(gradients), list(comm.order.made)
+                with torch._functorch.config.patch(activation_memory_budget=budget), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "activation_memory_budget")
+                    y = function(leaf)
+                forward = comm.order.made[0] - before[0]
+                if gradients:
+                    y.square().sum().backward()
+                found.append([y.detach(), leaf.grad] if gradients else [y])
+                made.append([comm.order.made[0] - before[0], comm.order.made[1] - before[1]])
+            answers.append((max(error(a, b) for a, b in zip(*found)), made[1], [forward, made[0][1]]))
+    return answers
+
+
+@pytest.mark.parametrize("name, layout", CASES)
+def test_every_call_is_made_once(run, name, layout):
+    """Kind: calls whose results a rank does not use, that are equal on a rank, or that lie in a region which is to be
+    computed again (torch.utils.checkpoint, memory budgets), forward and backward."""
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    for of_rank in run(2, operator_case, name, layout, backend):
+        for worst, made, expected in of_rank:
+            assert worst < 1e-5 and made == expected, of_rank
+
+
+# Of an operator that writes its calls down, in one process
+
+
+LOG: list[int] = []
+
+
+def toy_forward(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of an operator that doubles x: the number of each call comes into LOG, minus the number of a backward."""
+    LOG.append(number)
+    return 2 * x, x.new_zeros(1, dtype=torch.int64)
+
+
+def toy_backward(dy: torch.Tensor, ticket: torch.Tensor, number: int) -> tuple[torch.Tensor]:
+    LOG.append(-number)
+    return (2 * dy,)
+
+
+def toy_fake(x, number):
+    return torch.empty_like(x), x.new_empty(1, dtype=torch.int64)
+
+
+def toy_fake_backward(dy, ticket, number):
+    return (torch.empty_like(dy),)
+
+
+def toy_save(ctx, inputs, output):
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.number = inputs[1]
+
+
+def toy_gradient(backward, ctx, dy, _):
+    return *backward(dy, *ctx.saved_tensors, ctx.number), None
+
+
+TOY = CustomOperator(
+    "toys::toy", toy_forward, toy_fake, toy_backward, toy_fake_backward, toy_save, toy_gradient
+)  # fmt: skip
+
+
+def toy(x, number):
+    return TOY.forward(x, number)[0]
+
+
+def plain(x):
+    toy(x, 1)
+    y, z = toy(x.exp(), 2), toy(x.exp(), 2)
+    w = toy(x.sin(), 3) + toy(x.cos(), 4)
+    toy(x.detach(), 5)
+    return (w * y * z).sum()
+
+
+def region(x):
+    c = toy(x.detach().sin(), 1)
+    y = (toy(x.sin(), 2).cos() + toy(x.exp() * c, 3).sin()).tanh()
+    toy(y, 4)
+    return y
+
+
+def checkpointed(x):
+    for _ in range(2):
+        x = checkpoint(region, x, use_reentrant=False)
+    return toy(x, 5).sum()
+
+
+def within(x):
+    return toy(checkpoint(region, toy(x, 6), use_reentrant=False), 7)
+
+
+def nested(x):
+    return checkpoint(within, x, use_reentrant=False).sum()
+
+
+def always(_, operator, *args, **options):
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+CHOOSING = functools.partial(create_selective_checkpoint_contexts, always)
+
+
+def selective(x):
+    return checkpoint(region, x, use_reentrant=False, context_fn=CHOOSING).sum()
+
+
+ONCE = [1, 2, 3, 4]
+TOYS = [
+    (plain, [1, 2, 2, 3, 4, 5, -4, -3, -2, -2]),
+    (checkpointed, [*ONCE, *ONCE, 5, -5, -3, -2, -3, -2]),
+    (nested, [6, *ONCE, 7, -7, -3, -2, -6]),
+    (selective, [*ONCE, -3, -2]),
+]
+
+
+def value_and_gradient(function, gradients):
+    LOG.clear()
+    x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_(gradients)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "activation_memory_budget")
+        y = function(x)
+    if gradients:
+        y.backward()
+    return [y.detach(), *([x.grad] if gradients else [])]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("backend, budget", [("aot_eager", 1.0), ("aot_eager", 0.5), ("aot_eager", 0.0),
+                                             ("inductor", 1.0)])  # fmt: skip
+def test_order(backend, budget, gradients):
+    """Kind: calls that share no data, which a compiler may put in another order."""
+    for program, expected in TOYS if backend == "aot_eager" else [TOYS[gradients]]:
+        torch._dynamo.reset()
+        wanted = value_and_gradient(program, gradients)
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            found = value_and_gradient(torch.compile(program, backend=backend, fullgraph=True), gradients)
+        assert LOG == [n for n in expected if gradients or n > 0]
+        assert max(error(a, b) for a, b in zip(found, wanted)) < 1e-5
+
+
+def in_a_branch(x):
+    return torch.cond(x.sum() > 0, lambda x: toy(x, 1), lambda x: x.sin(), (x,))
+
+
+@torch.compiler.nested_compile_region
+def nested_region(x):
+    return toy(x, 1)
+
+
+def in_nested_regions(x):
+    return nested_region(nested_region(x).exp())
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("function", [in_a_branch, in_nested_regions])
+def test_what_torch_does_not_order_is_refused(function):
+    torch._dynamo.reset()
+    LOG.clear()
+    _, message = raised(torch.compile(function, backend="aot_eager", fullgraph=True), torch.ones(3))
+    assert "order of calls" in message and not LOG
+
+
+def cached_case(older):
+    """The calls of a compiled function without gradients; ``older``: by an operator without an effect."""
+    function = toy
+    if older:
+        library_operator = torch.library.custom_op("toys::toy", lambda x, n: LOG.append(n) or 2 * x, mutates_args=(),
+                                                   schema="(Tensor x, int n) -> Tensor")  # fmt: skip
+        library_operator.register_fake(lambda x, n: torch.empty_like(x))
+        function = library_operator
+
+    def program(x):
+        function(x, 1)
+        return function(x, 2).sum()
+
+    torch.compile(program, fullgraph=True)(torch.ones(4))
+    return LOG
+
+
+@pytest.mark.cpu
+def test_graphs_of_an_older_version_in_the_cache(tmp_path):
+    """Kind: what torch has kept on disk of operators with the same name, and other effects, arguments or results."""
+    for older, expected in ((True, [2]), (False, [1, 2]), (False, [1, 2])):
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                assert pool.apply(cached_case, (older,)) == expected
