@@ -119,7 +119,6 @@ def differ_case(group, i):
         return found, launched
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("i", range(len(DIFFER)), ids=lambda i: f"{DIFFER[i][0].__name__}-{DIFFER[i][1]}")
 def test_what_must_be_alike(run, i):
     """An argument that one rank has otherwise: named, with its values and who has them, on every rank, and nothing is
@@ -171,7 +170,6 @@ def later_case(group, call, debug):
         return answers, bool(o.isfinite().all())
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("debug", [False, True])
 def test_another_scale_at_a_later_call(run, debug):
     for answers, good in run(2, later_case, "scale", debug):
@@ -197,7 +195,6 @@ def many_scales_case(group):
         return torch.equal(o, expected), len(agreements)
 
 
-@pytest.mark.cpu
 def test_agreements_are_forgotten_together(run):
     assert run(2, many_scales_case) == [(True, 3)] * 2
 
@@ -210,7 +207,6 @@ def communicators_case(group):
     ]
 
 
-@pytest.mark.cpu
 def test_communicators_name_what_differs(run):
     for debug, algorithm in run(2, communicators_case):
         assert "debug: False on rank 0; True on rank 1" in debug[1] and "nodes" not in debug[1]
@@ -253,7 +249,6 @@ def gates_case(group, call, value, how, debug):
         return found
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("call", [kda, gdn, ssd, gla], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(
     "name, how, debug",
@@ -284,7 +279,6 @@ def made_gates_case(group):
         return found
 
 
-@pytest.mark.cpu
 def test_gates_that_operators_make(run):
     for rank, found in enumerate(run(2, made_gates_case)):
         for answer in found:
@@ -316,7 +310,6 @@ def nan_case(group, call):
         return found
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("call", [gla, kda, gdn, ssd, scan, neighbours], ids=lambda call: call.__name__)
 def test_debug_mode_looks_for_nan(run, call):
     answers = run(2, nan_case, call)
@@ -402,7 +395,6 @@ def moved_case(group, which):
         return first, good
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("which", ["tokens", "odd tokens", "width", "dtype", "direction", "no tensor"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_moves_that_differ(run, size, which):
@@ -441,3 +433,28 @@ def compiled_move_case(group):
 @pytest.mark.parametrize("size", [1, 2])
 def test_compiled_moves(run, size):
     assert all(run(size, compiled_move_case))
+
+
+def captured_case(group):
+    """Gates are not looked at in a capture, in which nobody may wait for the GPU: a first call there says so, and in
+    debug mode a captured call is right."""
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        x, g = tensors(comm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            answer = raised(gla, comm, x, g)
+        comm.barrier()
+    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+        expected, _ = gla(comm, x, g)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, _ = gla(comm, x, g)
+        graph.replay()
+        torch.cuda.synchronize()
+        return answer, torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+def test_gates_in_a_capture(run, size=2):
+    for answer, same in run(size, captured_case):
+        assert same and answer[0] == "RuntimeError" and "cannot be captured" in answer[1], answer

@@ -214,6 +214,8 @@ def two_threads_case():
         allscan.allscan(state, comm=comm)
 
     def calls(i):
+        if state.is_cuda:
+            torch.cuda.set_device(state.device)  # of a thread's own
         for _ in range(200):
             try:
                 prev = allscan.allscan((i + 1) * state, comm=comms[i])

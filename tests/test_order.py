@@ -297,9 +297,10 @@ def compared_case(group):
     """In debug mode the others wait for a rank before each launch: they hear that it refuses the call."""
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
         state = torch.ones(1, 16, device=comm.device)
-        allscan.allscan(state, comm=comm)
+        scan = allscan.AllScan(comm, (1, 16))  # whose arguments are not compared before the launch
+        scan.scan(state)
         start = time.monotonic()
-        answer = raised(allscan.allscan, state.double() if comm.rank == 1 else state, comm=comm)
+        answer = raised(scan.scan, state.double() if comm.rank == 1 else state)
         seconds = time.monotonic() - start
         right = [(allscan.allscan(i * state, comm=comm) == i * comm.rank).all().item() for i in (1, 2)]
         comm.barrier()
