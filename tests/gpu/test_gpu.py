@@ -493,6 +493,38 @@ def test_gloo_as_default_back_end_and_finalize(size=2):
         assert max(ranks.run(finalize_case)) < 1e-6
 
 
+def ended_job_case():
+    """torch.distributed ends with a communicator open: finalize() waits for nobody, whoever is still there."""
+    comm, rank = allscan.Communicator(), dist.get_rank()
+    allscan.allscan(torch.ones(1, 16, device=comm.device), comm=comm)
+    comm.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    if rank == 0:
+        time.sleep(3.0)  # NVSHMEM's collectives would hold rank 1 up for as long
+    start = time.monotonic()
+    with pytest.warns(UserWarning) as warned:
+        allscan.finalize()
+    seconds = time.monotonic() - start
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2)
+    texts = " ".join(str(w.message) for w in warned)
+    try:
+        with allscan.Communicator() as new:
+            found = allscan.allscan(torch.ones(1, 16, device=new.device), comm=new).sum().item()
+    except RuntimeError as problem:
+        found = str(problem)
+    return comm.closed, seconds, texts, found
+
+
+def test_a_process_group_that_ends_before_its_communicator(fresh, size=2):
+    for rank, (closed, seconds, texts, found) in enumerate(fresh(size).run(ended_job_case, timeout=120)):
+        assert closed and seconds < 2 and "is closed without the other ranks" in texts, (closed, seconds, texts)
+        if os.environ.get("ALLSCAN_TRANSPORT") == "ipc":
+            assert found == 16.0 * rank
+        else:
+            assert "has left NVSHMEM as it was" in texts and "ranks [0, 1] need a new process" in found, (texts, found)
+
+
 def test_nvshmem_of_somebody_else_is_shared(fresh):
     assert max(fresh(2).run(shared_case)) < 1e-6
 
