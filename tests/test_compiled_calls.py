@@ -108,7 +108,7 @@ def toy_forward(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tenso
     return 2 * x, x.new_zeros(1, dtype=torch.int64)
 
 
-def toy_backward(dy: torch.Tensor, ticket: torch.Tensor, number: int) -> tuple[torch.Tensor]:
+def toy_backward(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor, number: int) -> tuple[torch.Tensor]:
     LOG.append(-number)
     return (2 * dy,)
 
@@ -117,12 +117,12 @@ def toy_fake(x, number):
     return torch.empty_like(x), x.new_empty(1, dtype=torch.int64)
 
 
-def toy_fake_backward(dy, ticket, number):
+def toy_fake_backward(dy, x, ticket, number):
     return (torch.empty_like(dy),)
 
 
 def toy_save(ctx, inputs, output):
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(inputs[0], output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.number = inputs[1]
 
@@ -161,6 +161,16 @@ def checkpointed(x):
     return toy(x, 5).sum()
 
 
+def pair(x):
+    return (toy(x.sin(), 1).cos() + toy(x.exp(), 2).sin()).tanh()
+
+
+def pairs(x):  # whose backward calls inductor orders by the memory that they need, if it may
+    for _ in range(2):
+        x = checkpoint(pair, x, use_reentrant=False)
+    return toy(x, 7).sum()
+
+
 def within(x):
     return toy(checkpoint(region, toy(x, 6), use_reentrant=False), 7)
 
@@ -183,6 +193,7 @@ def selective(x):
 ONCE = [1, 2, 3, 4]
 TOYS = [
     (plain, [1, 2, 2, 3, 4, 5, -4, -3, -2, -2]),
+    (pairs, [1, 2, 1, 2, 7, -7, -2, -1, -2, -1]),
     (checkpointed, [*ONCE, *ONCE, 5, -5, -3, -2, -3, -2]),
     (nested, [6, *ONCE, 7, -7, -3, -2, -6]),
     (selective, [*ONCE, -3, -2]),
@@ -191,7 +202,7 @@ TOYS = [
 
 def value_and_gradient(function, gradients):
     LOG.clear()
-    x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_(gradients)
+    x = torch.linspace(-1, 1, 2048).view(64, 32).requires_grad_(gradients)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "activation_memory_budget")
         y = function(x)
