@@ -42,7 +42,7 @@ def of_memory(x, dt, A, B, C, chunk_size, **options):
 class Memory(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()).clone()
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()).clone()
 
     @staticmethod
     def backward(ctx, dx):
