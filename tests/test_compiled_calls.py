@@ -91,9 +91,12 @@ def test_every_call_is_made_once(run, name, layout):
     """Kind: calls whose results a rank does not use, that are equal on a rank, or that lie in a region which is to be
     computed again (torch.utils.checkpoint, memory budgets), forward and backward."""
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    # fla multiplies float32 as TF32 for KDA on GPUs: an input whose last bit differs, as that of inductor's sine, may
+    # change results by some of its steps of 2**-11. A call in the place of another changes them by about 1
+    limit = 1e-2 if name == "zeco_kda" and torch.cuda.is_available() else 1e-5
     for of_rank in run(2, operator_case, name, layout, backend):
         for worst, made, expected in of_rank:
-            assert worst < 1e-5 and made == expected, of_rank
+            assert worst < limit and made == expected, of_rank
 
 
 # Of an operator that writes its calls down, in one process
