@@ -134,6 +134,7 @@ class Communicator:
         self._record = self.record.numpy().data  # the same memory, quicker to read
         self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of what a rank does not have
         self.streams = Streams(self.device)
+        self.streams.synchronize()  # these words are there before any stream counts in them
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)

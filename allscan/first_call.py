@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .checks import boundaries
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
@@ -238,6 +239,19 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
         del partitions[next(iter(partitions))]
     partitions[lengths] = tokens
     return tokens
+
+
+def compare_values(comm: Communicator, given: Any, read: torch.Tensor | None) -> None:
+    """In debug mode, for each call with packed sequences: raise ValueError on every rank if a rank was ``given`` a
+    cu_seqlens that has other values now than were ``read`` of it."""
+    if read is None or not comm.debug or torch.compiler.is_compiling():
+        return
+    lengths, now = (tuple(boundaries(x).tolist()) for x in (read, given))
+    answers = comm.exchange(None if now == lengths else (lengths, now), "the values of cu_seqlens, in debug mode")
+    if any(answers):
+        found = by_rank("ok" if x is None else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
+        problem = f"cu_seqlens was written to in a way that torch does not count, so it is not read again: {found}"
+        raise comm.order.raised_everywhere(ValueError(problem))
 
 
 def check_packed(

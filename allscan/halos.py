@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import Shift, boundaries, check_dense, check_halves, integer, is_zigzag, plain, signature_of
+from .checks import Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
 from .communicator import Communicator, cached_on, communicator_of
 from .errors import Problem
-from .first_call import KEPT, cached_table, check_packed, get_or_create_scan, partition_start
+from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
 from .operators import CustomOperator, check_saveable, inference_tensors, wants_gradient
 from .ops import scan_once, scan_zigzag
-from .packing import Tables, boundaries_on_host
+from .packing import Tables, boundaries_on_host, own_boundaries
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
@@ -124,6 +124,7 @@ def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told) -> tuple
 def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
     """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
     shape = agree = problem = None
+    given = cu_seqlens
     try:
         for x in xs:
             check_dense("x", x)
@@ -133,7 +134,7 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
         if not xs or min(x.ndim for x in xs) < 2:
             raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
         if cu_seqlens is not None:
-            cu_seqlens = boundaries(cu_seqlens)
+            cu_seqlens = own_boundaries(cu_seqlens)
             first_token = None if first_token is None else integer("first_token", first_token, 0)
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
@@ -151,6 +152,7 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     get_or_create_scan(comm, shape, agree, problem)
+    compare_values(comm, given, cu_seqlens)
     return n, cu_seqlens, first_token
 
 

@@ -7,11 +7,12 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .checks import boundaries, refuse_in_capture
 from .communicator import Communicator
 from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
@@ -200,18 +201,35 @@ def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """cu_seqlens as Python's numbers."""
+    """cu_seqlens as Python's numbers; see :class:`TensorKey`. Raises ValueError for one on the GPU in a capture."""
     if cu_seqlens.device.type == "cpu":
         return tuple(cu_seqlens.tolist())
+    refuse_in_capture(cu_seqlens)
     return _read_boundaries(TensorKey(cu_seqlens))
 
 
+def own_boundaries(cu_seqlens: Any) -> torch.Tensor:
+    """checks.boundaries of what a caller gives, read once, on the CPU and in memory that nobody writes to: what
+    backward reads again is what forward had. Where torch.compile traces as it is given."""
+    given = boundaries(cu_seqlens)
+    if torch.compiler.is_compiling():
+        return given
+    if given.device.type == "cpu" or type(given) is not torch.Tensor:
+        return given.clone()
+    try:
+        return torch.tensor(boundaries_on_host(given), dtype=given.dtype, device="cpu")
+    except RuntimeError as error:
+        raise TypeError(f"cu_seqlens cannot be read: {error}") from error
+
+
 class TensorKey:
-    """A tensor as a dictionary key: the same object, not written to since."""
+    """A tensor as a dictionary key: the same object, not written to since, as far as torch has counted: not by way of
+    ``.data``, of other code than torch's, or of a CUDA graph's replay, nor if it was made in torch.inference_mode."""
 
     def __init__(self, tensor):
         self.tensor = weakref.ref(tensor)
-        self.key = (id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        version = 0 if tensor.is_inference() else tensor._version
+        self.key = (id(tensor), tensor.data_ptr(), tensor.shape, version)
 
     def __hash__(self):
         return hash(self.key)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import boundaries, check_dense, check_halves, check_tensor, integer, is_zigzag, plain
+from .checks import check_dense, check_halves, check_tensor, integer, is_zigzag, plain
 from .communicator import Communicator
 from .errors import Problem
 from .first_call import (
@@ -18,6 +18,7 @@ from .first_call import (
     check_gates,
     check_packed,
     common_fields,
+    compare_values,
     get_or_create_scan,
     looks_at_gates,
     partition_start,
@@ -25,7 +26,7 @@ from .first_call import (
 from .launching import dynamo_disabled
 from .operators import check_saveable, product, wants_gradient
 from .ops import allscan
-from .packing import Tables, boundaries_on_host, cut, zigzag_cut
+from .packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
 
@@ -220,10 +221,10 @@ def _prepare(
 ):
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     problem = shape = agree = None
-    looked = False
+    looked, boundaries = False, cu_seqlens
     try:
         zigzag = is_zigzag(layout)
-        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         shape = _check(comm, **given)
         integer("chunk_size", chunk_size)
@@ -256,6 +257,7 @@ def _prepare(
         problem = Problem(error)
     algorithm = "chain" if shape is None else comm.algorithm_for(4 * math.prod(shape))
     get_or_create_scan(comm, shape, agree, problem, at_first=looked, algorithm=algorithm)
+    compare_values(comm, boundaries, cu_seqlens)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 
 

@@ -128,8 +128,9 @@ def make_workspace(
         raise comm.order.raised_everywhere(spec.take())
     if comm.size == 1:
         constants = _constants(spec, NONE.value, NONE.value)
-        words = torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device)
-        values = torch.zeros(1, dtype=torch.float32, device=comm.device)
+        # kept, since a stream that nobody waits for may still write there when the AllScan goes
+        words = comm.keep(torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device))
+        values = comm.keep(torch.zeros(1, dtype=torch.float32, device=comm.device))
         lonely = Channel(*[values] * 3, *[words] * 10, **constants)
         return Workspace((lonely, lonely), ())
 

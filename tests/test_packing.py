@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import types
+from unittest import mock
 
+import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
-from allscan import first_call
+from allscan import first_call, packing
 from allscan.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
+from allscan.launching import Launch
 from allscan.packing import Layout, cut, most_segments, segment_length
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
+from support.packed import calls, differ, forward_and_backward
 from support.values import raised
 
 pytestmark = pytest.mark.cpu
@@ -113,3 +120,266 @@ def kept_case(group):
 
 def test_all_ranks_forget_the_same(run):
     assert run(2, kept_case) == [3, 3]
+
+
+class LateCopies:
+    """torch, as packing sees it, where the device is a GPU whose memory is the host's: a copy that does not wait is
+    made when the host waits for an event behind it on its stream. Until then there are zeros."""
+
+    def __init__(self):
+        self._stream, self._copies = None, []
+        self.made = []  # (number of bytes, stream) of each copy that was made
+        self.cuda = types.SimpleNamespace(stream=self._on, Event=lambda: self._Event(self))
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def device(self, _):
+        return types.SimpleNamespace(type="cuda")
+
+    def empty(self, *shape, device, dtype, pin_memory=False):
+        return torch.empty(*shape, dtype=dtype, device="cpu").zero_()
+
+    @contextlib.contextmanager
+    def _on(self, stream):
+        before, self._stream = self._stream, stream
+        yield
+        self._stream = before
+
+    class _Event:
+        def __init__(self, gpu):
+            self._gpu = gpu
+
+        def record(self):
+            self._behind, self._gpu._copies = self._gpu._copies, []
+
+        def synchronize(self):
+            for there, host, stream in self._behind:
+                there.copy_(host)
+                self._gpu.made.append((host.nbytes, stream))
+            self._behind = []
+
+    @contextlib.contextmanager
+    def there(self):
+        copy, to = torch.Tensor.copy_, torch.Tensor.to
+
+        def late_copy(x, host, non_blocking=False):
+            return (self._copies.append((x, host, self._stream)) or x) if non_blocking else copy(x, host)
+
+        def late_to(x, *where, non_blocking=False, **options):
+            if not non_blocking:
+                return to(x, *where, **options)
+            made = torch.zeros_like(x)
+            self._copies.append((made, x, self._stream))
+            return made
+
+        with (
+            mock.patch.object(packing, "torch", self),
+            mock.patch.object(packing, "table_stream", lambda _: "tables", create=True),
+            mock.patch.object(torch.Tensor, "copy_", late_copy),
+            mock.patch.object(torch.Tensor, "to", late_to),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda x: x),
+        ):
+            yield
+
+
+def late_copies_case(group):
+    """Which calls differ from those whose tables are copied at once; and the copies."""
+    results, gpu = [], LateCopies()
+    for there in (contextlib.nullcontext, gpu.there):
+        with allscan.Communicator(group) as comm, there():
+            cu_seqlens = [0, 7, 7, 20 * comm.size]
+            results.append(
+                {
+                    (*name, lengths is None): forward_and_backward(call, lengths)
+                    for name, call in calls(comm, 20).items()
+                    for lengths in (None, cu_seqlens)
+                }
+            )
+            tables = len(cached_on(comm, "tables"))
+    plain, late = results
+    return [name for name in plain if differ(late[name], plain[name])], gpu.made, tables
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_are_there_before_any_stream_reads_them(run, size):
+    """Memory shared between calls whose order hangs on a scan being launched first: calls on two streams, one of which
+    copies tables that the other one reads, with no order between them. Whatever makes tables waits for the copy, one
+    for each layout, on a stream that nothing else is launched on."""
+    for different, made, tables in run(size, late_copies_case):
+        assert not different, different
+        assert len(made) == tables > 10 and {stream for _, stream in made} == {"tables"}
+
+
+def uses_case(group):
+    """What calls, and their backward passes, read of tables without saying so, in later calls too."""
+    counted = []
+    use = packing.Tables.use
+    with allscan.Communicator(group) as comm, mock.patch.object(
+        packing.Tables, "use", lambda self, comm: (counted.append(self), use(self, comm))[1]
+    ):  # fmt: skip
+        silent = []
+        for (name, layout), call in calls(comm, 20).items():
+            for lengths in (None, [0, 7, 20 * comm.size]):
+                forward_and_backward(call, lengths)
+                del counted[:]
+                result, inputs = call(lengths)
+                forward = len(counted)
+                torch.autograd.grad(result.sum(), inputs, allow_unused=True)
+                backward = len(counted) - forward
+                if name == "zeco_ssd":  # it has a table where a rank has tokens of two sequences
+                    has_tables = layout == "zigzag" or (lengths is not None and comm.rank == 0)
+                else:
+                    has_tables = lengths is not None or name != "halo"
+                backward_too = has_tables and name not in ("halo", "zeco_ssd")  # autograd has theirs
+                if has_tables > forward or backward_too > backward:
+                    silent.append((name, layout, lengths is None))
+        return silent
+
+
+def test_every_call_says_that_it_reads_tables(run, size=2):
+    """Memory that another stream still reads when it is given back: so calls say on which stream they read tables."""
+    assert run(size, uses_case) == [[]] * size
+
+
+def test_memory_of_tables_is_given_back_behind_its_readers():
+    """By record_stream of every stream that reads it; in a capture the communicator has it."""
+    recorded, kept = [], []
+    streams = types.SimpleNamespace(cuda=True, capturing=lambda: False, number=lambda: 1, current=lambda: "first")
+    comm = types.SimpleNamespace(streams=streams, keep=kept.append)
+    tables = packing.Tables([torch.arange(3), torch.ones(2)], "cpu")
+    with mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x, stream))):
+        own = tables.of_stream(comm)
+        for number, name in ((1, "first"), (2, "second"), (1, "first"), (2, "second")):
+            streams.number, streams.current = (lambda number=number: number), (lambda name=name: name)
+            tables.use(comm)
+        other = tables.of_stream(comm)
+        assert all(x is not y and torch.equal(x, y) for x, y in zip(own, other))
+        streams.capturing, streams.number = (lambda: True), (lambda: 3)
+        tables.use(comm)
+        assert tables.of_stream(comm) is other and tables.held
+    assert [stream for _, stream in recorded] == ["first", "second"]
+    assert all(x is tables.tensors[0] for x in (recorded[0][0], *kept)) and len(kept) == 1
+
+
+def changed(how, lengths):
+    """(a cu_seqlens, what puts other boundaries into it)."""
+    array = numpy.array(lengths)
+    if how == "NumPy array":
+        return array, lambda: array.__setitem__(1, lengths[1] + 5)
+    if how == "list":
+        given = [*lengths]
+        return given, lambda: given.__setitem__(1, lengths[1] + 5)
+    tensor = torch.from_numpy(array) if how == "memory of NumPy" else torch.tensor(lengths)
+
+    def write():
+        if how == "memory of NumPy":
+            array[1] += 5
+        elif how == "data":
+            tensor.data[1] += 5
+        elif how == "operator":
+            tensor[1] += 5
+        else:
+            with torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor[1] += 5
+
+    return tensor, write
+
+
+WAYS = "list", "NumPy array", "memory of NumPy", "data", "operator", "without a version"
+
+
+class Looking(TorchDispatchMode):
+    """Under which operators are custom ones."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def changed_case(group, custom):
+    """Which backward passes differ where cu_seqlens is written to after the forward pass."""
+    with allscan.Communicator(group, timeout=10) as comm:
+        lengths, wrong = [0, 10, 20 * comm.size], []
+        for name, call in calls(comm, 20).items():
+            expected = forward_and_backward(call, lengths)
+            for how in WAYS:
+                cu_seqlens, write = changed(how, lengths)
+                with Looking() if custom else contextlib.nullcontext():
+                    result, inputs = call(cu_seqlens)
+                write()
+                weights = torch.linspace(-1, 1, result.numel()).view(result.shape)
+                found = [result.detach(), *torch.autograd.grad(result, inputs, weights, allow_unused=True)]
+                if differ(found, expected):
+                    wrong.append((*name, how))
+        return wrong
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_backward_has_the_boundaries_of_forward(run, custom, size=2):
+    """What backward derives anew from something that may have changed: cu_seqlens that the caller fills anew for the
+    next batch, in ways that torch counts and that it does not."""
+    assert run(size, changed_case, custom) == [[]] * size
+
+
+class OnGPU(torch.Tensor):
+    """Of which torch says that it is on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+
+def captured_case(group):
+    """What calls with a cu_seqlens on the GPU raise in a capture, and whether later ones are right."""
+    answers, right = {}, []
+    with allscan.Communicator(group, timeout=10) as comm:
+        lengths = [0, 10, 20 * comm.size]
+        on_gpu = torch.tensor(lengths).as_subclass(OnGPU)
+        for name, call in calls(comm, 20).items():
+            expected = forward_and_backward(call, lengths)
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+                mock.patch.object(Launch, "__call__", lambda *_: pytest.fail("launched")),
+            ):
+                answers[name] = raised(call, on_gpu)
+            right.append(not differ(forward_and_backward(call, lengths), expected))
+        return answers, right
+
+
+def test_a_capture_refuses_cu_seqlens_on_the_gpu(run, size=2):
+    """Contents that a graph's replays would not see: refused on every rank, before anything is launched."""
+    for answers, right in run(size, captured_case):
+        assert all(right)
+        for name, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and "cannot be captured" in answer[1], (
+                name,
+                answer,
+            )
+
+
+def debug_case(group):
+    """In debug mode, with boundaries that are kept as those of tensors on a GPU: what a call raises behind a write that
+    torch does not count on rank 1, and behind one that it counts."""
+    answers = {}
+
+    def read(x):
+        return torch.tensor(packing._read_boundaries(packing.TensorKey(x)))
+
+    with allscan.Communicator(group, timeout=10, debug=True) as comm, contextlib.ExitStack() as patches:
+        for module in ("gla.operator", "delta.operator", "ssd", "halos"):
+            patches.enter_context(mock.patch(f"allscan.{module}.own_boundaries", read))
+        for name, call in calls(comm, 20).items():
+            cu_seqlens = torch.tensor([0, 10, 20 * comm.size])
+            call(cu_seqlens)
+            if comm.rank == 1:
+                cu_seqlens.data[1] = 15
+            first = raised(call, cu_seqlens)
+            cu_seqlens[1] = 15
+            answers[name] = first, raised(call, cu_seqlens)
+    return answers
+
+
+def test_debug_mode_sees_writes_that_torch_does_not_count(run, size=2):
+    for answers in run(size, debug_case):
+        for name, (first, second) in answers.items():
+            assert first is not None and first[0] == "ValueError" and "does not count" in first[1], (name, first)
+            assert second is None, (name, second)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..checks import (
-    boundaries,
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -24,10 +23,10 @@ from ..checks import (
 )
 from ..communicator import Communicator, communicator_of, saved_tensors
 from ..errors import Problem
-from ..first_call import check_first, check_packed, checked, common_fields, find_layout
+from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..operators import Operator, check_saveable, refuse_second_derivative
 from ..order import pending_backwards, recomputing
-from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments
+from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from ..tickets import TICKETS
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
@@ -169,12 +168,12 @@ def _delta(
     rule, before: Before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token,
     layout,
 ):  # fmt: skip
-    problem = None
+    problem, boundaries = None, cu_seqlens
     try:
         zigzag = is_zigzag(layout)
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
         check_for_an_operator(tensors, scale)
-        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, q, v, g)
@@ -186,6 +185,7 @@ def _delta(
         problem = Problem(error)
     if problem is not None:
         prepare(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
+    compare_values(comm, boundaries, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT

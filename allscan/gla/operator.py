@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..checks import (
-    boundaries,
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -24,7 +23,7 @@ from ..checks import (
 )
 from ..communicator import Communicator, cached_on, saved_tensors
 from ..errors import Problem
-from ..first_call import KEPT, check_first, check_packed, checked, common_fields, find_layout
+from ..first_call import KEPT, check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..operators import (
     CustomOperator,
     Function,
@@ -35,7 +34,7 @@ from ..operators import (
     watched,
 )
 from ..order import recomputing
-from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout
+from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from ..plan import Plan
 from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
@@ -141,17 +140,18 @@ def zeco_gla_by(
 
 def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout):
     """(cu_seqlens, scale, first_token, zigzag), after the checks that need no other rank."""
-    problem = None
+    problem, given = None, cu_seqlens
     try:
         zigzag = is_zigzag(layout)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
-        cu_seqlens = None if cu_seqlens is None else boundaries(cu_seqlens)
+        cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
+    compare_values(carrier.comm, given, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return cu_seqlens, scale, first_token, zigzag
 

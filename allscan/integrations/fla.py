@@ -17,7 +17,8 @@ from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..halos import halo
-from ..packing import Tables, TensorKey, boundaries_on_host
+from ..launching import dynamo_disabled
+from ..packing import Tables, boundaries_on_host
 from ..ssd import Using
 from . import needs
 from .batches import STAMP, misfit, read
@@ -111,7 +112,7 @@ def _layer(
 ):  # fmt: skip
     """The forward of a layer, over this rank's tokens."""
     kind, stamp = _kind(layer), options.get(STAMP)
-    if attention_mask is not None and not masks_nothing(TensorKey(attention_mask)):
+    if attention_mask is not None and not masks_nothing(attention_mask, comm):
         refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if hidden_states.requires_grad and torch.is_grad_enabled() and not hidden_states.shape[1]:
         refuse(comm, "fla's norms have no backward for a rank without tokens: give it one, or use torch.no_grad()")
@@ -202,7 +203,7 @@ def _softmax(layer, x, cache, where, stamp=None):
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
-    lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
+    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     tokens = _tokens_of_all(
         comm, x, layout, stamp
     )  # always: what follows is the back end's collective, where nobody is refused
@@ -273,6 +274,12 @@ _CALLS = {
 }
 
 
+@dynamo_disabled
+def _read(comm, cu_seqlens):
+    with comm.call():  # so that a rank that refuses it is not waited for
+        return boundaries_on_host(boundaries(cu_seqlens))
+
+
 def _tokens_of_all(comm, x, layout, stamp):
     """How many each rank has, of one batch."""
     with comm.call():  # so that a rank that refuses the layer is not waited for
@@ -295,7 +302,7 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
     else:
         xs = [x.unflatten(1, (halves, -1)) for x in xs]
     if cu_seqlens is not None:
-        lengths = boundaries_on_host(boundaries(cu_seqlens))
+        lengths = _read(comm, cu_seqlens)
         first = partition_start(comm, lengths, T, first_token, halves == 2)
         key = ("convolution", first, T, lengths, n, halves)
         tables = cached_table(comm, key, lambda: Tables([_lengths_here(first, lengths, n, T, halves)], comm.device))

@@ -156,7 +156,8 @@ class _Mixer:
             refuse(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
             refuse(comm, f"packed sequences must be in a batch of one, got {batch}")
-        numbers = boundaries_on_host(lengths)
+        with comm.call():  # so that a rank that refuses them is not waited for
+            numbers = boundaries_on_host(lengths)
         first = partition_start(comm, numbers, T, zigzag=self.zigzag)
         if not self.zigzag or not self.per_document:
             where |= dict(cu_seqlens=lengths, first_token=first)

@@ -73,6 +73,14 @@ def refuse(comm, message: str):
         raise ValueError(message)
 
 
+def masks_nothing(mask: torch.Tensor, comm) -> bool:
+    """Looking waits for the GPU, once for the mask that all layers are given, see TensorKey; in debug mode each time.
+    Refuses a mask on the GPU in a capture, since replays would not look at it."""
+    if mask.is_cuda and comm.streams.capturing():
+        refuse(comm, "attention_mask on the GPU cannot be captured, since replays would not look at it: leave it out")
+    return bool(mask.all()) if comm.debug or not mask.is_cuda else _masks_nothing(TensorKey(mask))
+
+
 @functools.lru_cache(maxsize=1)
-def masks_nothing(mask: TensorKey) -> bool:
-    return bool(mask.tensor().all())  # waits for the GPU, once for the mask that all layers are given
+def _masks_nothing(mask: TensorKey) -> bool:
+    return bool(mask.tensor().all())

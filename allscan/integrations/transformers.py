@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
-from ..packing import TensorKey, boundaries_on_host, cut
+from ..packing import boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..ssd import zeco_ssd
 from ..zigzag import zigzag_positions
@@ -274,9 +274,7 @@ def _model(
         if not isinstance(vars(sys.modules[home]).get(name), (_Operator, type(None))):
             refuse(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")
     if attention_mask is not None and not (
-        isinstance(attention_mask, torch.Tensor)
-        and attention_mask.ndim == 2
-        and masks_nothing(TensorKey(attention_mask))
+        isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and masks_nothing(attention_mask, comm)
     ):
         refuse(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
     cache = past_key_values if cache is None else cache
