@@ -210,12 +210,12 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 def own_boundaries(cu_seqlens: Any) -> torch.Tensor:
     """checks.boundaries of what a caller gives, read once, on the CPU and in memory that nobody writes to: what
-    backward reads again is what forward had. Where torch.compile traces as it is given."""
+    backward reads again is what forward had. Where torch.compile traces, one on the GPU is as it is given."""
     given = boundaries(cu_seqlens)
-    if torch.compiler.is_compiling():
-        return given
     if given.device.type == "cpu" or type(given) is not torch.Tensor:
         return given.clone()
+    if torch.compiler.is_compiling():
+        return given
     try:
         return torch.tensor(boundaries_on_host(given), dtype=given.dtype, device="cpu")
     except RuntimeError as error:
