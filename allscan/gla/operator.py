@@ -66,8 +66,10 @@ def zeco_gla(
     cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
         i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
         the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one communicator a cu_seqlens has
-        one split: each rank has the same T whenever it comes again. A tensor on the GPU is read once, which waits for
-        it; do not change its values afterwards other than by torch, and not at all if made in torch.inference_mode.
+        one split: each rank has the same T whenever it comes again. A call and its backward have the values of when it
+        was made. A tensor on the GPU is read once, which waits for it, and again when torch has counted a write to it:
+        do not change it in other ways (``.data``, other code's kernels, a CUDA graph's replay), and not at all if made
+        in torch.inference_mode; debug mode compares. In a CUDA graph's capture it must be a list or on the CPU.
     first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
         cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
         tokens follow one another is the caller's word; debug mode compares it.

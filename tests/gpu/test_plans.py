@@ -16,10 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 
 import allscan
+from allscan import first_call
 from allscan.delta.passes import functions_with_plans
 from allscan.traces import Traced
 from support.delta import Whole
 from support.fla import import_fla
+from support.packed import calls, differ, forward_and_backward
 from support.values import late, place, relative
 
 pytestmark = pytest.mark.gpu
@@ -444,3 +446,85 @@ def many_calls_case(group, dtype, D, calls):
 @pytest.mark.parametrize("dtype, D", [(torch.float32, 64), (torch.bfloat16, 128)])
 def test_3000_calls_give_the_same_bits(run, size, dtype, D):
     assert run(size, many_calls_case, dtype, D, 3000) == [0] * size
+
+
+def backlog(ms=60):
+    """Keeps the current stream busy for a while."""
+    torch.cuda._sleep(int(ms * 2e6))
+
+
+def two_streams_case(group, kept):
+    """Calls that differ from those of one stream, where the first call with new tables is behind a backlog on one
+    stream and the same call follows on another one at once; ``kept``: how many tables a communicator keeps, of which
+    those that are given back are overwritten."""
+    import_fla(False)
+    before, first_call.KEPT = first_call.KEPT, kept
+    try:
+        with allscan.Communicator(group, timeout=30) as comm:
+            T, wrong = 256, []
+            streams = [torch.cuda.Stream() for _ in range(2)]
+            for name, call in calls(comm, T, K=64).items():
+                for i in range(8):
+                    lengths = None if i == 0 else [0, 20 + 7 * i, 20 + 7 * i, T * comm.size]
+                    found = []
+                    torch.cuda.synchronize()
+                    for stream in streams:
+                        with torch.cuda.stream(stream):
+                            if stream is streams[0]:
+                                backlog()
+                            found.append(forward_and_backward(call, lengths))
+                            trash = [torch.full((n,), -1, device=comm.device) for n in (1 << 8, 1 << 12, 1 << 16)]
+                            del trash
+                    torch.cuda.synchronize()
+                    expected = forward_and_backward(call, lengths)
+                    torch.cuda.synchronize()
+                    if any(differ(x, expected) for x in found):
+                        wrong.append((*name, lengths))
+            comm.barrier()
+            return wrong
+    finally:
+        first_call.KEPT = before
+
+
+@pytest.mark.parametrize("kept", [256, 2])
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_streams_share_tables(run, size, kept):
+    """Memory shared between calls whose order hangs on a scan being launched first, and memory that is given back
+    while another stream reads it: every operator, layout and number of ranks."""
+    assert run(size, two_streams_case, kept) == [[]] * size
+
+
+def captured_lengths_case(group):
+    """What a capture raises for a cu_seqlens on the GPU, and whether one on the CPU is captured and replayed."""
+    import_fla(False)
+    with allscan.Communicator(group, timeout=30) as comm:
+        T, answers = 256, {}
+        for name, call in calls(comm, T, K=64).items():
+            lengths = torch.tensor([0, 100, T * comm.size])
+            with torch.no_grad():
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    expected = [call(lengths)[0] for _ in range(3)][-1]
+                torch.cuda.current_stream().wait_stream(side)
+                on_gpu = lengths.to(comm.device)
+                comm.barrier()
+                graph, refused = torch.cuda.CUDAGraph(), None
+                with torch.cuda.graph(graph):
+                    try:
+                        call(on_gpu)
+                    except ValueError as error:
+                        refused = str(error)
+                    result = call(lengths)[0]
+                graph.replay()
+                torch.cuda.synchronize()
+                answers[name] = refused, torch.equal(result, expected)
+        comm.barrier()
+        return answers
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_capture_has_lengths_of_the_host(run, size):
+    for answers in run(size, captured_lengths_case):
+        for name, (refused, same_bits) in answers.items():
+            assert refused is not None and "cannot be captured" in refused and same_bits, (name, refused, same_bits)
