@@ -200,11 +200,11 @@ class NoCarrier:
     """Carries nothing."""
 
     class comm:
-        size, streams, graphs = 2, Streams(torch.device("cpu")), None
+        size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
 
         @staticmethod
         @contextlib.contextmanager
-        def call(reverse=False):
+        def call(*_):
             yield
 
     def prepare(self, *_):
@@ -277,9 +277,9 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     monkeypatch.setattr(operator, "find_layout", lambda *_: layout)
     initial = torch.zeros(1, H, K, V)
     with torch.no_grad():
-        how = True, 0, 0.1, None, False, keeps
-        _, final, *kept = operator._forward(q, k, v, g, initial, None, *how)
-        operator._backward(do, final, q, k, v, g, None, *kept, *how)
+        how = 0.1, None, False, keeps
+        _, final, *kept = operator._forward(q, k, v, g, initial, None, True, 0, *how)
+        operator._backward(do, final, q, k, v, g, None, *kept, True, 0, g.dtype, *how)
     seen = set()
     for kernel, compiled in compiled_launches(more_on_sm_100=64 if dtype == torch.bfloat16 and not keeps else None):
         seen.add(kernel)

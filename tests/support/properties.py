@@ -153,12 +153,13 @@ def words(x) -> str:
 class ScanCall:
     """What all ranks give to one call, and what they are to get."""
 
-    def __init__(self, draw, size, shape, dense_allowed, gradients=False):
-        self.shape, self.gradients = shape, gradients
+    def __init__(self, draw, size, shape, dense_allowed, gradients=False, debug=False):
+        """debug: of the communicator's, in which NaN is refused, also where it was given."""
+        self.shape, self.gradients, self.debug = shape, gradients, debug
         dense = [dense_allowed and draw.happens(0.3)] * size
         if not gradients and dense[0] and draw.happens(0.3):
             dense = [draw.happens(0.5) for _ in range(size)]  # ranks may mix the two
-        special = not gradients and not any(dense) and draw.happens(0.5)
+        special = not gradients and not any(dense) and draw.happens(0.5) and not debug
         K = shape[-2]
         self.dense = dense
         self.states = [draw_state(draw, shape, special) for _ in range(size)]
@@ -302,11 +303,11 @@ def scans_case(group, seed):
                 which, scan, dense, options = draw.choice(scans)
                 many = 2 * options["depth"] + 1 if scan.num_tiles <= 4 else 3
                 for epoch in range(draw.choice([1, 1, 2, many])):
-                    call = ScanCall(draw, size, scan.shape, dense)
+                    call = ScanCall(draw, size, scan.shape, dense, debug=settings[which]["debug"])
                     with told(seed, f"call {number}.{epoch}", settings[which], options, call.text):
                         call.scan(comms[which], scan)
             elif kind == "function":
-                call = ScanCall(draw, size, draw.choice(shapes), True)
+                call = ScanCall(draw, size, draw.choice(shapes), True, debug=settings[which]["debug"])
                 call.dense = [call.dense[0]] * size
                 call = _alike(call, draw, size)
                 with told(seed, f"call {number}, allscan()", settings[which], call.text):
@@ -327,7 +328,7 @@ def scans_case(group, seed):
 def _alike(call, draw, size):
     """allscan() keeps an AllScan of its own for transitions: all ranks have them or none. It takes no ``adjoint``."""
     while len(set(t is None for t in call.transitions)) > 1 or call.adjoint:
-        call = ScanCall(draw, size, call.shape, True)
+        call = ScanCall(draw, size, call.shape, True, debug=call.debug)
     return call
 
 
@@ -729,7 +730,15 @@ class Cycle:
         options["timeout"] = 60 if patient else self.TIMEOUT
         self.log.append(f"open communicator {number} of {ranks}, {options}")
         comm = dict(
-            number=number, ranks=ranks, scans=[], shapes=set(), lengths=set(), taken=0, patient=patient, comm=None
+            number=number,
+            ranks=ranks,
+            scans=[],
+            shapes=set(),
+            lengths=set(),
+            taken=0,
+            patient=patient,
+            comm=None,
+            debug=options["debug"],
         )
         if self.me in ranks:
             comm["comm"] = allscan.Communicator(self.groups[ranks], **options)
@@ -763,7 +772,7 @@ class Cycle:
             return self.make(comm, draw)
         entry = draw.choice(comm["scans"])
         for _ in range(draw.randint(1, 3)):
-            call = ScanCall(draw, len(comm["ranks"]), entry["shape"], entry["dense"])
+            call = ScanCall(draw, len(comm["ranks"]), entry["shape"], entry["dense"], debug=comm["debug"])
             self.log.append(call.text)
             if self.member(comm):
                 call.scan(comm["comm"], entry["scan"])
@@ -775,7 +784,8 @@ class Cycle:
             self.take(comm, shape)
 
     def function(self, comm, draw):
-        call = ScanCall(draw, len(comm["ranks"]), draw.choice([(2, 3, 4), (1, 5, 3), (4, 4)]), False)
+        shape = draw.choice([(2, 3, 4), (1, 5, 3), (4, 4)])
+        call = ScanCall(draw, len(comm["ranks"]), shape, False, debug=comm["debug"])
         call = _without_adjoint(call)
         self.log.append(call.text)
         if self.member(comm):
@@ -901,7 +911,7 @@ class Cycle:
         elif kind == "AllScan":
             answer = raised(allscan.AllScan, comm, (3, 3, 3), depth=0 if wrong else 2)
         elif kind == "halo":
-            answer = raised(allscan.halo, torch.zeros(1, 1 if wrong else 4, 77), 2, comm=comm)
+            answer = raised(allscan.halo, torch.zeros(1, 5 if wrong else 4, 77), 2, comm=comm, layout="zigzag")
         elif comm.size > 1:
             answer = raised(allscan.AllScan, comm, (1 << 14, 64, 64))
             assert answer and answer[0] == "MemoryError", answer
@@ -915,7 +925,7 @@ class Cycle:
         self.make(comm, draw)
         entry = draw.choice(comm["scans"])
         odd = draw.choice(comm["ranks"])
-        call = ScanCall(draw, len(comm["ranks"]), entry["shape"], entry["dense"])
+        call = ScanCall(draw, len(comm["ranks"]), entry["shape"], entry["dense"], debug=comm["debug"])
         wrong = self.wrong_call(comm, draw)
         more = draw.happens(0.5)
         self.log.append(f"rank {odd} refuses {call.text}")
