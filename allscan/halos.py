@@ -58,6 +58,7 @@ def halo(
     xs = x if isinstance(x, tuple) else (x,)
     if _traceable(xs, n, comm, cu_seqlens, layout):
         edge, T, alike = _edges(xs, n, 1, reverse)[0], xs[0].shape[1], (_dtypes(xs), _widths(xs))
+        cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         found = _from_edges(_traced.forward(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
     return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout)

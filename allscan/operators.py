@@ -184,7 +184,11 @@ def _without_budget(node: Any) -> None:
         node.meta["memory_budget"] = 1.0  # the partitioner takes the first that it finds for that of the graph
 
 
-def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+# Of operators that must not be part of a CUDA graph of torch's, where it knows such a thing
+_NO_GRAPH = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
+
+
+def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Any = ()) -> Any:
     """The custom operator of a ``function`` that returns a tuple, with one argument more, ``after``, and one result
     more, for ``after`` of the next call."""
     count = len(inspect.signature(function).parameters)
@@ -202,13 +206,31 @@ def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[...
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
     schema = f"{arguments}, Tensor? after=None) -> ({results.strip('()')}, Tensor)"
     name, private = f"{name}_{REVISION}", _private()
-    operator = torch.library.custom_op(name, extended(function), mutates_args=(), schema=schema)
+    operator = torch.library.custom_op(name, extended(function), mutates_args=(), schema=schema, tags=tags)
     operator.register_fake(refuse if private is None else extended(fake))
     if private is not None:
         private.order(name)
         for mode in private.modes:
             operator.register_torch_dispatch(mode, _record)
     return operator
+
+
+def ordered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., tuple]:
+    """A ``function`` of tensors that returns a tuple of them, as an operator whose results torch.compile neither makes
+    again in backward nor has in a CUDA graph. ``fake``: the same on tensors without data."""
+    operator = _custom_operator(name, function, fake, _NO_GRAPH)
+    return lambda *inputs: operator(*inputs)[:-1]
+
+
+def _with_packed(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> tuple[list[Any], Callable]:
+    """(custom operators, what calls one of them). With cu_seqlens it is one that is not part of a CUDA graph of
+    torch's, which would go on with the tables of the call that was captured."""
+    operators, names = [_custom_operator(name, function, fake)], [*inspect.signature(function).parameters]
+    at = names.index("cu_seqlens") if "cu_seqlens" in names else None
+    if at is None:
+        return operators, lambda *inputs: operators[0](*inputs)[:-1]
+    operators.append(_custom_operator(f"{name}_packed", function, fake, _NO_GRAPH))
+    return operators, lambda *inputs: operators[inputs[at] is not None](*inputs)[:-1]
 
 
 class CustomOperator:
@@ -226,20 +248,14 @@ class CustomOperator:
         self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
         fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
     ) -> None:  # fmt: skip
-        there = _custom_operator(name, forward, fake)
-        back = _custom_operator(f"{name}_backward", backward, fake_backward)
-
-        def run_forward(*inputs):
-            return there(*inputs)[:-1]
-
-        def run_backward(*inputs):
-            return back(*inputs)[:-1]
-
-        there.register_autograd(
-            lambda ctx, *grads: gradient(run_backward, ctx, *grads[:-1]),
-            setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1]),
-        )
-        self.operator, self.forward, self.backward = there, run_forward, run_backward
+        operators, self.forward = _with_packed(name, forward, fake)
+        _, self.backward = _with_packed(f"{name}_backward", backward, fake_backward)
+        for operator in operators:
+            operator.register_autograd(
+                lambda ctx, *grads: gradient(self.backward, ctx, *grads[:-1]),
+                setup_context=lambda ctx, inputs, output: save(ctx, inputs[:-1], output[:-1]),
+            )
+        self.operator = operators[0]
 
 
 class Operator:

@@ -7,13 +7,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import boundaries, refuse_in_capture
 from .communicator import Communicator
+from .operators import ordered
 from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 from .streams import table_stream
@@ -210,16 +211,31 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 def own_boundaries(cu_seqlens: Any) -> torch.Tensor:
     """checks.boundaries of what a caller gives, read once, on the CPU and in memory that nobody writes to: what
-    backward reads again is what forward had. Where torch.compile traces, one on the GPU is as it is given."""
+    backward reads again is what forward had."""
     given = boundaries(cu_seqlens)
+    if torch.compiler.is_compiling():
+        return cast(torch.Tensor, _traced_copy(given)[0])  # a clone would be made again in backward
+    return _own(given)
+
+
+def _own(given: torch.Tensor) -> torch.Tensor:
     if given.device.type == "cpu" or type(given) is not torch.Tensor:
         return given.clone()
-    if torch.compiler.is_compiling():
-        return given
     try:
         return torch.tensor(boundaries_on_host(given), dtype=given.dtype, device="cpu")
     except RuntimeError as error:
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
+
+
+def _copy(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor]:
+    return (_own(cu_seqlens),)
+
+
+def _fake_copy(cu_seqlens):
+    return (torch.empty(cu_seqlens.shape, dtype=cu_seqlens.dtype, device="cpu"),)
+
+
+_traced_copy = ordered("allscan::boundaries", _copy, _fake_copy)
 
 
 class TensorKey:

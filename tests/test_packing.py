@@ -17,6 +17,7 @@ from allscan import first_call, packing
 from allscan.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
 from allscan.launching import Launch
+from allscan.operators import REVISION
 from allscan.packing import Layout, cut, most_segments, segment_length
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from support.packed import calls, differ, forward_and_backward
@@ -319,6 +320,46 @@ def test_backward_has_the_boundaries_of_forward(run, custom, size=2):
     """What backward derives anew from something that may have changed: cu_seqlens that the caller fills anew for the
     next batch, in ways that torch counts and that it does not."""
     assert run(size, changed_case, custom) == [[]] * size
+
+
+def compiled_case(group, backend):
+    """The same of compiled functions: which gradients differ from those of cu_seqlens that nobody writes to."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        x = torch.rand(1, 20, 2, 16, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
+        operators = {
+            "zeco_gla": lambda x, c: allscan.zeco_gla(x, x, x, -x, comm=comm, cu_seqlens=c)[0] * 1.0,
+            "halo": lambda x, c: allscan.halo(x, 3, comm=comm, cu_seqlens=c) * 1.0,
+        }
+        wrong = []
+        for name, operator in operators.items():
+            compiled, expected = torch.compile(operator, backend=backend, fullgraph=True), None
+            for how in (None, "data", "memory of NumPy", "without a version"):
+                # the first cut of ranks is inside of a sequence, then at a boundary
+                cu_seqlens, write = changed(how or "data", [0, 15, 20 * comm.size])
+                result = compiled(x, cu_seqlens)
+                if how is not None:
+                    write()
+                (found,) = torch.autograd.grad(result, x, torch.linspace(-1, 1, result.numel()).view(result.shape))
+                expected = found if how is None else expected
+                if differ([found], [expected]):
+                    wrong.append((name, how))
+        return wrong
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_backward_has_the_boundaries_of_forward(run, backend, size=2):
+    """A copy that torch's partitioner or inductor would make again in backward is none."""
+    assert run(size, compiled_case, backend) == [[]] * size
+
+
+def test_packed_operators_are_no_part_of_torchs_graphs():
+    """Whose replays would go on with the tables of one packing: operators with cu_seqlens, and what copies those."""
+    assert allscan.zeco_gla and allscan.zeco_kda and allscan.halo  # which are imported on demand
+    for name in ("zeco_gla", "zeco_delta", "hop"):
+        for part in (name, f"{name}_backward"):
+            plain, packed = (getattr(torch.ops.allscan, f"{x}_{REVISION}").default for x in (part, f"{part}_packed"))
+            assert torch.Tag.cudagraph_unsafe in packed.tags and torch.Tag.cudagraph_unsafe not in plain.tags
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.allscan, f"boundaries_{REVISION}").default.tags
 
 
 class OnGPU(torch.Tensor):
