@@ -18,6 +18,7 @@ from torch._C import _are_functorch_transforms_active as _transforms_active
 from .algorithms import check_algorithm, choose, runs
 from .bindings.interpreter import prepare_interpreter
 from .checks import has_tangents, integer, switch
+from .compiling import watch
 from .errors import AllScanOutOfStep, AllScanTimeout
 from .graphs import MOST_BYTES, GraphCounts, Graphs
 from .order import Order, different_tags
@@ -56,7 +57,8 @@ class Communicator:
         group; without torch.distributed, None is a group of this process alone.
     transport: "auto", "nvshmem", "ipc" or "shm"; see :func:`init`.
     timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer than
-        a rank may be busy with something else, such as writing a checkpoint.
+        a rank may be busy with something else, such as writing a checkpoint. The time in which Triton or torch.compile
+        compiles on any rank of the job does not count, up to 10 minutes of one compilation.
     debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
         differs, in kind, shape, direction or :meth:`step`, is named on every rank (RuntimeError). Default: whether the
         environment has ALLSCAN_DEBUG=1. Also compares the arguments of every call, looks at its gates, and for NaN in
@@ -131,7 +133,7 @@ class Communicator:
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._record = self.record.numpy().data  # the same memory, quicker to read
+        self.host_record = self.record.numpy().data  # the same memory, quicker to read
         self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of what a rank does not have
         self.streams = Streams(self.device)
         self.streams.synchronize()  # these words are there before any stream counts in them
@@ -177,11 +179,13 @@ class Communicator:
                     raise ValueError(f"the ranks of a node must map each other, in nodes of {given} not all do")
                 self._nodes = None
         self.algorithm_for(0)
-        record = self._record
+        record = self.host_record
         self.order = Order(
             rendezvous.private() if self.size > 1 else rendezvous, self.timeout, lambda: bool(record[_SET])
         )
         self._closed = False
+        if self.size > 1:
+            watch(self)
 
     def _choices(self, nodes, algorithm) -> tuple[tuple[str, Any], ...]:
         """Arguments that are the same on every rank."""
@@ -200,7 +204,7 @@ class Communicator:
     @property
     def broken(self) -> bool:
         """Whether a kernel has given up: a wait has timed out, or the ranks were in different calls."""
-        return bool(self._record[_SET])
+        return bool(self.host_record[_SET])
 
     # What AllScans and plans were made with: none of them is changed afterwards
 
@@ -236,13 +240,13 @@ class Communicator:
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
         """
-        if not (self._closed or self._record[_SET] or self.order.lost is not None):
+        if not (self._closed or self.host_record[_SET] or self.order.lost is not None):
             return
         if self._closed:
             raise RuntimeError("this Communicator is closed")
         if self.broken:
             others = self.order.refusals_of_others()
-            kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
+            kind, *found = (int(self.host_record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
             rank, neighbour, tile, expected, seen = found
             job_ranks = self._ranks[rank], self._ranks[neighbour]
             if kind == wait.OUT_OF_STEP.value:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .compiling import give_up
 from .errors import REMEDY, AllScanOutOfStep, names_of
 from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
@@ -94,6 +95,7 @@ class Order:
 
     def failed(self, reverse: bool, error: BaseException, broken: bool) -> None:
         """A call has ended with an ``error``: remember that if this rank alone has it."""
+        give_up()
         if self.everywhere:
             self.made[reverse] -= 1
         elif type(error).__name__ == "_StopRecomputationError":

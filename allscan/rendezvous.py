@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .compiling import another_compiles
 from .errors import AllScanOutOfStep
 
 EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
@@ -96,7 +97,8 @@ class Rendezvous:
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
         with REFUSED they raise Refused, with LOST AllScanOutOfStep.
-        Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S or is interrupted."""
+        Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
+        compiles, or is interrupted."""
         if self.size == 1:
             return [value]
         kinds, values = zip(*self.meet(self._next_topic(what), (what, value), what, excuse), strict=True)
@@ -169,7 +171,7 @@ class Rendezvous:
                 words = [word.decode() for word in store.multi_get(keys)]
                 self._decide(store, base, f"{_DONE}[{', '.join(words)}]")
                 break
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not another_compiles(store):
                 absent = missing()
                 self._decide(store, base, f"{FAILED}rank {absent} (global) did not come within {limit:g} s")
                 _absent.add(absent)

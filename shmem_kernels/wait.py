@@ -5,9 +5,9 @@ read a clock, may see different values and then take different branches around a
 atomic addition of 0, which Triton compiles to a load, and the block shares what it saw; a tile's own words are looked
 at by all threads and reduced over the block.
 
-**Faults.** Every wait ends after ``timeout`` by the clock; a tile that arrives from a rank that is out of step
-(channel.py) is not taken. The first fault of a communicator writes the record below, in memory that the host can read;
-later waits of the communicator give up at once.
+**Faults.** Every wait ends after ``timeout`` by the clock, and later where another rank compiles; a tile
+that arrives from a rank that is out of step (channel.py) is not taken. The first fault of a communicator writes the
+record below, in memory that the host can read; later waits of the communicator give up at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ INFO_FAULT = tl.constexpr(6)  # address of an int64: 1 once there was a fault in
 INFO_RECORD = tl.constexpr(7)  # address of the record below, in memory that the host can read
 INFO_WORDS = 8
 
-# Words of the record (int64), written once, by the first fault; RECORD_SET is written last
+# Words of the record (int64), written once, by the first fault, RECORD_SET last; then what host and waits tell
+# each other
 RECORD_SET = tl.constexpr(0)
 RECORD_KIND = tl.constexpr(1)
 RECORD_RANK = tl.constexpr(2)
@@ -39,6 +40,9 @@ RECORD_NEIGHBOUR = tl.constexpr(3)
 RECORD_TILE = tl.constexpr(4)
 RECORD_EXPECTED = tl.constexpr(5)  # TIMED_OUT: an epoch. OUT_OF_STEP: the arrival word (links.py) that was expected
 RECORD_SEEN = tl.constexpr(6)  # likewise
+# Not of a fault: even nanoseconds that the host gives waits besides the timeout (allscan/compiling.py); odd once a wait
+# has taken a quarter of the timeout
+RECORD_EXTRA = tl.constexpr(7)
 RECORD_WORDS = 8
 
 TIMED_OUT = tl.constexpr(0)
@@ -127,9 +131,13 @@ def fault(channel, KIND: tl.constexpr, NEIGHBOUR: tl.constexpr, tile, expected, 
 def gave_up(channel, started, NEIGHBOUR: tl.constexpr, tile, expected, seen):
     """Whether a wait that began at ``started`` is to end: its time is over, or there was a fault elsewhere."""
     over = poll_word(tl.load(channel.info + INFO_FAULT).to(tl.pointer_type(tl.int64))) != 0
-    if now(channel, tile) - started > tl.load(channel.info + INFO_TIMEOUT_NS):
-        fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
-        over = True
+    waited = now(channel, tile) - started
+    timeout = tl.load(channel.info + INFO_TIMEOUT_NS)
+    if 4 * waited > timeout:
+        p_record = tl.load(channel.info + INFO_RECORD).to(tl.pointer_type(tl.int64))
+        if waited > timeout + tl.atomic_or(p_record + RECORD_EXTRA, 1, sem="relaxed", scope="sys"):
+            fault(channel, TIMED_OUT, NEIGHBOUR, tile, expected, seen)
+            over = True
     return over
 
 

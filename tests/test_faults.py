@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
 
@@ -14,11 +16,13 @@ import conftest
 import pytest
 import torch
 import torch.distributed as dist
+from triton import knobs
 
 import allscan
-from allscan import rendezvous
+from allscan import compiling, rendezvous
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
+from allscan.reference import allscan_reference
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
 from support.fla import import_fla
 from support.values import error, inputs, raised, raised_and_freed
@@ -705,3 +709,83 @@ def test_the_store_of_ranks_listens_on_the_loopback_address_only(pool):
     assert [address for address in listening if int(address.split(":")[1], 16) == pool.ranks._store.port] == [
         f"0100007F:{pool.ranks._store.port:04X}"
     ]
+
+
+def compiles_by(way, seconds):
+    """A compilation of ``seconds``, as ``way`` comes to the package's knowledge."""
+    if way == "triton":
+        knobs.runtime.jit_cache_hook(repr="kernel")
+        time.sleep(seconds)
+        knobs.runtime.jit_post_compile_hook(repr="kernel")
+    else:
+
+        def backend(graph, inputs):
+            time.sleep(seconds)
+            return graph.forward
+
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+
+
+def compiles_late_case(way, seconds, limit, first):
+    compiling.LIMIT_S = limit
+    with allscan.Communicator() as other:  # that no time-out breaks
+        comm = allscan.Communicator(timeout=TIMEOUT)
+        scan = allscan.AllScan(comm, (2, 4, 8), depth=2, tile=(4, 8))
+        states, decays = inputs(comm, (2, 4, 8), (2, 4), 1)
+        state, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+        if way == "compile":
+            importlib.import_module("torch._dynamo")
+        other.barrier()
+        if comm.rank == first:
+            compiles_by(way, seconds)
+        results = []
+        if limit > TIMEOUT:
+            results = [scan.scan(state, decay) for _ in range(2)]
+        elif comm.rank != first:
+            raised(scan.scan, state, decay)  # in the interpreter at once
+        comm.streams.synchronize()
+        expected = allscan_reference(states, decays)[comm.rank]
+        other.barrier()
+        good = not comm.broken and all(error(prev, expected) < 1e-6 for prev in results)
+        raised(comm.close)
+        return good
+
+
+@pytest.mark.parametrize("way", ["triton", "compile"])
+def test_the_time_that_a_rank_compiles_does_not_count(fresh, way):
+    """*A first call of a rank whose cache is cold*: longer than the others' time-out, and they wait for it."""
+    assert all(fresh(3).run(compiles_late_case, way, 2.5 * TIMEOUT, 600.0, 1, timeout=120))
+
+
+def test_a_compilation_without_end(fresh):
+    """A process that has counted itself and not come back is waited for no longer than the limit."""
+    first, second = fresh(2).run(compiles_late_case, "triton", 6 * TIMEOUT, TIMEOUT, 0, timeout=120)
+    assert not second
+
+
+def cold_cache_case(cold, timeout):
+    comm = allscan.Communicator(timeout=timeout)
+    if comm.rank == cold:
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+    generator = torch.Generator().manual_seed(comm.rank)
+    leaves = [torch.randn(1, 256, 2, 64, generator=generator).to(comm.device) for _ in range(3)]
+    leaves.append(-torch.rand(1, 256, 2, 64, generator=generator).to(comm.device))
+    start = time.monotonic()
+    for _ in range(2):
+        q, k, v, g = (x.requires_grad_() for x in leaves)
+        output, _ = allscan.zeco_gla(q, k, v, g, comm=comm)
+        output.sum().backward()
+    comm.streams.synchronize()
+    seconds = time.monotonic() - start
+    comm.close()
+    return seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_rank_with_a_cold_cache(fresh):
+    """The others, whose cache is warm, wait for it longer than their time-out."""
+    fresh(2).run(cold_cache_case, None, 60.0, timeout=300)
+    timeout = 3.0
+    warm, cold = fresh(2).run(cold_cache_case, 1, timeout, timeout=300)
+    assert warm > 1.5 * timeout and cold > 1.5 * timeout  # else nothing was compiled

@@ -1,0 +1,182 @@
+"""The time that a rank compiles does not count as time that others wait for it.
+
+A kernel gives up a wait after the communicator's timeout. A rank with a cold cache may compile for longer than that, on
+its host, before it launches what the others wait for. So each process counts itself in the store of torch.distributed
+while Triton or torch.compile compiles in it. Where a kernel of this process has waited for a quarter of the timeout, a
+thread looks at the count, and gives the kernel as much more time as another process compiles (wait.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from triton import knobs
+
+from .shmem_kernels import wait
+
+LIMIT_S = 600.0  # of one compilation: a process that has ended while it compiled is not waited for any longer
+_KEY = "allscan/compiling"  # how many processes of the job compile
+_EXTRA = wait.RECORD_EXTRA.value
+
+_lock = threading.Lock()
+_depth = 0  # compilations that have begun in this process and not ended
+_counted_in: Any = None  # the store that counts this process
+_seen = 0, 0.0  # the count of all processes, and when it was seen to change last
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+_dynamo_hooked = False
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def begin(*_: Any) -> None:
+    """This process begins to compile."""
+    global _depth, _counted_in
+    with _lock:
+        _depth += 1
+        if _depth == 1 and _watched and (store := _store()) is not None:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                store.add(_KEY, 1)
+                _counted_in = store
+
+
+def end(*_: Any) -> None:
+    """It has compiled."""
+    global _depth
+    with _lock:
+        _depth = max(0, _depth - 1)
+        if not _depth:
+            _count_out()
+
+
+def give_up() -> None:
+    """Whatever it compiled when an exception came."""
+    global _depth
+    if _depth:
+        with _lock:
+            _depth = 0
+            _count_out()
+
+
+def _count_out() -> None:
+    global _counted_in
+    store, _counted_in = _counted_in, None
+    if store is not None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            store.add(_KEY, -1)
+
+
+def another_compiles(store: Any) -> bool:
+    """Whether another process of the job compiles; False once LIMIT_S has passed without a change."""
+    global _seen
+    try:
+        count = store.add(_KEY, 0) - (_counted_in is not None) if store.check([_KEY]) else 0
+    except (dist.DistError, RuntimeError):
+        return False
+    if count != _seen[0]:
+        _seen = count, time.monotonic()
+    return count > 0 and time.monotonic() - _seen[1] < LIMIT_S
+
+
+def watch(comm: Any) -> None:
+    """From here on kernels of ``comm`` do not count the time that other ranks compile."""
+    global _thread
+    with _lock:
+        _watched.add(comm)
+        if _thread is None:
+            _hook_triton()
+            _thread = threading.Thread(target=_run, name="allscan-compiling", daemon=True)
+            _thread.start()
+            atexit.register(_end_thread)
+    _hook_dynamo()
+
+
+def _run() -> None:
+    own: Any = None  # a connection of the thread's own: another thread may wait for an answer in the first one
+    of: Any = None
+    clocks: weakref.WeakKeyDictionary[Any, _Clock] = weakref.WeakKeyDictionary()
+    interval = 1.0
+    while not _stop.wait(interval):
+        interval = 1.0
+        _hook_dynamo()
+        for comm in list(_watched):
+            interval = min(interval, max(0.02, comm.timeout / 20))
+            if not comm.host_record[_EXTRA] or comm.closed or (store := _store()) is None:
+                continue
+            if store is not of:
+                own, of = _connection(store), store
+            clock = clocks.setdefault(comm, _Clock())
+            comm.host_record[_EXTRA] = clock.extra(comm, another_compiles(own))
+
+
+class _Clock:
+    """How much time the waits of one communicator are given besides its timeout."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # when the first of them was seen to wait for a compilation
+        self._held = 0.0  # until when, since then, a rank has compiled
+        self._last = 0.0  # when a wait was late last
+
+    def extra(self, comm: Any, compiles: bool) -> int:
+        """Nanoseconds, even."""
+        present = time.monotonic()
+        if comm.host_record[_EXTRA] & 1:
+            self._last = present
+        elif present - self._last > max(1.0, comm.timeout / 4):  # nobody waits any more
+            self._began = None
+        if compiles:
+            self._began = present if self._began is None else self._began
+            self._held = present - self._began + LIMIT_S
+        elif self._began is not None:
+            self._held = min(self._held, present - self._began)
+        return 0 if self._began is None else int(1e9 * self._held) & ~1
+
+
+def _connection(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
+def _end_thread() -> None:
+    _stop.set()
+    if _thread is not None:
+        _thread.join(5.0)
+
+
+def _hook_triton() -> None:
+    """Call begin and end around each compilation of a kernel, whoever's kernel it is; hooks of others stay."""
+    before, after = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+
+    def cache_hook(*args: Any, **options: Any) -> Any:
+        answer = before(*args, **options) if before else None
+        if not answer:  # else Triton does not compile
+            begin()
+        return answer
+
+    def post_compile_hook(*args: Any, **options: Any) -> Any:
+        end()
+        return after(*args, **options) if after else None
+
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = cache_hook, post_compile_hook
+
+
+def _hook_dynamo() -> None:
+    """The same of torch.compile, once somebody has imported it."""
+    global _dynamo_hooked
+    callback = sys.modules.get("torch._dynamo.callback")
+    if not _dynamo_hooked and hasattr(callback, "on_compile_end"):
+        _dynamo_hooked = True
+        callback.on_compile_start(begin)  # type: ignore[union-attr]
+        callback.on_compile_end(end)  # type: ignore[union-attr]
