@@ -6,7 +6,7 @@ import itertools
 import math
 import numbers
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .checks import Shift, check_tensor, check_transition, decay_rows, decay_target, integer, plain, signature_of
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan
@@ -35,6 +35,7 @@ from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
 _TICKET = Channel._fields.index("ticket")
+_DIRECTION = "_allscan_reverse"  # attribute of a ticket: of the launch that it was given to
 
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
@@ -96,6 +97,7 @@ class AllScan:
         self, comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
         tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,
     ) -> None:  # fmt: skip
+        check_communicator(comm)
         comm.check()
         self.comm = comm
         self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
@@ -137,6 +139,7 @@ class AllScan:
         """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
         the state, with put links twice that; with rails more than twice that; nothing on one rank. Takes nothing, and
         asks no other rank."""
+        check_communicator(comm)
         ctas = comm.max_ctas if max_ctas is None else max_ctas
         spec = _spec(comm, shape, depth, protocol, tile, ctas, algorithm)
         return workspace_bytes(comm, spec, _rails(comm, spec))
@@ -200,16 +203,28 @@ class AllScan:
         For a kernel that has a backward pass of its own: ``ticket``, int64 [1] on the device, takes the number of this
         launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
-        Raises ValueError where the algorithm is not a chain, for both of them, and for a ticket that is none.
+        Raises ValueError where the algorithm is not a chain, for both of them, for a ticket that is none, and for
+        ``adjoint_of`` in the direction of its forward launch; RuntimeError if this is closed.
         """
+        if self._closed:
+            raise RuntimeError("this AllScan is closed")
         if self._rails is not None:
             raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
         if ticket is not None and adjoint_of is not None:
             raise ValueError("a launch has a ticket or is the adjoint of one, not both")
         given = adjoint_of if ticket is None else ticket
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"a ticket must be a tensor, such as AllScan.ticket(), got {type(given).__name__}")
         if given is not None and (given.dtype != torch.int64 or given.device != self.comm.device or not given.numel()):
             wanted = f"int64 [1] on {self.comm.device}"
             raise ValueError(f"a ticket must be {wanted}, got {given.dtype} {list(given.shape)} on {given.device}")
+        if ticket is not None:
+            setattr(ticket, _DIRECTION, bool(reverse))
+        elif getattr(adjoint_of, _DIRECTION, None) is bool(reverse):
+            raise ValueError(
+                f"adjoint_of belongs to a launch with reverse={bool(reverse)}, whose adjoint goes the other way: "
+                f"channel(reverse={not reverse}, adjoint_of=ticket)"
+            )
         return self.channel_of_scan(reverse, ticket, adjoint_of)
 
     def channel_of_scan(self, reverse: bool, ticket: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
@@ -234,23 +249,54 @@ class AllScan:
         self.backwards, self.dropped = 0, [False, False]
 
     @dynamo_disabled
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...] | Callable, *args: Any, **options: Any) -> None:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
+
+        grid: one to three numbers of programs, or a function of the kernel's constants that returns them, as for
+        Triton. Its programs handle every tile exactly once. Where they do not, on CPU ranks and in debug mode,
+        AllScanOutOfStep; on one rank no tiles are counted, and nothing is found.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
         num_warps is by default what the tile fills with 16 bytes a thread, at most 4. A kernel that waits should have
         at most ``comm.max_ctas`` programs: see ``allscan.device``.
+        Raises TypeError or ValueError for another grid, and for channels of another AllScan.
         """
         if self._rails is not None:
             raise ValueError(f'kernels of your own need algorithm="chain", this AllScan has "{self.algorithm}"')
-        directions = [x.info is self._channels[1].info for x in args if isinstance(x, Channel)]
-        reverse = self.comm.size > 1 and bool(directions) and all(directions)
+        channels = _channels_in((*args, *options.values()))
+        reverse = (
+            self.comm.size > 1
+            and bool(channels)
+            and all(isinstance(x, Channel) and x.info is self._channels[1].info for x in channels)
+        )
         options.setdefault("num_warps", max(1, min(4, math.prod(self.tile) // 128)))
         with self.comm.call(reverse, "AllScan.launch()", args):
+            _check_grid(grid)
+            for channel in channels:
+                _check_channel(channel)
+                if all(channel.info is not own.info for own in self._channels):
+                    raise ValueError("channel must be of the AllScan whose launch() is called")
             linked = self._linked(kernel)
             self._before_launch(kernel, reverse)
             self._after_launch(linked[grid](*args, **options))
+            if not self.comm.streams.cuda or (self.comm.debug and not self.comm.streams.capturing()):
+                self._check_tiles(channels, f"{_name_of(kernel)} with a grid of {grid}")
+
+    def _check_tiles(self, channels: list[Channel], what: str) -> None:
+        """Behind a launch of ``what``: raise AllScanOutOfStep unless it has handled all tiles equally often. Waits."""
+        self.comm.streams.synchronize()
+        self.comm.check()
+        for channel in channels:
+            epochs = channel.epoch.tolist()
+            usual = max(epochs, key=epochs.count)
+            others = {tile: epoch for tile, epoch in enumerate(epochs) if epoch != usual}
+            if others:
+                some = ", ".join(f"tile {tile} {epoch}" for tile, epoch in [*others.items()][:4])
+                raise self.comm.order.out_of_step(
+                    f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
+                    f"once. They have had {usual} launches so far, but {some}{', ...' * (len(others) > 4)}. {REMEDY}."
+                )
 
     def _linked(self, kernel: Any) -> Any:
         """``kernel``, with NVSHMEM if a link needs it."""
@@ -271,7 +317,7 @@ class AllScan:
             self.comm.check()  # the interpreter has run the kernel by now
 
     def _description(self, kernel, reverse) -> str:
-        name = getattr(kernel, "__name__", None) or kernel.fn.__name__
+        name = _name_of(kernel)
         if name in ("scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel"):
             name = "scan"  # ranks may mix them
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
@@ -346,6 +392,7 @@ class AllScan:
         with self.comm.call(reverse, "AllScan.scan()", inputs):
             ticket, of_adjoint = None, False
             if channel is not None:
+                _check_channel(channel)
                 if channel.info is not self._channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
@@ -536,6 +583,37 @@ class AllScan:
         if self.comm.rank == self.comm.size - 1:
             handed = leaves(there, decays[0], transitions[0], prev, adjoint)
         return prev, self.scan(back, initial_state=handed, reverse=True, **options[1])
+
+
+def _name_of(kernel: Any) -> str:
+    return getattr(kernel, "__name__", None) or kernel.fn.__name__
+
+
+def _channels_in(given: tuple) -> list:
+    """Of what a kernel is given, tuples included; also the method that makes one, see :func:`_check_channel`."""
+    found: list = []
+    for x in given:
+        if isinstance(x, Channel) or getattr(x, "__func__", None) is AllScan.channel:
+            found.append(x)
+        elif isinstance(x, tuple):
+            found += _channels_in(x)
+    return found
+
+
+def _check_channel(channel: Any) -> None:
+    if not isinstance(channel, Channel):
+        kind = "the method itself: call it" if callable(channel) else type(channel).__name__
+        raise TypeError(f"a channel is what AllScan.channel() returns, got {kind}")
+
+
+def _check_grid(grid: Any) -> None:
+    """Raise TypeError or ValueError unless Triton takes it."""
+    if callable(grid):
+        return
+    if not isinstance(grid, tuple) or not 1 <= len(grid) <= 3:
+        raise TypeError(f"grid must be a tuple of one to three integers, such as (scan.num_tiles,), got {grid!r}")
+    for n in grid:
+        integer("a size of grid", n)
 
 
 def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:

@@ -524,6 +524,19 @@ class _Call:
 _INSIDE = contextlib.nullcontext()  # of a call in a call
 
 
+def check_communicator(comm: Any) -> None:
+    """Raise TypeError unless it is a Communicator."""
+    if not isinstance(comm, Communicator):
+        kind = f"a {type(comm).__name__}"
+        if comm is None:
+            kind = "None"
+        elif isinstance(comm, dist.ProcessGroup) or hasattr(comm, "get_group"):
+            kind += ", of which one is made"
+        raise TypeError(
+            f"comm must be a Communicator, got {kind}: comm = allscan.Communicator(group_or_mesh), once, for all calls"
+        )
+
+
 def communicator_of(handle: int) -> Communicator:
     """The communicator with this ``handle``. Raises RuntimeError if it is gone."""
     try:

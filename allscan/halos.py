@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
-from .communicator import Communicator, cached_on, communicator_of
+from .communicator import Communicator, cached_on, check_communicator, communicator_of
 from .errors import Problem
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
@@ -53,6 +53,7 @@ def halo(
         >>> after = allscan.halo(tokens, 1, comm=comm, reverse=True)     # 0 behind the last rank's
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
+    check_communicator(comm)
     if not torch.compiler.is_compiling():
         return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
     xs = x if isinstance(x, tuple) else (x,)
@@ -229,7 +230,7 @@ def _forward(
         scan = get_or_create_scan(comm, edge.shape, agree, problem)
         ticket = scan.ticket()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        decay, channel = _decay(T, edge.shape[1], reverse), scan.channel(reverse, ticket=ticket)
+        decay, channel = _decay(T, edge.shape[1], reverse), scan.channel_of_scan(reverse, ticket)
         found = scan.scan(edge, decay, reverse=reverse, channel=channel)
         return found if inside is None else torch.where(inside, found, 0.0), ticket
 
@@ -250,7 +251,7 @@ def _backward(
         decay = _decay(T, dfound.shape[1], reverse)
         dedge = scan.scan(
             dfound.contiguous(), decay, adjoint=True, reverse=not reverse,
-            channel=scan.channel(not reverse, adjoint_of=plain(ticket)),
+            channel=scan.channel_of_scan(not reverse, adjoint_of=plain(ticket)),
         )  # fmt: skip
         return (dedge,)
 

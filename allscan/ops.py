@@ -17,7 +17,7 @@ from .checks import (
     signature_of,
 )
 from .collective import Work, check_out, leaves
-from .communicator import Communicator, cached_on, communicator_of, saved_tensors
+from .communicator import Communicator, cached_on, check_communicator, communicator_of, saved_tensors
 from .errors import Problem
 from .first_call import get_or_create_scan
 from .launching import dynamo_disabled
@@ -82,6 +82,7 @@ def allscan(
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
         >>> prev = work.wait()                                      # after what does not need it
     """
+    check_communicator(comm)
     if not torch.compiler.is_compiling():
         return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:

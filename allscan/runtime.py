@@ -11,6 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
+from triton import knobs
 
 from .bindings import nvshmem_host
 from .bindings.arena import arena_bytes
@@ -20,6 +23,7 @@ from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
 from .bindings.transport import SymmetricHeap
 from .rendezvous import Rendezvous
+from .shmem_kernels.scan import scan_kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,14 +157,34 @@ def symmetric_heap(user: Any = None) -> SymmetricHeap:
     return _heap
 
 
+def _interpreted() -> bool:
+    """Whether kernels are interpreted. Raises RuntimeError where TRITON_INTERPRET has been set, or unset, since they
+    were defined, which is when Triton reads it."""
+    triton_is, ours_are = (not isinstance(kernel, triton.JITFunction) for kernel in (tl.cdiv, scan_kernel))
+    if triton_is == ours_are == knobs.runtime.interpret:
+        return ours_are
+    if triton_is and ours_are:
+        raise RuntimeError(
+            "TRITON_INTERPRET is off, and was on when triton and allscan were imported: their kernels are interpreted "
+            "for the rest of this process. Set it before Python starts, and leave it"
+        )
+    raise RuntimeError(
+        f"TRITON_INTERPRET was set too late: triton{'' if ours_are else ' and allscan'} had been imported, and kernels "
+        "are compiled or interpreted by what it says when they are defined. Set it before Python starts, or above all "
+        "imports"
+    )
+
+
 def resolve_transport(transport: str) -> str:
     """ "nvshmem", "ipc" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
     if transport not in ("auto", "nvshmem", "ipc", "shm"):
         raise ValueError(f'transport must be "auto", "nvshmem", "ipc" or "shm", got {transport!r}')
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    interpreted = _interpreted()
     if transport == "auto":
         gpus = "ipc" if os.environ.get("ALLSCAN_TRANSPORT") == "ipc" else "nvshmem"
         transport = gpus if torch.cuda.is_available() and not interpreted else "shm"
+    if transport != "shm" and interpreted:
+        raise RuntimeError(f"transport {transport!r} is for compiled kernels, and TRITON_INTERPRET is set")
     if transport != "shm" and not torch.cuda.is_available():
         raise RuntimeError(f"transport {transport!r} needs a CUDA device, and torch finds none")
     if transport == "shm" and not interpreted:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_dense, check_halves, check_tensor, integer, is_zigzag, plain
-from .communicator import Communicator
+from .communicator import Communicator, check_communicator
 from .errors import Problem
 from .first_call import (
     cached_table,
@@ -77,6 +77,7 @@ def zeco_ssd(
 
         >>> y = allscan.zeco_ssd(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True, comm=comm)
     """
+    check_communicator(comm)
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
         zigzag, cu_seqlens, first_token = _prepare(

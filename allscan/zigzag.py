@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator, cached_on, communicator_of
+from .communicator import Communicator, cached_on, check_communicator, communicator_of
 from .errors import REMEDY, Problem
 from .first_call import KEPT, ask_all
 from .operators import CustomOperator
@@ -39,6 +39,7 @@ def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 def zigzag_positions(T: int, *, comm: Communicator) -> Tensor:
     """[T] int64: where in the whole sequence the tokens of this rank lie in the zigzag layout, T tokens a rank.
     Raises ValueError for an odd T."""
+    check_communicator(comm)
     if T % 2 or T < 0:
         raise ValueError(f"T must be even, got {T}")
     piece = torch.arange(T // 2, device=comm.device)
@@ -51,6 +52,7 @@ def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
 
 
 def _move(x, comm, to):
+    check_communicator(comm)
     if torch.compiler.is_compiling():
         return _traced.forward(x, to, comm.handle)[0]
     with comm.call(False, "to_zigzag()" if to else "from_zigzag()", (x,)):

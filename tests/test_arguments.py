@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
 import allscan
 from allscan.zigzag import from_zigzag, to_zigzag
@@ -60,6 +63,68 @@ def kinds(comm, x, g, kind):
         "other widths": lambda: allscan.halo((narrow, wide), 1, comm=comm),
         "integers": lambda: allscan.halo((wide[..., :10].int(), narrow), 1, comm=comm),
     }[kind]()
+
+
+X = torch.zeros(1, T, H, K)
+MODULES = dict(fla="fla", transformers="transformers", megatron="megatron.core", fla_cp="fla.ops")
+
+
+def of_integration(name, function, *given, **options):
+    pytest.importorskip(MODULES.get(name, "torch"))
+    return getattr(getattr(allscan.integrations, name), function)(*given, **options)
+
+
+TAKE_A_COMMUNICATOR = {
+    "allscan": lambda comm: allscan.allscan(X, comm=comm),
+    "allscan, in zigzag": lambda comm: allscan.allscan((X, X), comm=comm, layout="zigzag"),
+    "halo": lambda comm: allscan.halo(X, 1, comm=comm),
+    "zeco_gla": lambda comm: gla(comm, X, X),
+    "zeco_kda": lambda comm: kda(comm, X, X),
+    "zeco_gated_delta_rule": lambda comm: gdn(comm, X, X),
+    "zeco_ssd": lambda comm: ssd(comm, X, X),
+    "AllScan": lambda comm: allscan.AllScan(comm, (2, 8)),
+    "AllScan.size_hint": lambda comm: allscan.AllScan.size_hint(comm, (2, 8)),
+    "to_zigzag": lambda comm: to_zigzag(X, comm=comm),
+    "from_zigzag": lambda comm: from_zigzag(X, comm=comm),
+    "zigzag_positions": lambda comm: allscan.zigzag.zigzag_positions(T, comm=comm),
+    "cut_batch": lambda comm: of_integration("batches", "cut_batch", dict(input_ids=X[..., 0, 0].long()), comm=comm),
+    "fla": lambda comm: of_integration("fla", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
+    "transformers": lambda comm: of_integration("transformers", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
+    "megatron": lambda comm: of_integration("megatron", "sequence_parallel", (), comm=comm),
+    "context_parallel": lambda comm: of_integration("fla_cp", "context_parallel", comm),
+}
+
+
+@pytest.fixture(scope="module")
+def no_communicators():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    yield {
+        "ProcessGroup": group, "DeviceMesh": DeviceMesh.from_group(group, "cpu"), "None": None,
+        "type": allscan.Communicator, "int": 0,
+    }  # fmt: skip
+    dist.destroy_process_group()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", ["ProcessGroup", "DeviceMesh", "None", "type", "int"])
+@pytest.mark.parametrize("name", TAKE_A_COMMUNICATOR)
+def test_something_else_in_place_of_a_communicator(no_communicators, name, kind):
+    """A process group, a mesh, None, the class: a TypeError that says what to make of it. None makes a model of an
+    integration an ordinary one again."""
+    if kind == "None" and name in ("fla", "transformers", "megatron"):
+        return
+    with pytest.raises(TypeError, match=rf"comm must be a Communicator, got (a )?{kind}.*allscan.Communicator\("):
+        TAKE_A_COMMUNICATOR[name](no_communicators[kind])
+
+
+@pytest.mark.cpu
+def test_all_functions_that_take_a_communicator_are_looked_at():
+    public = {name: getattr(allscan, name) for name in allscan.__all__}
+    public |= {name: x for name, x in vars(allscan.zigzag).items() if name.endswith(("_zigzag", "_positions"))}
+    functions = {name: x for name, x in public.items() if inspect.isfunction(x)}
+    taking = {name for name, x in functions.items() if "comm" in inspect.signature(x).parameters}
+    assert len(taking) >= 9 and taking <= {*TAKE_A_COMMUNICATOR}, taking
 
 
 A = torch.zeros(H)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import triton.language as tl
 
 import allscan
 from allscan import device
-from support.values import error, late
+from support.values import error, late, raised
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -62,6 +63,120 @@ def dense_case(group, protocol):
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 def test_dense_combine_between_recv_and_send(run, size, protocol):
     assert max(run(size, dense_case, protocol)) < 1e-5
+
+
+@triton.jit
+def tiles_kernel(p_state, p_out, channel):
+    """The sum of what the ranks before have, a tile a program."""
+    tile = tl.program_id(0)
+    i, j = tl.arange(0, channel.BK)[:, None], tl.arange(0, channel.BV)[None, :]
+    at = (tile * channel.BK + i) * channel.BV + j
+    b_prev, _ = device.allscan(
+        channel, tile, tl.load(p_state + at), 1.0, tl.zeros([channel.BK, channel.BV], tl.float32)
+    )
+    tl.store(p_out + at, b_prev)
+
+
+TILES = dict(shape=(4 * 2, 32), tile=(2, 32))
+
+
+def misuse_case(group):
+    """What launches and scans say of wrong grids and channels: on each rank, and nothing is launched."""
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        scan, other, closed = (allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"]) for _ in range(3))
+        state = torch.ones(TILES["shape"], device=comm.device)
+        out = torch.full_like(state, -1.0)
+        channel, of_closed, ticket = scan.channel(), closed.channel(), scan.ticket()
+        closed.close()
+
+        def launch(grid=(4,), given=channel, on=scan, **named):
+            on.launch(tiles_kernel, grid, state, out, *(() if named else (given,)), num_warps=1, **named)
+
+        found = [
+            *(raised(launch, grid) for grid in (4, torch.tensor(4), "4", [4], (), (1,) * 4, (0,), (4.0,), (True,))),
+            *(raised(launch, **given) for given in (dict(given=scan.channel), dict(channel=scan.channel))),
+            *(raised(launch, **given) for given in (dict(given=other.channel()), dict(channel=of_closed))),
+            raised(launch, given=of_closed, on=closed),
+            *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=ticket))),
+            raised(scan.scan, state, channel=scan.channel), raised(scan.scan, state, channel=of_closed),
+        ]  # fmt: skip
+        launched = scan.epochs, other.epochs
+        launch(lambda constants: (4,), channel=channel)
+        launch((4, 1), given=channel)
+        assert torch.equal(out, comm.rank * state)
+        comm.barrier()
+        return found, launched
+
+
+def test_wrong_grids_and_channels(run):
+    """Named, on every rank, before a launch: an int as grid, the method in place of the channel, the channel of another
+    AllScan, or of a closed one."""
+    expected = [("TypeError", "grid must be a tuple of one to three integers")] * 6 + [
+        ("ValueError", "at least 1"), ("TypeError", "integer"), ("TypeError", "integer"),
+        *[("TypeError", "got the method itself: call it")] * 2,
+        *[("ValueError", "of the AllScan whose launch()")] * 2, *[("RuntimeError", "this AllScan is closed")] * 3,
+        ("TypeError", "got the method itself: call it"), ("ValueError", "of this AllScan and of the direction"),
+    ]  # fmt: skip
+    for found, launched in run(2, misuse_case):
+        for (kind, words), answer in zip(expected, found, strict=True):
+            assert answer is not None and answer[0] == kind and words in answer[1], (words, answer)
+        assert launched == ((0, 0), (0, 0))
+
+
+def direction_case(group):
+    with allscan.Communicator(group) as comm, allscan.AllScan(comm, (2, 8)) as scan:
+        found = []
+        for reverse in (False, True):
+            ticket = scan.ticket()
+            scan.channel(reverse, ticket=ticket)
+            found.append(raised(scan.channel, reverse, adjoint_of=ticket))
+            scan.channel(not reverse, adjoint_of=ticket)
+            scan.channel(not reverse, ticket=ticket)
+            scan.channel(reverse, adjoint_of=ticket)
+            copies = ticket.clone()  # of which nothing is known
+            scan.channel(reverse, adjoint_of=copies)
+        return found, raised(scan.channel, ticket=3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_adjoint_in_the_direction_of_its_forward_launch(run, size):
+    """The ticket of a launch is refused as adjoint_of in the same direction."""
+    for found, number in run(size, direction_case):
+        for reverse, answer in zip((False, True), found):
+            assert answer is not None and answer[0] == "ValueError", answer
+            assert f"a launch with reverse={reverse}" in answer[1] and f"reverse={not reverse}, adj" in answer[1]
+        assert number[0] == "TypeError" and "a ticket must be a tensor" in number[1]
+
+
+def left_out_case(group, ranks, debug):
+    """A launch on some ranks whose grid is too small; then what goes on after a resync()."""
+    with allscan.Communicator(group, timeout=3.0, debug=debug) as comm:
+        scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"])
+        state = torch.ones(TILES["shape"], device=comm.device)
+        out = torch.full_like(state, -1.0)
+        for _ in range(2):
+            scan.launch(tiles_kernel, (4,), state, out, scan.channel(), num_warps=1)
+        grid = (3,) if comm.rank in ranks else (4,)
+        launch = functools.partial(scan.launch, tiles_kernel, grid, state, out, channel=scan.channel(), num_warps=1)
+        found = [raised(launch), raised(scan.scan, state), raised(comm.barrier)]
+        comm.resync()
+        scan.launch(tiles_kernel, (4,), state, out, scan.channel(), num_warps=1)
+        return found, torch.equal(out, comm.rank * state)
+
+
+@pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.cpu)])
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+def test_a_grid_that_leaves_tiles_out(run, ranks, debug):
+    """The launch returns and old values remain: found in debug mode, on CPU ranks always, and the ranks that wait for
+    the tile hear of it."""
+    text = "tiles_kernel with a grid of (3,) has not handled each of the 4 tiles exactly once"
+    for rank, (found, good) in enumerate(run(2, left_out_case, ranks, debug)):
+        assert good and found[-1] is not None
+        if rank in ranks:
+            assert found[0][0] == "AllScanOutOfStep" and text in found[0][1] and "but tile 3 2" in found[0][1], found
+        else:  # the first rank waits for nobody but in debug mode, and at the barrier
+            heard = next(answer for answer in found if answer is not None)
+            assert heard[0] in ("AllScanTimeout", "AllScanOutOfStep") and text in heard[1], found
 
 
 def torchrun(script: str, ranks: int, on_gpu: bool) -> str:

@@ -178,6 +178,21 @@ def test_a_forgotten_init_process_group_is_refused(tmp_path):
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize(
+    "first, then, value, words",
+    [("allscan", "os", "1", "set too late: triton and allscan had"),
+     ("triton", "allscan", "1", "set too late: triton had"),
+     ("allscan", "os", "0", "is off, and was on when triton and allscan were imported")],
+)  # fmt: skip
+def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_path):
+    """Triton reads it when kernels are defined."""
+    code = f"import os, {first}; os.environ['TRITON_INTERPRET'] = '{value}'; import {then}, allscan"
+    code += "; allscan.Communicator()"
+    done = python(code, tmp_path, TRITON_INTERPRET=str(1 - int(value)))
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+
+
+@pytest.mark.cpu
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs flash-linear-attention")
 def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     """By themselves and in a model of fla's, forward and backward, with the environment of a user."""

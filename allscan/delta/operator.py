@@ -21,7 +21,7 @@ from ..checks import (
     restored,
     signature_of,
 )
-from ..communicator import Communicator, communicator_of, saved_tensors
+from ..communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from ..errors import Problem
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..operators import Operator, check_saveable, refuse_second_derivative
@@ -157,6 +157,7 @@ def zeco_gated_delta_rule(
 
 
 def _call(rule, before, q, k, v, g, beta, comm, *options):
+    check_communicator(comm)
     if torch.compiler.is_compiling():
         return _delta(rule, before, q, k, v, g, beta, comm, *options)
     inputs = q, k, v, g, beta, options[1], before.A_log, before.dt_bias

@@ -21,7 +21,7 @@ from ..checks import (
     restored,
     signature_of,
 )
-from ..communicator import Communicator, cached_on, saved_tensors
+from ..communicator import Communicator, cached_on, check_communicator, saved_tensors
 from ..errors import Problem
 from ..first_call import KEPT, check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..operators import (
@@ -98,6 +98,7 @@ def zeco_gla(
 
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
+    check_communicator(comm)
     return zeco_gla_by(
         AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout,
         recompute,

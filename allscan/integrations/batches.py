@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import is_zigzag
-from ..communicator import Communicator
+from ..communicator import Communicator, check_communicator
 from ..rendezvous import by_rank
 from .softmax import chunks, refuse
 
@@ -51,6 +51,7 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[
     Raises ValueError for other tensors, for shapes that do not go together, a mask that masks, T below P, and in zigzag
     for a T that is no multiple of 2P; the other ranks hear of it in their next call.
     """
+    check_communicator(comm)
     zigzag, size = is_zigzag(layout), comm.size
     x = batch.get("input_ids")
     if x is None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..checks import boundaries, is_zigzag
-from ..communicator import Communicator
+from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
@@ -72,6 +72,8 @@ def sequence_parallel(
     cache that is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False),
     and for ``use_l2warp``, whose penalty fla scales by what one rank has.
     """
+    if comm is not None:
+        check_communicator(comm)
     zigzag = is_zigzag(layout)
     layers = [m for m in module.modules() if _kind(m) is not None]
     others = {type(m).__name__ for m in module.modules() if _of_fla(type(m)) and _kind(m) is None}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..communicator import Communicator
+from ..communicator import Communicator, check_communicator
 from ..delta.passes import StatePass, delta_segment_length
 from ..first_call import cached_table, get_or_create_scan
 from ..halos import halo
@@ -65,6 +65,7 @@ def context_parallel(comm: Communicator) -> None:
     as fla does it, but for the convolutions: there the boundaries of sequences are read on the GPU at every replay. The
     first call for a shape is collective on the host, and must come before a CUDA graph's capture.
     """
+    check_communicator(comm)
     _communicators[comm.group] = comm
     _install()
 

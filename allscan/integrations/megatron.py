@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 
 from ..checks import is_zigzag
-from ..communicator import Communicator
+from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule
 from ..first_call import partition_start
 from ..packing import boundaries_on_host, cut, zigzag_cut
@@ -71,6 +71,8 @@ def sequence_parallel(
     with CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own, or
     with packed sequences that do not fit.
     """
+    if comm is not None:
+        check_communicator(comm)
     is_zigzag(layout)
     mixers = {GatedDeltaNet: AllScanGatedDeltaNet, MambaMixer: AllScanMambaMixer}
     params, found = dict(layout=layout, per_document=per_document, comm=comm), []

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from ..checks import boundaries, is_zigzag
-from ..communicator import Communicator
+from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..packing import boundaries_on_host, cut
 from ..rendezvous import by_rank
@@ -96,6 +96,8 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     ``output_attentions`` and ``output_router_logits``; in zigzag for packed sequences, for ``use_cache=True``, for an
     odd number of tokens or one that differs between ranks.
     """
+    if comm is not None:
+        check_communicator(comm)
     zigzag = is_zigzag(layout)
     family, bases, heads, layers = _parts(model)
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
