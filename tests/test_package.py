@@ -41,7 +41,8 @@ delta.passes delta.chunks delta.operator delta
 ssd
 device reference zigzag
 __init__
-integrations integrations.softmax integrations.batches integrations.recurrent integrations.fla integrations.fla_cp
+integrations integrations.softmax integrations.attention integrations.batches integrations.recurrent integrations.fla
+integrations.fla_cp
 integrations.transformers integrations.transformers_trainer integrations.megatron
 tools tools.provenance tools.timing tools.ranks tools.virtual tools.doctor __main__
 """.split()

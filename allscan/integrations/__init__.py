@@ -14,7 +14,8 @@ def needs(module: str, package: str) -> ImportError:
 
 def __getattr__(name: str) -> Any:
     if name in (
-        "batches", "fla", "fla_cp", "megatron", "recurrent", "softmax", "transformers", "transformers_trainer",
+        "attention", "batches", "fla", "fla_cp", "megatron", "recurrent", "softmax", "transformers",
+        "transformers_trainer",
     ):  # fmt: skip
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,39 +24,149 @@ def chunks(tokens, zigzag=False):
 
 def gathered(x, chunks, comm):
     """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
-    return x if comm.size == 1 or not chunks[-1][2] else _Gather.apply(x, chunks, comm)
+    if comm.size == 1 or not chunks[-1][2]:
+        return x
+    tokens = [sum(end - first for rank, first, end in chunks if rank == r) for r in range(comm.size)]
+    gather = Gather(comm, tokens, len(chunks) > comm.size, x)
+    return gather.read(gather.in_order())[0]
 
 
-class _Gather(torch.autograd.Function):
+class Gather:
+    """Tokens of all ranks on their way to this one, from when it is made until they are read.
+
+    tokens: of each rank, in zigzag two chunks of equal length. tensors: [B, T, ...] of this rank's.
+
+    They arrive in slots of equal length, in all-gathers of one group call of the back end: in the zigzag layout of P
+    ranks slot i has the second half of rank i's tokens, slot P + i the first half, else slot i those of rank i. In
+    backward each rank gets the sum over the ranks of its tokens' gradients. That is under way, by one group call again,
+    when backward has passed :meth:`read`, and waited for where the tensors came from: what the layer has computed
+    between the two, in forward, is computed beside it, in backward too. The sum is made in the tensors' dtype, for 8
+    ranks and more in float32.
+    """
+
+    def __init__(self, comm, tokens, zigzag, *tensors):
+        self.comm, self.halves, size = comm, 1 + zigzag, comm.size
+        self.length = max(tokens) // self.halves
+        self.filled = [n // self.halves for n in tokens] * self.halves  # tokens in each slot
+        self.starts = [size * (1 - half) * zigzag for half in range(self.halves)]  # slot of each half of rank 0
+        self._work = self._arrived = self._sums = None
+        self._token = _Start.apply(self, *tensors)
+
+    def in_order(self) -> list[int]:
+        """The slots in the order of the sequence."""
+        size = self.comm.size
+        return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
+
+    def read(self, slots) -> tuple[torch.Tensor, ...]:
+        """What has arrived in ``slots``, one behind the other, of each tensor [B, tokens, ...]; views where they are
+        consecutive and full. Once, also where this rank wants none."""
+        return _Read.apply(self, list(slots), self._token)
+
+    def start(self, tensors) -> None:
+        pairs: list = []
+        self._arrived = []
+        for x in tensors:
+            halves = [_padded(half, self.length) for half in x.chunk(self.halves, 1)]
+            x = (x if halves[0].shape[1] == x.shape[1] // self.halves else torch.cat(halves, 1)).transpose(0, 1)
+            x = x.contiguous()  # tokens first: slots are rows
+            slots = x.new_empty(len(self.filled) * self.length, *x.shape[1:])
+            pairs += zip(self._parts(slots), x.chunk(self.halves), strict=True)
+            self._arrived.append(slots)
+        self._work = _together("all_gather", pairs, self.comm.group)
+
+    def finish(self, slots) -> tuple[torch.Tensor, ...]:
+        self._work.wait()
+        runs = self._runs(slots)
+        rows = [[x[first:end] for first, end in runs] for x in self._arrived]
+        self._work = self._arrived = self._token = None
+        return tuple((some[0] if len(some) == 1 else torch.cat(some)).transpose(0, 1) for some in rows)
+
+    def start_sum(self, slots, gradients) -> None:
+        """Of what was read from ``slots``; nothing comes from others."""
+        pairs: list = []
+        self._sums, runs = [], self._runs(slots)
+        for dx in gradients:
+            dx = dx.transpose(0, 1)
+            dtype = torch.float32 if self.comm.size >= IN_FLOAT32 and dx.dtype.itemsize < 4 else dx.dtype
+            sent = dx.new_empty(len(self.filled) * self.length, *dx.shape[1:], dtype=dtype)
+            at = before = 0
+            for first, end in runs:
+                sent[first:end] = dx[at : at + end - first]
+                at += end - first
+            for first, end in [*sorted(runs), (sent.shape[0],) * 2]:
+                sent[before:first].zero_()
+                before = end
+            mine = sent.new_empty(self.halves * self.length, *dx.shape[1:])
+            pairs += zip(mine.chunk(self.halves), self._parts(sent), strict=True)
+            self._sums.append((mine, sent))
+        self._work = _together("reduce_scatter", pairs, self.comm.group)
+
+    def finish_sum(self) -> list[torch.Tensor]:
+        self._work.wait()
+        own = self.filled[self.comm.rank]
+        halves = [[half[:own] for half in mine.chunk(self.halves)] for mine, _ in self._sums]
+        found = [mine if own == self.length else torch.cat(some) for some, (mine, _) in zip(halves, self._sums)]
+        self._work = self._sums = None
+        return [x.transpose(0, 1) for x in found]
+
+    def _parts(self, slots):
+        """The slots of all ranks' first halves, and of their second ones."""
+        rows = self.comm.size * self.length
+        return [slots[start * self.length :][:rows] for start in self.starts]
+
+    def _runs(self, slots) -> list[tuple[int, int]]:
+        """(first row, end) of the tokens in ``slots``, consecutive ones in one; at least one."""
+        runs: list[tuple[int, int]] = []
+        for first, end in ((slot * self.length, slot * self.length + self.filled[slot]) for slot in slots):
+            if runs and runs[-1][1] == first:
+                runs[-1] = runs[-1][0], end
+            elif end > first:
+                runs.append((first, end))
+        return runs or [(0, 0)]
+
+
+IN_FLOAT32 = 8  # ranks
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, chunks, comm):
-        ctx.chunks, ctx.comm = chunks, comm
-        tokens = _tokens(chunks, comm.size)
-        parts = [x.new_empty(x.shape[0], max(tokens), *x.shape[2:]) for _ in tokens]
-        dist.all_gather(parts, _padded(x, max(tokens)), group=comm.group)
-        at, pieces = [0] * comm.size, []
-        for rank, first, end in chunks:
-            pieces.append(parts[rank][:, at[rank] : at[rank] + end - first])
-            at[rank] += end - first
-        return torch.cat(pieces, 1)
+    def forward(ctx, gather, *tensors):
+        ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
+        gather.start(tensors)
+        return tensors[0].new_empty(0)  # by which backward comes here
 
     @staticmethod
-    def backward(ctx, dx):
-        comm, chunks = ctx.comm, ctx.chunks
-        tokens = _tokens(chunks, comm.size)
-        parts = [[dx[:, first:end] for rank, first, end in chunks if rank == r] for r in range(comm.size)]
-        mine = dx.new_empty(dx.shape[0], max(tokens), *dx.shape[2:])
-        dist.reduce_scatter(mine, [_padded(torch.cat(part, 1), max(tokens)) for part in parts], group=comm.group)
-        return mine[:, : tokens[comm.rank]], None, None
+    def backward(ctx, _):
+        return None, *(dx.to(dtype) for dx, dtype in zip(ctx.gather.finish_sum(), ctx.dtypes, strict=True))
 
 
-def _tokens(chunks, size):
-    return [sum(end - first for rank, first, end in chunks if rank == r) for r in range(size)]
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gather, slots, token):
+        ctx.gather, ctx.slots = gather, slots
+        return gather.finish(slots)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.gather.start_sum(ctx.slots, gradients)
+        return None, None, gradients[0].new_zeros(0)
+
+
+def _together(name, pairs, group):
+    """Collectives (output, input) in one group call of the back end; what to wait for."""
+    function = getattr(dist, f"{name}_single", None)  # from torch 2.13 on
+    function = (
+        function or {"all_gather": dist.all_gather_into_tensor, "reduce_scatter": dist.reduce_scatter_tensor}[name]
+    )
+    with dist._coalescing_manager(group=group, async_ops=True) as work:
+        for output, x in pairs:
+            function(output, x, group=group)
+    return work
 
 
 def _padded(x, length):
     """x [B, T, ...] with ``length`` tokens."""
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1])).contiguous()
+    return x if x.shape[1] == length else F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1]))
 
 
 def shifted(labels, ignored, comm, zigzag=False):

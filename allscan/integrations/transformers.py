@@ -23,10 +23,11 @@ from ..rendezvous import by_rank
 from ..ssd import zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needs
+from .attention import attend, kernel_for
 from .batches import STAMP, looked_at, misfit
 from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule
-from .softmax import chunks, gathered, masks_nothing, refuse, shifted
+from .softmax import Gather, chunks, masks_nothing, refuse, shifted
 
 try:
     from transformers import AttentionInterface, PreTrainedModel
@@ -73,8 +74,11 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     depend on the first; where the function is fla's, on GPUs, it is :func:`allscan.zeco_kda` or
     :func:`allscan.zeco_gated_delta_rule` instead. Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The
     tokens that short convolutions look back at come from the ranks before. Softmax layers gather keys and values, of
-    Kimi-Linear the latents, of all ranks and go on with the attention function that the model had ("sdpa", "eager" or
-    FlashAttention), once for each sequence of a rank, in zigzag for each half. Each forward pass asks on the host how
+    Kimi-Linear the latents, of all ranks. With "sdpa" as the model's attention function, for whole sequences without a
+    cache or dropout, a rank's own causal blocks run meanwhile, then those of earlier tokens, which need no mask, by
+    cuDNN's or FlashAttention's kernels as PyTorch has them; what they give is merged. Else that function ("sdpa",
+    "eager" or FlashAttention) is called with keys in the order of the sequence, once for each sequence of a rank, in
+    zigzag for each half. Each forward pass asks on the host how
     many tokens the ranks have. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
     tokens, in zigzag :func:`allscan.zigzag.zigzag_positions`.
 
@@ -231,6 +235,7 @@ class _Sequence:
     lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
     inner: str  # the attention function that the model had
     zigzag: bool = False
+    keys: Any = None  # _Keys of the softmax layer that is told
 
     @property
     def first(self) -> int:
@@ -489,22 +494,43 @@ OPERATORS = {
 
 
 class _Keys:
-    """In place of a softmax layer's cache: what the layer appends its keys and values to, those of all ranks."""
+    """In place of a softmax layer's cache: what the layer appends its keys and values, or latents, to. It gets those of
+    all ranks back; or where :func:`attend` can do with them its own, and those of the others are under way."""
 
     def __init__(self, sequence, cache):
-        self.sequence, self.cache = sequence, cache
+        self.sequence, self.cache, self.others = sequence, cache, None
 
     def update(self, key, value, layer_idx, *arguments, **options):
-        both = torch.cat([t.transpose(1, 2).flatten(2) for t in (key, value)], -1)  # [B, T, words]
-        both = gathered(both, self.sequence.chunks(), self.sequence.comm)
-        sizes = [t.shape[1] * t.shape[3] for t in (key, value)]
-        key, value = (
-            t.unflatten(-1, (like.shape[1], -1)).transpose(1, 2)
-            for t, like in zip(both.split(sizes, -1), (key, value), strict=True)
-        )
+        sequence, self.given = self.sequence, (key.shape, value.shape)
+        if sequence.comm.size > 1:
+            others = Gather(sequence.comm, sequence.tokens, sequence.zigzag, *(x.transpose(1, 2) for x in (key, value)))
+            if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa":
+                self.others = others
+                return key, value
+            key, value = in_order(others)
         if self.cache is not None:
             self.cache.update(key, value, layer_idx, *arguments, **options)
         return key, value
+
+    def attend(self, module, query, key, value, scaling, dropout):
+        """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
+        comm, expand = self.sequence.comm, None
+        if (key.shape, value.shape) != self.given:
+            expand = getattr(module, "expand_kv", None)  # which makes them of latents
+            if expand is None:
+                refuse(comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
+        if not dropout and kernel_for(query, key, value) is not None:
+            return attend(query, key, value, self.others, scaling, expand), None, None
+        key, value = in_order(self.others)
+        return None, *((key, value) if expand is None else expand(key, value))
+
+
+OTHER_VERSION = "this version of transformers is not covered"
+
+
+def in_order(gather):
+    """[B, H, T, D] of all ranks' tokens."""
+    return (x.transpose(1, 2) for x in gather.read(gather.in_order()))
 
 
 def _softmax(layer, *arguments, past_key_values=None, cache=None, **options):
@@ -513,6 +539,7 @@ def _softmax(layer, *arguments, past_key_values=None, cache=None, **options):
     if sequence is None:
         raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
     keys = _Keys(sequence, past_key_values if cache is None else cache)
+    options[SEQUENCE] = dataclasses.replace(sequence, keys=keys)
     return type(layer).forward(layer, *arguments, **{_name_of_cache(type(layer)): keys}, **options)
 
 
@@ -545,16 +572,26 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise ValueError(
             f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config"
         )
+    inner, home, keys = sequence.inner, sys.modules[_home(module)], sequence.keys
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
+    device, outputs, found = query.device.type, [], None
+
+    def cast(*tensors):  # autocast does not reach through causal_lower_right
+        if inner != "sdpa" or not torch.is_autocast_enabled(device):
+            return tensors
+        return [t.to(torch.get_autocast_dtype(device)) for t in tensors]
+
+    query, key, value = cast(query, key, value)
+    if keys.others is not None:
+        found, key, value = keys.attend(module, query, key, value, scaling, dropout)
+    if found is not None:
+        return found, None
+    query, key, value = cast(query, key, value)
     if key.shape[2] != sum(sequence.tokens):
         refuse(
             sequence.comm, f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
-            f"{sum(sequence.tokens)} of all ranks: this version of transformers is not covered",
+            f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
         )  # fmt: skip
-    inner, home = sequence.inner, sys.modules[_home(module)]
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
-    device, outputs = query.device.type, []
-    if inner == "sdpa" and torch.is_autocast_enabled(device):  # which does not reach through causal_lower_right
-        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     for part in sequence.parts():
         T, before, mask = part.end - part.start, part.before, None
         if inner == "eager" and T > 1:

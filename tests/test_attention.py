@@ -1,0 +1,234 @@
+"""Softmax attention over a split sequence in blocks without masks, against one rank's in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import allscan
+from allscan.integrations import attention, softmax
+from support.values import place, relative
+
+TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
+SIZES = {"heads": (4, 4, 16, 16), "groups": (4, 2, 16, 16), "narrow": (2, 1, 12, 6), "latents": (2, 2, 24, 16)}
+LATENT, ROPE = 10, 8  # of "latents": 24 = 16 + 8 for keys, 16 for values, as 192 = 128 + 64 and 128
+
+
+def whole_case(kind, batch, total, dtype):
+    """{name: tensor with tokens second} of the whole sequence, and what makes keys and values of some of them."""
+    H, G, D, V = SIZES[kind]
+    generator = torch.Generator().manual_seed(total)
+
+    def drawn(*shape):
+        return torch.randn(batch, total, *shape, generator=generator).to(dtype)
+
+    if kind != "latents":
+        return dict(q=drawn(H, D), k=drawn(G, D), v=drawn(G, V)), None, drawn(H, V)
+    weight = torch.randn(LATENT, H * (D - ROPE + V), generator=generator) * LATENT**-0.5
+    weight = weight.to(dtype).requires_grad_()
+
+    def expand(latents, rope):
+        """[B, 1, S, width] each -> k, v [B, H, S, width], as transformers' expand_kv."""
+        k, v = (latents[:, 0] @ weight).unflatten(-1, (H, -1)).transpose(1, 2).split([D - ROPE, V], -1)
+        return torch.cat([k, rope.expand(-1, H, -1, -1)], -1), v
+
+    expand.weight = weight
+    return dict(q=drawn(H, D), latents=drawn(1, LATENT), rope=drawn(1, ROPE)), expand, drawn(H, V)
+
+
+def keys_of(given, expand):
+    """(q, k, v) [B, heads, tokens, width]."""
+    q, *others = (x.transpose(1, 2) for x in given.values())
+    return q, *(others if expand is None else expand(*others))
+
+
+def one_rank(given, expand, do):
+    """o and gradients, in float64."""
+    q, k, v = keys_of(given, expand)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
+    o.backward(do)
+    return o.detach()
+
+
+def split(comm, tokens, zigzag, given, expand):
+    q, *own = given.values()
+    gather = softmax.Gather(comm, tokens, zigzag, *own)
+    _, k, v = keys_of(given, expand)
+    return attention.attend(q.transpose(1, 2), k, v, gather, 0.3, expand)
+
+
+def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32):
+    """Relative errors of o and of the gradients against one rank's, and those of one rank in that dtype."""
+    zigzag = layout != "contiguous"
+    with allscan.Communicator(group, timeout=60) as comm:
+        tokens = [2 * n for n in TOKENS[comm.size]] if layout == "uneven zigzag" else TOKENS[comm.size]
+        tokens = [10] * comm.size if layout == "zigzag" else tokens
+        given, expand, do = whole_case(kind, batch, sum(tokens), torch.float64)
+        exact = {name: x.to(dtype).double().requires_grad_() for name, x in given.items()}
+        weight = None if expand is None else expand.weight
+        if weight is not None:
+            weight.data = weight.data.to(dtype).double()
+        expected = [one_rank(exact, expand, do.to(dtype).double()), *(x.grad for x in exact.values())]
+        if weight is not None:
+            expected.append(weight.grad)
+            weight.data, weight.grad = weight.data.to(dtype), None
+        mine = place(comm, tokens, zigzag)
+        own = {name: x[:, mine].to(dtype).requires_grad_() for name, x in given.items()}
+
+        def call(*tensors):
+            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand)
+
+        if how == "no_grad":
+            with torch.no_grad():
+                return {"o": relative(call(*own.values()), expected[0][:, mine])}
+        o = call(*own.values()) if how == "plain" else checkpoint(
+            lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")  # fmt: skip
+        o.backward(do[:, mine].to(dtype))
+        found = [o, *(x.grad for x in own.values())]
+        wanted = [x[:, mine] for x in expected[: len(found)]]
+        if weight is not None:
+            total = weight.grad.float()
+            dist.all_reduce(total, group=comm.group)
+            found, wanted = [*found, total], [*wanted, expected[-1]]
+        names = ["o", *own, "weight"][: len(found)]
+        return {name: relative(*pair) for name, *pair in zip(names, found, wanted, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "size, kind, layout, batch",
+    [(2, "heads", "zigzag", 1), (2, "latents", "zigzag", 2), (3, "groups", "zigzag", 2), (4, "latents", "zigzag", 1),
+     (5, "narrow", "zigzag", 1), (2, "groups", "contiguous", 2), (3, "latents", "contiguous", 1),
+     (4, "heads", "contiguous", 2), (4, "latents", "contiguous", 1), (5, "narrow", "contiguous", 1),
+     (4, "latents", "uneven zigzag", 2), (5, "groups", "uneven zigzag", 1)],
+)  # fmt: skip
+def test_values_and_gradients(run, size, kind, layout, batch):
+    """Uneven ranks, one of them without tokens, in the contiguous layout."""
+    for errors in run(size, attention_case, kind, layout, batch):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "no_grad"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_checkpoints(run, how, layout, size=3):
+    for errors in run(size, attention_case, "latents", layout, 1, how):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranges(size):
+    """Both layouts: with the own causal blocks each query sees each earlier token, and no other, once."""
+    for zigzag in (False, True):
+        slots = 2 * size if zigzag else size
+        # the chunk of the sequence that a slot has
+        chunk = (
+            {i: 2 * size - 1 - i if i < size else i - size for i in range(slots)}
+            if zigzag
+            else {i: i for i in range(slots)}
+        )
+        for rank in range(size):
+            own = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
+            read, blocks = attention.reads(rank, size, zigzag)
+            assert all(seen.start in read and seen[-1] in read for _, seen in blocks)
+            seen = dict(blocks)
+            for half, mine in enumerate(own):
+                assert sorted(chunk[slot] for slot in seen.get(half, ())) == list(range(mine))
+            work = sum(map(len, seen.values()))
+            assert work == (2 * size - 1 if zigzag else rank)  # the same on each rank
+
+
+def order_case(group, layout):
+    """What runs when, by name, of a rank with keys of others to see."""
+    with allscan.Communicator(group, timeout=60) as comm, pytest.MonkeyPatch.context() as patch:
+        events = []
+
+        def told(name, function):
+            def call(*arguments, **options):
+                events.append(name(arguments) if callable(name) else name)
+                return function(*arguments, **options)
+
+            return call
+
+        for name in ("start", "finish", "start_sum", "finish_sum"):
+            patch.setattr(softmax.Gather, name, told(name, getattr(softmax.Gather, name)))
+        (kernel,) = [kernel for kernel in attention.KERNELS if kernel.name == "cpu"]
+        kernel = kernel._replace(
+            forward=told(lambda given: f"forward, causal {given[3]}", kernel.forward),
+            backward=told(lambda given: f"backward, causal {given[7]}", kernel.backward),
+        )
+        patch.setattr(attention, "KERNELS", (kernel,))
+        zigzag = layout == "zigzag"
+        tokens = [6] * comm.size
+        given, expand, do = whole_case("latents", 1, sum(tokens), torch.float32)
+        mine = place(comm, tokens, zigzag)
+        own = {name: x[:, mine].requires_grad_() for name, x in given.items()}
+
+        def expanded(*tensors):
+            events.append("expand")
+            k, v = expand(*tensors)
+            k.register_hook(lambda _: events.append("expand's backward"))
+            return k, v
+
+        split(comm, tokens, zigzag, own, expanded).backward(do[:, mine])
+        return events
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_order(run, layout, size=3):
+    """The own blocks run while keys are under way, and in backward while the sums of their gradients are."""
+    for rank, events in enumerate(run(size, order_case, layout)):
+        blocks = len(attention.reads(rank, size, layout == "zigzag")[1])
+        others = ["expand"] * (blocks > 0) + ["forward, causal False"] * blocks
+        assert events[: 4 + len(others)] == ["start", "expand", "forward, causal True", "finish", *others]
+        back = ["backward, causal False"] * blocks + ["expand's backward"] * (blocks > 0)
+        back += ["start_sum", "backward, causal True", "expand's backward", "finish_sum"]
+        assert events[4 + len(others) :] == back
+
+
+def sum_case(group, dtype):
+    """(error of sums over the ranks made by Gather, of sums made in that dtype)."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        x = torch.zeros(1, 2, 64, dtype=dtype, requires_grad=True)
+        parts = torch.randn(comm.size, 1, 2 * comm.size, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        gather = softmax.Gather(comm, [2] * comm.size, True, x)
+        (found,) = gather.read(gather.in_order())
+        found.backward(parts[comm.rank])
+        mine = place(comm, [2] * comm.size, True)
+        exact = parts.double().sum(0)[:, mine]
+        return relative(x.grad, exact), relative(exact.to(dtype), exact)
+
+
+def test_sums_in_float32(run, size=8):
+    for found, rounded in run(size, sum_case, torch.bfloat16):
+        assert found < 1.01 * rounded
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_what_the_operators_take(name):
+    """The arguments that our calls give are those that this PyTorch's operators have."""
+    assert dict(cudnn=attention.CUDNN_IS_KNOWN, flash=attention.FLASH_IS_KNOWN)[name]
+
+
+def test_the_kernels_results():
+    """Each kernel that runs here: o, its log-sum-exp, and parts of gradients from those over more keys."""
+    generator = torch.Generator().manual_seed(0)
+    for D, V, dtype in itertools.product((16, 20), (16, 12), (torch.float32, torch.float64)):
+        q, k, v, do = (torch.randn(2, heads, tokens, width, dtype=dtype, generator=generator).requires_grad_()
+                       for heads, tokens, width in ((4, 6, D), (2, 9, D), (2, 9, V), (4, 6, V)))  # fmt: skip
+        kernel = attention.kernel_for(q, k, v)
+        o, lse, more = kernel.forward(q, k, v, False, 0.2)
+        scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.2
+        wanted = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
+        limit = 1e-5 if dtype == torch.float32 else 1e-12
+        assert relative(o, wanted) < limit and relative(lse, scores.logsumexp(-1)) < limit
+        assert o.transpose(1, 2).is_contiguous()
+        found = kernel.backward(
+            do.detach(), *(x.detach() for x in (q, k, v)), o.detach(), lse.detach(), more, False, 0.2
+        )
+        for dx, x in zip(found, torch.autograd.grad(wanted, (q, k, v), do.double()), strict=True):
+            assert relative(dx, x) < limit
