@@ -14,6 +14,8 @@ import allscan
 from allscan.integrations import attention, softmax
 from support.values import place, relative
 
+pytestmark = pytest.mark.cpu  # tests/gpu/test_attention_gpu.py is for GPUs
+
 TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
 SIZES = {"heads": (4, 4, 16, 16), "groups": (4, 2, 16, 16), "narrow": (2, 1, 12, 6), "latents": (2, 2, 24, 16)}
 LATENT, ROPE = 10, 8  # of "latents": 24 = 16 + 8 for keys, 16 for values, as 192 = 128 + 64 and 128
