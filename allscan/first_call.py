@@ -13,10 +13,11 @@ from .checks import boundaries
 from .collective import AllScan
 from .communicator import Communicator, cached_on
 from .errors import Problem
-from .packing import MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, cut, zigzag_cut
+from .packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, cut, zigzag_cut
 from .rendezvous import by_rank, differing
 from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
+from .tiling import cdiv
 
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 KEPT = 256  # partitions of cu_seqlens, tables, and kinds of calls of zeco_gla, that a communicator keeps
@@ -304,7 +305,8 @@ def find_layout(
     """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
     a batch entry's. ``fla``: with the tables of packed sequences for fla's functions.
 
-    Raises what partition_start raises, and ValueError for more chunks than kernels take.
+    Raises what partition_start raises, and ValueError for more chunks than kernels take: where no first_token is given
+    on every rank, whichever has them.
     """
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     first = 0 if lengths is None else partition_start(comm, lengths, T, first_token, zigzag)
@@ -312,6 +314,8 @@ def find_layout(
     def make():
         if lengths is not None:
             pieces = (zigzag_cut if zigzag else cut)(lengths, first, T, comm.rank == 0)
+            tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
+            _check_chunks(comm, lengths, first, tokens, zigzag)
         else:
             begins, ends = FIRST.value * (comm.rank == 0), LAST.value * (comm.rank == (0 if zigzag else comm.size - 1))
             halves = ((begins, ends),) if not zigzag else ((begins, 0), (0, ends))
@@ -320,7 +324,23 @@ def find_layout(
             pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
         return Layout(pieces, 2 * B if zigzag else B, segment, comm.device, fla=fla)
 
-    layout = cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
-    if max(layout.num_chunks, layout.num_segments) > MOST_CHUNKS:  # of packed sequences
-        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of sequences, got {layout.num_chunks:,}")
-    return layout
+    return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
+
+
+def _check_chunks(
+    comm: Communicator, lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: bool
+) -> None:
+    """Raise ValueError if a rank has more chunks of packed sequences than kernels take, an empty one counted as one.
+    tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin."""
+    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) + 1 <= MOST_CHUNKS:
+        return
+    found = {}
+    begin = first if len(tokens) == 1 else 0
+    for rank, T in tokens.items():
+        pieces = (zigzag_cut if zigzag else cut)(lengths, begin, T, rank == 0)
+        found[rank] = sum(max(1, cdiv(piece.end - piece.start, CHUNK_TOKENS)) for piece in pieces)
+        begin += T // (1 + zigzag)
+    if max(found.values()) > MOST_CHUNKS:
+        most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > MOST_CHUNKS)
+        error = ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences: {most}")
+        raise comm.order.raised_everywhere(error) if len(tokens) == comm.size else error

@@ -210,8 +210,9 @@ def test_a_missing_transport_names_what_to_install():
 
 
 def two_threads_case():
-    """Two communicators in two threads, each in the order of its own calls: on GPUs right; in the interpreter, which
-    runs one kernel at a time, an error that says so before the launch, and every result that there is is right."""
+    """Two communicators in two threads, each in the order of its own calls: on GPUs right, on a stream each; in the
+    interpreter, which runs one kernel at a time, an error that says so before the launch, and every result that there
+    is is right."""
     comms = [allscan.Communicator(timeout=TIMEOUT) for _ in range(2)]
     state, found = torch.ones(2, 4, 8, device=comms[0].device), [[], []]
     for comm in comms:
@@ -220,6 +221,8 @@ def two_threads_case():
     def calls(i):
         if state.is_cuda:
             torch.cuda.set_device(state.device)  # of a thread's own
+            # on one stream the launches of two threads come in any order, and wait for one another
+            torch.cuda.set_stream(torch.cuda.Stream())
         for _ in range(200):
             try:
                 prev = allscan.allscan((i + 1) * state, comm=comms[i])

@@ -286,7 +286,9 @@ def test_nobody_waits_longer_than_the_time_out_after_a_fault(run, kind, where, s
     )
     assert after and after_last
     last = "AllScanOutOfStep" if kind == "refused" else "AllScanTimeout"
-    assert of_last[0][0] in ("TypeError", "AllScanTimeout") and of_last[1][0] == of_last[2][0] == last, of_last
+    assert of_last[1][0] == of_last[2][0] == last, of_last
+    # on GPUs a call that times out has long returned
+    assert (of_last[0] or [last])[0] in ("TypeError", "AllScanTimeout"), of_last
     assert times_of_last[2] < 1.0 and max(times_of_last) < 2 + 5 + 3, times_of_last
     reason = "has refused its call 2 (TypeError" if kind == "refused" else "AllScanTimeout: rank 1 waited 2 s"
     assert found[0][0] == ("RuntimeError" if where == "resync" else "AllScanOutOfStep") and reason in found[0][1], found

@@ -424,3 +424,25 @@ def test_debug_mode_sees_writes_that_torch_does_not_count(run, size=2):
         for name, (first, second) in answers.items():
             assert first is not None and first[0] == "ValueError" and "does not count" in first[1], (name, first)
             assert second is None, (name, second)
+
+
+def chunks_case(group, layout):
+    """One rank has more chunks than kernels take, which is found by all; the next call is right."""
+    first_call.MOST_CHUNKS = 4  # of ranks that end with this test
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        T, total = 8, 8 * comm.size
+        q = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)
+        many = [0, *range(total - 7, total + 1)] if layout == "contiguous" else [*range(8), total]
+        found = raised(allscan.zeco_gla, q, q, q, -q.abs(), comm=comm, cu_seqlens=many, layout=layout)
+        for lengths in ([0, total], [0, 3, total]):
+            o, _ = allscan.zeco_gla(q, q, q, -q.abs(), comm=comm, cu_seqlens=lengths, layout=layout)
+            assert o.isfinite().all()
+        return found
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_more_chunks_than_kernels_take(fresh, layout, size=3):
+    of = size - 1 if layout == "contiguous" else 0
+    for found in fresh(size).run(chunks_case, None, layout, timeout=100):
+        assert found[0] == "ValueError" and f"packed sequences: rank {of} " in found[1], found
