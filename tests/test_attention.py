@@ -6,100 +6,13 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import allscan
 from allscan.integrations import attention, softmax
+from support.attention import attention_case, split, whole_case
 from support.values import place, relative
 
 pytestmark = pytest.mark.cpu  # tests/gpu/test_attention_gpu.py is for GPUs
-
-TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
-SIZES = {"heads": (4, 4, 16, 16), "groups": (4, 2, 16, 16), "narrow": (2, 1, 12, 6), "latents": (2, 2, 24, 16)}
-LATENT, ROPE = 10, 8  # of "latents": 24 = 16 + 8 for keys, 16 for values, as 192 = 128 + 64 and 128
-
-
-def whole_case(kind, batch, total, dtype):
-    """{name: tensor with tokens second} of the whole sequence, and what makes keys and values of some of them."""
-    H, G, D, V = SIZES[kind]
-    generator = torch.Generator().manual_seed(total)
-
-    def drawn(*shape):
-        return torch.randn(batch, total, *shape, generator=generator).to(dtype)
-
-    if kind != "latents":
-        return dict(q=drawn(H, D), k=drawn(G, D), v=drawn(G, V)), None, drawn(H, V)
-    weight = torch.randn(LATENT, H * (D - ROPE + V), generator=generator) * LATENT**-0.5
-    weight = weight.to(dtype).requires_grad_()
-
-    def expand(latents, rope):
-        """[B, 1, S, width] each -> k, v [B, H, S, width], as transformers' expand_kv."""
-        k, v = (latents[:, 0] @ weight).unflatten(-1, (H, -1)).transpose(1, 2).split([D - ROPE, V], -1)
-        return torch.cat([k, rope.expand(-1, H, -1, -1)], -1), v
-
-    expand.weight = weight
-    return dict(q=drawn(H, D), latents=drawn(1, LATENT), rope=drawn(1, ROPE)), expand, drawn(H, V)
-
-
-def keys_of(given, expand):
-    """(q, k, v) [B, heads, tokens, width]."""
-    q, *others = (x.transpose(1, 2) for x in given.values())
-    return q, *(others if expand is None else expand(*others))
-
-
-def one_rank(given, expand, do):
-    """o and gradients, in float64."""
-    q, k, v = keys_of(given, expand)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
-    o.backward(do)
-    return o.detach()
-
-
-def split(comm, tokens, zigzag, given, expand):
-    q, *own = given.values()
-    gather = softmax.Gather(comm, tokens, zigzag, *own)
-    _, k, v = keys_of(given, expand)
-    return attention.attend(q.transpose(1, 2), k, v, gather, 0.3, expand)
-
-
-def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32):
-    """Relative errors of o and of the gradients against one rank's, and those of one rank in that dtype."""
-    zigzag = layout != "contiguous"
-    with allscan.Communicator(group, timeout=60) as comm:
-        tokens = [2 * n for n in TOKENS[comm.size]] if layout == "uneven zigzag" else TOKENS[comm.size]
-        tokens = [10] * comm.size if layout == "zigzag" else tokens
-        given, expand, do = whole_case(kind, batch, sum(tokens), torch.float64)
-        exact = {name: x.to(dtype).double().requires_grad_() for name, x in given.items()}
-        weight = None if expand is None else expand.weight
-        if weight is not None:
-            weight.data = weight.data.to(dtype).double()
-        expected = [one_rank(exact, expand, do.to(dtype).double()), *(x.grad for x in exact.values())]
-        if weight is not None:
-            expected.append(weight.grad)
-            weight.data, weight.grad = weight.data.to(dtype), None
-        mine = place(comm, tokens, zigzag)
-        own = {name: x[:, mine].to(dtype).requires_grad_() for name, x in given.items()}
-
-        def call(*tensors):
-            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand)
-
-        if how == "no_grad":
-            with torch.no_grad():
-                return {"o": relative(call(*own.values()), expected[0][:, mine])}
-        o = call(*own.values()) if how == "plain" else checkpoint(
-            lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")  # fmt: skip
-        o.backward(do[:, mine].to(dtype))
-        found = [o, *(x.grad for x in own.values())]
-        wanted = [x[:, mine] for x in expected[: len(found)]]
-        if weight is not None:
-            total = weight.grad.float()
-            dist.all_reduce(total, group=comm.group)
-            found, wanted = [*found, total], [*wanted, expected[-1]]
-        names = ["o", *own, "weight"][: len(found)]
-        return {name: relative(*pair) for name, *pair in zip(names, found, wanted, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +24,14 @@ def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32)
 )  # fmt: skip
 def test_values_and_gradients(run, size, kind, layout, batch):
     """Uneven ranks, one of them without tokens, in the contiguous layout."""
-    for errors in run(size, attention_case, kind, layout, batch):
+    for errors, _ in run(size, attention_case, kind, layout, batch):
         assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "no_grad"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_checkpoints(run, how, layout, size=3):
-    for errors in run(size, attention_case, "latents", layout, 1, how):
+    for errors, _ in run(size, attention_case, "latents", layout, 1, how):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -166,7 +79,7 @@ def order_case(group, layout):
         patch.setattr(attention, "KERNELS", (kernel,))
         zigzag = layout == "zigzag"
         tokens = [6] * comm.size
-        given, expand, do = whole_case("latents", 1, sum(tokens), torch.float32)
+        given, expand, do = whole_case("latents", 1, sum(tokens), torch.float32, comm.device)
         mine = place(comm, tokens, zigzag)
         own = {name: x[:, mine].requires_grad_() for name, x in given.items()}
 
@@ -234,3 +147,21 @@ def test_the_kernels_results():
         )
         for dx, x in zip(found, torch.autograd.grad(wanted, (q, k, v), do.double()), strict=True):
             assert relative(dx, x) < limit
+
+
+def merge_case(group):
+    """The kernel against torch's operators: (error of o, of its log-sum-exp)."""
+    errors = []
+    for (B, H, T, V), dtype in (((2, 3, 5, 16), torch.float32), ((1, 2, 37, 12), torch.float16)):
+        o, more = (torch.randn(B, T, H, V).to(dtype).transpose(1, 2) for _ in range(2))
+        lse, more_lse = (torch.randn(B, H, T) * 50 for _ in range(2))
+        wanted = o.float(), lse.clone()
+        attention._merge(*wanted, more.float(), more_lse)
+        attention.merge(o, lse, more, more_lse)
+        errors.append((relative(o, wanted[0].to(dtype)), relative(lse, wanted[1])))
+    return errors
+
+
+def test_the_merge(run, size=1):
+    ((small, lse), (half, half_lse)) = run(size, merge_case)[0]
+    assert max(small, lse, half_lse) < 1e-6 and half < 1e-3

@@ -17,6 +17,7 @@ from allscan.packing import Layout, Piece
 from allscan.rails import warps_of
 from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
@@ -182,6 +183,13 @@ def test_a_builtin_that_has_changed_is_compiled_again(monkeypatch):
 def test_copy():
     arguments = pointers("p_dst p_src", "*fp32") | {"numel": "i32"}
     assert Compiled(copy_kernel, arguments, {"BLOCK": 2048}).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("kind, V", [("*bf16", 128), ("*fp16", 96), ("*fp32", 128)])
+def test_merge(kind, V):
+    arguments = pointers("p_o p_more", kind) | pointers("p_lse p_more_lse p_both_lse", "*fp32")
+    compiled = Compiled(merge_kernel, arguments | pointers("rows T H", "i32"), {"V": V, "BV": 128, "ROWS": 32})
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
 
 
 class Launches:

@@ -1,0 +1,234 @@
+"""Softmax attention of one rank of a split sequence, in blocks, on one GPU: errors and times beside one kernel's.
+
+    python -m bench.attention           # writes bench/results/attention.csv; without a GPU only checks, on the CPU
+
+Checked first: all ranks' parts, one after the other, against float64 on the whole sequence, beside the error of one
+kernel over the whole in the same dtype; and gradients of both layouts, twice each, whose graphs cuDNN may mix up.
+Timed: forward and backward of one rank's queries, its own causal block and as many earlier keys as ``before`` says,
+beside one kernel with causal_lower_right, as PyTorch chooses it. Keys are there already: no collective is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from allscan.integrations import attention
+from bench.harness import Table, results, sample
+
+COLUMNS = (
+    "kernel", "pass", "queries", "before", "batch", "heads", "kv_heads", "D", "V", "blocks_ms", "one_kernel_ms",
+    "gpu", "torch", "triton", "sources",
+)  # fmt: skip
+NAMES = "o", "dq", "dk", "dv"
+LIMITS = dict(o=1.45, dq=1.45, dk=1.1, dv=1.1)  # times one kernel's error
+# heads, kv heads, widths of keys and values; the tokens of a rank that are checked
+CHECKED = [(8, 8, 128, 128), (8, 2, 128, 128), (8, 8, 128, 96), (4, 4, 192, 128), (8, 8, 64, 64), (8, 2, 256, 256)]
+TIMED = [(16, 16, 128, 128, before) for before in (8192, 16384, 24576)]
+TIMED += [(32, 32, 192, 128, 16384), (16, 2, 256, 256, 16384), (16, 2, 128, 128, 16384)]
+QUERIES = 8192
+
+
+class Whole:
+    """What softmax.Gather gives, of keys that are all here."""
+
+    def __init__(self, rank, size, zigzag, *tensors):
+        self.comm, self.halves = SimpleNamespace(rank=rank, size=size), 1 + zigzag
+        self.length = tensors[0].shape[1] // (size * self.halves)
+        self.filled = [self.length] * (size * self.halves)
+        self.tensors = tensors
+
+    def read(self, slots):
+        def chunk(slot):
+            size = self.comm.size
+            return slot if self.halves == 1 else slot - size if slot >= size else 2 * size - 1 - slot
+
+        places = [chunk(slot) * self.length for slot in slots]
+        return [torch.cat([x[:, at : at + self.length] for at in places] or [x[:, :0]], 1) for x in self.tensors]
+
+
+def mine(rank, size, zigzag, total):
+    """Which tokens a rank has."""
+    length = total // (size * (1 + zigzag))
+    own = (rank, 2 * size - 1 - rank) if zigzag else (rank,)
+    return torch.cat([torch.arange(i * length, (i + 1) * length) for i in own])
+
+
+def drawn(device, dtype, batch, tokens, H, G, D, V):
+    """q, k, v, do [B, T, heads, width]."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (tokens, H, D), (tokens, G, D), (tokens, G, V), (tokens, H, V)
+    return [torch.randn(batch, *shape, generator=generator, device=device).to(dtype) for shape in shapes]
+
+
+def exact(q, k, v, do):
+    """o and gradients in float64, [B, T, heads, width]."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    Q, K, V = (x.transpose(1, 2) for x in leaves)
+    K, V = (x.repeat_interleave(Q.shape[1] // x.shape[1], 1) for x in (K, V))
+    scores = (Q @ K.mT) * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    o = (scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ V).transpose(1, 2)
+    o.backward(do.double())
+    return [o.detach(), *(x.grad for x in leaves)]
+
+
+def one_kernel(q, k, v, do):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    Q, K, V = (x.transpose(1, 2) for x in leaves)
+    if q.shape[2] != k.shape[2]:
+        K, V = (x.repeat_interleave(q.shape[2] // k.shape[2], 1) for x in (K, V))
+    o = F.scaled_dot_product_attention(Q, K, V, is_causal=True).transpose(1, 2)
+    o.backward(do)
+    return [o.detach(), *(x.grad for x in leaves)]
+
+
+def in_blocks(q, k, v, do, size, zigzag):
+    """The same of ``size`` ranks, one after the other; the ranks' gradients of keys are added in float32."""
+    total, found = q.shape[1], [torch.zeros_like(do), *(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))]
+    for rank in range(size):
+        own = mine(rank, size, zigzag, total).to(q.device)
+        leaves = [x.detach().requires_grad_() for x in (q[:, own], k[:, own], v[:, own], k, v)]
+        Q, K, V = (x.transpose(1, 2) for x in leaves[:3])
+        o = attention.attend(Q, K, V, Whole(rank, size, zigzag, *leaves[3:]))
+        o.backward(do[:, own])
+        found[0][:, own] = o.detach()
+        for total_gradient, x in zip(found[1:], leaves[:3], strict=True):
+            total_gradient[:, own] += x.grad
+        for total_gradient, x in zip(found[2:], leaves[3:], strict=True):
+            total_gradient += 0 if x.grad is None else x.grad
+    return found
+
+
+def errors(found, wanted):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+
+
+def kernel_of(device, dtype, tokens, H, G, D, V):
+    shapes = (1, H, tokens, D), (1, G, tokens, D), (1, G, tokens, V)
+    return attention.kernel_for(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+
+
+def check(device, dtype, tokens, shape, batch=1) -> list[str]:
+    """What is wrong; prints the errors beside one kernel's."""
+    wrong = []
+    for size, zigzag in ((2, True), (2, False), (3, True)):
+        q, k, v, do = drawn(device, dtype, batch, size * tokens, *shape)
+        wanted = exact(q, k, v, do)
+        ours, one = errors(in_blocks(q, k, v, do, size, zigzag), wanted), errors(one_kernel(q, k, v, do), wanted)
+        name = kernel_of(device, dtype, tokens // (1 + zigzag), *shape).name
+        ratios = dict(zip(NAMES, (a / b for a, b in zip(ours, one, strict=True)), strict=True))
+        case = f"{name}, heads {shape}, batch {batch}, {size} ranks, {'zigzag' if zigzag else 'contiguous'}"
+        print(f"{case}: error", *(f"{n} {e:.2e} ({r:.2f} x)" for (n, r), e in zip(ratios.items(), ours)), flush=True)
+        least = 1e-5 if dtype == torch.float32 else 0
+        wrong += [f"{case}: {n} {e}, {r:.2f} times one kernel's" for (n, r), e in zip(ratios.items(), ours)
+                  if not (r <= LIMITS[n] or e < least)]  # fmt: skip
+    return wrong
+
+
+def check_layouts(device, dtype, tokens, shape) -> list[str]:
+    """Backward of both layouts of o's gradient, twice each in turns: cuDNN's cached graphs do not know which it is."""
+    wrong = []
+    q, k, v, do = (x.transpose(1, 2) for x in drawn(device, dtype, 2, tokens, *shape))
+    kernel = kernel_of(device, dtype, tokens, *shape)
+    wanted = exact(*(x.transpose(1, 2) for x in (q, k, v, do)))[1:]
+    for heads_first in (False, True):  # of q, too
+        given = [x.contiguous() if heads_first else x for x in (q, k, v)]
+        o, lse, more = kernel.forward(*given, True, shape[2] ** -0.5)
+        for turn, gradient in itertools.product(range(2), (do, do.contiguous())):
+            found = kernel.backward(gradient, *given, o, lse, more, True, shape[2] ** -0.5)
+            worst = max(errors([x.transpose(1, 2) for x in found], wanted))
+            if not worst < 2e-2:
+                how = "contiguous" if gradient.is_contiguous() else "tokens first"
+                wrong.append(f"{kernel.name} {shape}: gradient {how}, heads first {heads_first}, turn {turn}: {worst}")
+    print(f"{kernel.name}, heads {shape}: both layouts of the gradient, twice each: {wrong or 'right'}", flush=True)
+    return wrong
+
+
+def trial(device, dtype, tokens, shape) -> str:
+    """What cuDNN's operators make of a shape that the table does not give them."""
+    kernel = attention.KERNELS[0]
+    q, k, v, do = (x.transpose(1, 2) for x in drawn(device, dtype, 1, tokens, *shape))
+    wanted = exact(*(x.transpose(1, 2) for x in (q, k, v, do)))
+    try:
+        o, lse, more = kernel.forward(q, k, v, True, shape[2] ** -0.5)
+        found = kernel.backward(do, q, k, v, o, lse, more, True, shape[2] ** -0.5)
+    except RuntimeError as error:
+        return f"cudnn {shape}: refused, {str(error).splitlines()[0][:160]}"
+    return f"cudnn {shape}: errors {errors([x.transpose(1, 2) for x in (o, *found)], wanted)}"
+
+
+def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[dict]:
+    """Rows, both passes and forward."""
+    q, k, v, do = drawn(device, dtype, batch, queries + before, H, G, D, V)
+    own = slice(before, before + queries)
+    q, do, keys = q[:, own].clone(), do[:, own].clone(), [x[:, own].clone() for x in (k, v)]
+    earlier = [x[:, :before].clone() for x in (k, v)]
+    size = before // queries + 1
+    gather = Whole(size - 1, size, False, *earlier)
+    gather.length, gather.filled = queries, [queries] * size
+    gather.read = lambda slots: earlier
+    leaves = [x.requires_grad_() for x in (q, *keys, *earlier)]
+    mask = causal_lower_right(queries, queries + before)
+
+    def blocks(backward):
+        o = attention.attend(*(x.transpose(1, 2) for x in (q, *keys)), gather)
+        return torch.autograd.grad(o, leaves, do) if backward else o
+
+    whole = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def one(backward):
+        options = dict(enable_gqa=True) if H != G else {}
+        o = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole), attn_mask=mask, **options)
+        return torch.autograd.grad(o.transpose(1, 2), whole, do) if backward else o
+
+    kernel, rows = kernel_of(device, dtype, queries, H, G, D, V), []
+    for backward in (False, True):
+        row = dict(kernel=kernel.name, queries=queries, before=before, batch=batch, heads=H, kv_heads=G, D=D, V=V)
+        row["pass"] = "both" if backward else "forward"
+        for name, call in (("blocks_ms", blocks), ("one_kernel_ms", one)):
+            try:
+                for _ in range(2):
+                    call(backward)
+                row[name] = min(sample(lambda: call(backward), 5) for _ in range(3)) / 1e3  # noqa: B023
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                print(f"{name}: {str(error).splitlines()[0][:160]}", file=sys.stderr)
+                row[name] = float("nan")
+        print({name: x if not isinstance(x, float) else round(x, 3) for name, x in row.items()}, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", default=results("attention.csv"))
+    parser.add_argument("--checks-only", action="store_true")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        wrong = [w for shape in CHECKED for w in check(torch.device("cpu"), torch.float32, 24, shape, 2)]
+        assert not wrong, wrong
+        return 0
+    device, dtype, wrong = torch.device("cuda"), torch.bfloat16, []
+    for shape in CHECKED:
+        wrong += check(device, dtype, 1024, shape)
+        wrong += check_layouts(device, dtype, 1024, shape)
+    wrong += check(device, dtype, 1024, CHECKED[0], batch=2)
+    print(trial(device, dtype, 1024, (8, 8, 256, 256)), flush=True)
+    if not arguments.checks_only:
+        with Table(arguments.csv, COLUMNS) as table:
+            for shape in TIMED:
+                for row in time_one(device, dtype, 1, *shape):
+                    table.write(row)
+    assert not wrong, "\n".join(wrong)
+    print(f"wrote {arguments.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Softmax attention over two sets of keys, from the results over each."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_kernel(
+    p_o,  # [B, T, H, V], over the first keys; over both afterwards
+    p_lse,  # float32 [B, H, T]
+    p_more,  # [B, T, H, V], over the others
+    p_more_lse,  # float32 [B, H, T]
+    p_both_lse,  # float32 [B, H, T]
+    rows,  # B * T * H
+    T,
+    H,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """o := exp(lse - both) o + exp(more_lse - both) more, both = log(exp(lse) + exp(more_lse)), in float32."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // H, row % H
+    at = ((token // T) * H + head) * T + token % T
+    inside = row < rows
+    b_lse = tl.load(p_lse + at, mask=inside, other=0.0)
+    b_more_lse = tl.load(p_more_lse + at, mask=inside, other=0.0)
+    largest = tl.maximum(b_lse, b_more_lse)
+    b_both = largest + tl.log(tl.exp(b_lse - largest) + tl.exp(b_more_lse - largest))
+    tl.store(p_both_lse + at, b_both, mask=inside)
+    v = tl.arange(0, BV)
+    offsets = row[:, None] * V + v[None, :]
+    inside = inside[:, None] & (v < V)[None, :]
+    b_o = tl.load(p_o + offsets, mask=inside, other=0.0).to(tl.float32)
+    b_more = tl.load(p_more + offsets, mask=inside, other=0.0).to(tl.float32)
+    b_o = b_o * tl.exp(b_lse - b_both)[:, None] + b_more * tl.exp(b_more_lse - b_both)[:, None]
+    tl.store(p_o + offsets, b_o.to(p_o.dtype.element_ty), mask=inside)

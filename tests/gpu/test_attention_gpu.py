@@ -1,0 +1,69 @@
+"""Softmax attention in blocks by the kernels of GPUs, against float64 and beside one kernel's errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allscan.integrations import attention
+from bench import attention as bench
+from support.attention import attention_case
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("shape", bench.CHECKED)
+def test_errors(shape):
+    """Those of o and dq are at most 1.45 times one kernel's, those of dk and dv 1.1, on one GPU."""
+    wrong = bench.check(DEVICE, torch.bfloat16, 1024, shape)
+    assert not wrong, wrong
+
+
+def test_errors_of_a_batch():
+    wrong = bench.check(DEVICE, torch.bfloat16, 1024, bench.CHECKED[0], batch=2)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("shape", bench.CHECKED)
+def test_layouts_of_gradients(shape):
+    """cuDNN's graphs for backward are cached without the layout of o's gradient."""
+    wrong = bench.check_layouts(DEVICE, torch.bfloat16, 1024, shape)
+    assert not wrong, wrong
+
+
+def test_the_choice():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's")
+
+    def chosen(dtype, *shape, tokens=1024):
+        kernel = bench.kernel_of(DEVICE, dtype, tokens, *shape)
+        return kernel and kernel.name
+
+    half = torch.bfloat16
+    assert chosen(half, 8, 8, 128, 128) == chosen(half, 8, 2, 64, 64) == chosen(half, 8, 8, 192, 128) == "cudnn"
+    assert chosen(half, 8, 8, 256, 256) == chosen(half, 8, 8, 128, 128, tokens=64) == "flash"
+    assert chosen(torch.float32, 8, 8, 128, 128) is None
+
+
+def test_deterministic_algorithms():
+    """FlashAttention, whose gradients are the same bits each time."""
+    q, k, v, do = bench.drawn(DEVICE, torch.bfloat16, 1, 4096, 8, 2, 128, 128)
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel = attention.kernel_for(*(x.transpose(1, 2) for x in (q, k, v)))
+        assert kernel.name == "flash"
+        answers = [bench.in_blocks(q, k, v, do, 2, True) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(answers[0], other, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
+def test_over_the_gpus(run, kind, layout, size=2):
+    """Gathers and sums by NCCL."""
+    for ours, alone in run(size, attention_case, kind, layout, 1, "plain", torch.bfloat16, 1024):
+        assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)

@@ -1,0 +1,109 @@
+"""Attention of a split sequence, and of one rank with the whole, for CPU ranks and GPUs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import allscan
+from allscan.integrations import attention, softmax
+from support.values import place, relative
+
+TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
+# Heads, those of keys, widths of keys and values; of "latents" keys are of two parts, as 192 = 128 + 64
+SIZES = {
+    "heads": (4, 4, 16, 16), "groups": (4, 2, 16, 16), "narrow": (2, 1, 12, 6), "latents": (2, 2, 24, 16),
+    "128": (8, 8, 128, 128), "128 in groups": (8, 2, 128, 128), "latents of 192": (4, 4, 192, 128),
+}  # fmt: skip
+
+
+def whole_case(kind, batch, total, dtype, device):
+    """{name: tensor with tokens second} of the whole sequence; what makes keys and values of some of them, or None; and
+    a gradient."""
+    H, G, D, V = SIZES[kind]
+    generator = torch.Generator().manual_seed(total)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q, do = drawn(batch, total, H, D), drawn(batch, total, H, V)
+    if "latents" not in kind:
+        return dict(q=q, k=drawn(batch, total, G, D), v=drawn(batch, total, G, V)), None, do
+    rope, width = D // 3, D // 2
+    weight = (drawn(width, H * (D - rope + V)) * width**-0.5).requires_grad_()
+
+    def expand(latents, rope_keys):
+        """[B, 1, S, width] each -> k, v [B, H, S, width], as transformers' expand_kv."""
+        k, v = (latents[:, 0] @ weight).unflatten(-1, (H, -1)).transpose(1, 2).split([D - rope, V], -1)
+        return torch.cat([k, rope_keys.expand(-1, H, -1, -1)], -1), v
+
+    expand.weight = weight
+    return dict(q=q, latents=drawn(batch, total, 1, width), rope=drawn(batch, total, 1, rope)), expand, do
+
+
+def keys_of(given, expand):
+    """(q, k, v) [B, heads, tokens, width]."""
+    q, *others = (x.transpose(1, 2) for x in given.values())
+    return q, *(others if expand is None else expand(*others))
+
+
+def one_rank(given, expand, do):
+    """[o, the gradients of what is given, that of the weight]."""
+    q, k, v = keys_of(given, expand)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(1, 2)
+    leaves = [*given.values(), *([] if expand is None else [expand.weight])]
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+SCALE = 0.2
+
+
+def split(comm, tokens, zigzag, given, expand):
+    """o of this rank's part of what is given."""
+    q, *own = given.values()
+    gather = softmax.Gather(comm, tokens, zigzag, *own)
+    _, k, v = keys_of(given, expand)
+    return attention.attend(q.transpose(1, 2), k, v, gather, SCALE, expand)
+
+
+def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10):
+    """(relative errors of this rank's o and of the gradients against one rank's in float64, and one rank's in that
+    dtype)."""
+    zigzag = layout != "contiguous"
+    with allscan.Communicator(group, timeout=60) as comm:
+        tokens = [2 * n for n in TOKENS[comm.size]] if layout == "uneven zigzag" else TOKENS[comm.size]
+        tokens = [length] * comm.size if layout == "zigzag" or length != 10 else tokens
+        given, expand, do = whole_case(kind, batch, sum(tokens), dtype, comm.device)
+        whole, weight = {name: x.requires_grad_() for name, x in given.items()}, getattr(expand, "weight", None)
+        alone = one_rank(whole, expand, do)
+        exact = {name: x.detach().double().requires_grad_() for name, x in whole.items()}
+        if weight is not None:
+            weight.data = weight.data.double()
+        wanted = one_rank(exact, expand, do.double())
+        if weight is not None:
+            weight.data = weight.data.to(dtype)
+        mine = place(comm, tokens, zigzag)
+        own = {name: x[:, mine].detach().requires_grad_() for name, x in whole.items()}
+
+        def call(*tensors):
+            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand)
+
+        if how == "no_grad":
+            with torch.no_grad():
+                return {"o": relative(call(*own.values()), wanted[0][:, mine])}, {}
+        o = call(*own.values()) if how == "plain" else checkpoint(
+            lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")  # fmt: skip
+        o.backward(do[:, mine])
+        found = [o, *(x.grad for x in own.values())]
+        alone[: len(found)], wanted[: len(found)] = (
+            [x[:, mine] for x in some[: len(found)]] for some in (alone, wanted)
+        )
+        if weight is not None:
+            total = weight.grad.float()
+            dist.all_reduce(total, group=comm.group)
+            found.append(total)
+        names = ["o", *own, "weight"][: len(found)]
+        return tuple(dict(zip(names, map(relative, some, wanted), strict=True)) for some in (found, alone))
