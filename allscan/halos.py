@@ -87,23 +87,29 @@ def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
 _not_traced = dynamo_disabled(_eager_halo)
 
 
-def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
+def halo_of_ends(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, cu_seqlens=None, first_token=None) -> Xs:
+    """:func:`halo` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half."""
+    with comm.call(False, "halo()", x):
+        return _halo(x, n, comm, False, cu_seqlens, first_token, layout, T)
+
+
+def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, T=None):
     several = isinstance(x, tuple)
     xs = x if several else (x,)
-    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout, bool(reverse)
+    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout, bool(reverse), T
     known = cached_on(comm, "signatures of halo")
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
     if not cached or signature not in known:
-        n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout)
+        n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, T)
         if cached:
             if len(known) >= 16 * KEPT:  # of ever new lengths
                 known.clear()
             known[signature] = True
-    zigzag, T = layout == "zigzag", xs[0].shape[1]
+    zigzag, tokens = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
-    edges, decay = _edges(xs, n, halves, reverse), _decay(T // halves, n, reverse)
-    inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag)
+    edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
+    inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
         found = scan_once(edges[0], decay, comm, None, None, reverse, None, part="hop")
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
@@ -123,8 +129,9 @@ def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told) -> tuple
     return "halo", ("n", n), *kinds, ("reverse", bool(reverse)), ("layout", layout), *where
 
 
-def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
-    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
+def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, tokens=None):
+    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective. ``tokens``: of this rank,
+    where x has fewer."""
     shape = agree = problem = None
     given = cu_seqlens
     try:
@@ -141,6 +148,7 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout):
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
+        T = T if tokens is None else tokens
         zigzag = is_zigzag(layout)
         shape = (B, n, sum(_widths(xs)))
         agree = _agree(n, _dtypes(xs), _widths(xs), reverse, layout, cu_seqlens is None, first_token is None)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import allscan
 from allscan.reference import delta_reference
 from support.fla import import_fla
-from support.values import place, raised, relative
+from support.values import Copies, place, raised, relative
 
 pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
 pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
@@ -334,6 +334,96 @@ def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
         assert max(errors.values()) < 2e-5, errors
         assert calls == [where]  # one layer
         assert choices == [name] * 3 + [None] * 3
+
+
+def copies_case(group, family, layout, packed):
+    """What a forward and backward pass copies of T tokens a rank, for T in the table: [ordinary model, split one]. The
+    recurrences, which are not of interest here, are one product, and there are no softmax layers."""
+    from allscan.integrations.transformers import OPERATORS, sequence_parallel
+
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    name = "chunk_kimi_delta_attention" if family == "kimi_linear" else "mamba2_chunk_scan"
+
+    def rule(x, *others, g=None, **_):
+        return x if g is None else (x + g, None)
+
+    table = []
+    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.delitem(OPERATORS, name)
+        for T in (64, 128):
+            model = made(family, **COPIED[family])
+            patch.setattr(modeling, name, rule)
+            how, table = {}, [*table, []]
+            if packed:
+                how = dict(cu_seq_lens_q=torch.tensor([0, 1, 20, T * comm.size], dtype=torch.int32))
+            ids = torch.randint(1, VOCABULARY, (1, T))
+            for split in (False, True):
+                if split:
+                    sequence_parallel(model, comm=comm, layout=layout)
+                for _ in range(2):  # the first call makes tables
+                    with Copies() as copies:
+                        model(input_ids=ids, labels=ids, use_cache=False, **(how if split else {})).loss.backward()
+                table[-1].append(copies.numbers)
+    return table
+
+
+COPIED = {
+    "kimi_linear": dict(layer_types=["linear_attention"] * 2, mlp_layer_types=["dense"] * 2),
+    "nemotron_h": dict(layers_block_type=["linear_attention", "mlp"]),
+}
+
+
+@pytest.mark.parametrize(
+    "family, layout, packed",
+    [("kimi_linear", "contiguous", False), ("kimi_linear", "contiguous", True), ("kimi_linear", "zigzag", False),
+     ("nemotron_h", "zigzag", False)],
+)  # fmt: skip
+def test_what_a_split_copies(run, family, layout, packed, size=2):
+    """A few tokens at the cuts, of whatever length the sequence is, beside labels and positions: no row."""
+    for (one, split), (one_of_more, split_of_more) in run(size, copies_case, family, layout, packed):
+        added, added_of_more = split - one, split_of_more - one_of_more
+        assert added_of_more - added <= 64 * 8, (added, added_of_more)  # a row has 48 numbers a token, and more
+
+
+def convolutions_case(group, activation, layout):
+    """Errors of a convolution's outputs and gradients, of an activation that keeps its result for backward or not, and
+    of x as a part of a wider tensor."""
+    from allscan.integrations.recurrent import Piece, convolved
+
+    with allscan.Communicator(group) as comm:
+        torch.manual_seed(0)
+        zigzag, n, T, C = layout == "zigzag", 3, 10, 4
+        tokens = [T] * comm.size
+        mine, own = place(comm, tokens, zigzag), [x.requires_grad_() for x in (torch.randn(C, n + 1), torch.randn(C))]
+        wide = torch.randn(2, T * comm.size, 2 * C, requires_grad=True)
+        dy = torch.randn(2, T * comm.size, C)
+
+        def conv(x):
+            y = torch.nn.functional.conv1d(x.mT, own[0][:, None], own[1], padding=n, groups=C)
+            return activation(y[:, :, : x.shape[1]]).mT
+
+        def answers(y, dy, x):
+            return [y.detach(), *torch.autograd.grad(y, (x, *own), dy)]
+
+        y, *grads = answers(conv(wide[:, :, C:]), dy, wide)
+        pieces = [Piece(T, 0, comm.rank > 0)]
+        if zigzag:
+            pieces = [Piece(T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
+        part = wide[:, mine].detach().requires_grad_()
+        here = convolved(conv, n, part[:, :, C:], pieces, comm=comm, layout=layout)
+        got, dx, *sums = answers(here, dy[:, mine], part)
+        for x in sums:
+            dist.all_reduce(x, group=comm.group)
+        wanted = y[:, mine], grads[0][:, mine], *grads[1:]
+        return [relative(*pair) for pair in zip((got, dx, *sums), wanted, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.relu, torch.tanh, torch.nn.Identity()])
+def test_convolutions(run, activation, layout, size=3):
+    """Their first outputs are put in place: also where the activation keeps its result for backward."""
+    for errors in run(size, convolutions_case, activation, layout):
+        assert max(errors) < 2e-6, errors
 
 
 def masks_case(group):

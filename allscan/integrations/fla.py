@@ -10,19 +10,21 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.modules.module import _global_backward_hooks
 
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
-from ..halos import halo
+from ..halos import halo_of_ends
 from ..launching import dynamo_disabled
 from ..packing import Tables, boundaries_on_host
 from ..ssd import Using
 from . import needs
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
+from .recurrent import Tokens, taken
 from .softmax import chunks, gathered, masks_nothing, refuse, shifted
 
 try:
@@ -292,39 +294,59 @@ def _tokens_of_all(comm, x, layout, stamp):
         return list(tokens)
 
 
+@dynamo_disabled
 def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout):
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
     # a state has one token more than an output looks back at, of which the last rank may have none itself
-    n, (B, T) = convolutions[0].kernel_size[0] - (0 if use_cache else 1), xs[0].shape[:2]
-    halves = 1 + is_zigzag(layout)
+    W, T, halves = convolutions[0].kernel_size[0], xs[0].shape[1], 1 + is_zigzag(layout)
+    n, states, sequences = W - (0 if use_cache else 1), [None] * len(xs), None
     if n:
-        before = halo(tuple(xs), n, comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
-        both = [[y.unflatten(1, (halves, -1)) for y in pair] for pair in zip(before, xs, strict=True)]
-        xs = [torch.cat(pair, 2) for pair in both]  # [B, halves, n + T / halves, ...]
-    else:
-        xs = [x.unflatten(1, (halves, -1)) for x in xs]
+        where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
+        xs, before = _before(convolutions, xs, n, halves, where)
+        states = [F.pad(y.unflatten(1, (halves, n)).flatten(0, 1).mT, (W - n, 0)) for y in before]
+    if not T:
+        ys = [c(y)[0][:, halves * n :] for c, y in zip(convolutions, before if n else xs, strict=True)]
+        return ys, tuple(y[halves - 1 :: halves] for y in states) if use_cache else (None,) * len(xs)
     if cu_seqlens is not None:
         lengths = _read(comm, cu_seqlens)
         first = partition_start(comm, lengths, T, first_token, halves == 2)
-        key = ("convolution", first, T, lengths, n, halves)
-        tables = cached_table(comm, key, lambda: Tables([_lengths_here(first, lengths, n, T, halves)], comm.device))
-        (cu_seqlens,) = tables.of_stream(comm)
-    # each half a sequence, or some
-    xs = [x.flatten(0, 1) if cu_seqlens is None else x.flatten(1, 2) for x in xs]
-    options = dict(output_final_state=bool(use_cache), cu_seqlens=cu_seqlens)
-    ys, states = zip(*(c(x, **options) for c, x in zip(convolutions, xs, strict=True)))
-    ys = [y.reshape(B, halves, -1, *y.shape[2:])[:, :, n:].flatten(1, 2) for y in ys]
+        key = ("convolution", first, T, lengths, halves)
+        tables = cached_table(comm, key, lambda: Tables(_sequences(first, lengths, T, halves), comm.device))
+        sequences, firsts = tables.of_stream(comm)
+        N = len(sequences) - 1
+        if n and N > halves:
+            states = [y.new_zeros(N, *y.shape[1:]).index_copy(0, firsts, y) for y in states]
+    else:  # each half a sequence
+        xs = [x.unflatten(1, (halves, -1)).flatten(0, 1) for x in xs]
+    options = dict(output_final_state=bool(use_cache), cu_seqlens=sequences)
+    made = [c(x, cache=state, **options) for c, x, state in zip(convolutions, xs, states, strict=True)]
+    ys, states = zip(*made)
+    if cu_seqlens is None:
+        ys = [y.unflatten(0, (-1, halves)).flatten(1, 2) for y in ys]
     return ys, tuple(x if x is None else x[halves - 1 :: halves] for x in states)
 
 
-def _lengths_here(first, lengths, n, T, halves):
-    """cu_seqlens of n tokens of the rank before, zeros if the cut is between sequences, and this rank's T tokens; in
-    the zigzag layout of both halves."""
-    part, cuts = T // halves, [0]
-    for begin in (first, lengths[-1] - first - part)[:halves]:
-        inside = sorted({n + c - begin for c in lengths if begin < c < begin + part})
-        cuts += [cuts[-1] + c for c in (*inside, n + part)]
-    return torch.tensor(cuts, dtype=torch.int32, device="cpu")
+def _before(convolutions, xs, n, halves, where):
+    """(xs, the n tokens before each half of them)."""
+    comm, T = where["comm"], xs[0].shape[1]
+    if T <= halves * n:
+        return xs, halo_of_ends(xs, T, n, **where)
+    numbers = [t for end in range(T // halves, T + 1, T // halves) for t in range(end - n, end)]
+    tokens = cached_table(comm, ("ends", n, T, halves), lambda: Tokens(numbers, T, comm.device))
+    # who hooks the backward of a convolution may keep the gradient that it gives
+    hooked = [bool(c._backward_hooks or _global_backward_hooks) for c in convolutions]
+    xs, ends = zip(*(taken(x, tokens, comm, not kept) for x, kept in zip(xs, hooked, strict=True)))
+    return xs, halo_of_ends(ends, T, n, **where)
+
+
+def _sequences(first, lengths, T, halves):
+    """(cu_seqlens of this rank's tokens, in the zigzag layout of both halves, which are the first of each half)."""
+    part, cuts, firsts = T // halves, [0], []
+    for half, begin in enumerate((first, lengths[-1] - first - part)[:halves]):
+        firsts.append(len(cuts) - 1)
+        inside = {c - begin for c in lengths if begin < c < begin + part}
+        cuts += [half * part + c for c in (*sorted(inside), part)]
+    return torch.tensor(cuts, dtype=torch.int32, device="cpu"), torch.tensor(firsts, device="cpu")
 
 
 def _loss(

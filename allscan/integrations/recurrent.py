@@ -3,7 +3,8 @@ one call for each piece of a sequence, and short convolutions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,12 @@ import torch.nn.functional as F
 
 from ..checks import has_tangents
 from ..collective import leaves
-from ..halos import halo
+from ..first_call import cached_table
+from ..halos import halo, halo_of_ends
+from ..launching import dynamo_disabled
 from ..operators import product
 from ..ops import allscan
+from ..packing import Tables
 from ..ssd import Using
 
 
@@ -25,14 +29,122 @@ class Piece(NamedTuple):
     entered: bool  # whether there are tokens of the sequence before
 
 
-def convolved(conv: Callable, n: int, x, pieces: list[Piece], **where):
-    """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins."""
-    before = [torch.zeros_like(x[:, :1]).expand(-1, n, -1)] * len(pieces)
-    for some, found in zip(_halves(pieces), halo(x, n, **where).split(n, 1), strict=True):
-        before[some[0]] = found
-    rows = [row for pair in zip(before, _split(x, pieces), strict=True) for row in pair]
-    y = conv(torch.cat(rows, 1))
-    return joined(y.split([row.shape[1] for row in rows], 1)[1::2])
+@dynamo_disabled
+def convolved(conv: Callable, n: int, x, pieces: list[Piece], *, comm, **where):
+    """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins.
+
+    The row is convolved as it lies. The first n outputs of each piece, which have not seen what is before it, are made
+    again of 2n tokens, and put in place in the memory of conv's result; see :func:`taken` for the backward.
+    """
+    if not x.shape[1]:
+        before = halo(x, n, comm=comm, **where)
+        return conv(torch.cat([before, x], 1))[:, before.shape[1] :]
+    cuts = cached_table(comm, ("convolution", n, *pieces), lambda: _Cuts(pieces, n, comm.device))
+    B, T = x.shape[:2]
+    x, tokens = taken(x, cuts, comm)
+    ends, windows = tokens.split([cuts.ends, tokens.shape[1] - cuts.ends], 1)
+    windows = windows.unflatten(1, (-1, 2 * n))  # of each piece the n tokens before it in the row, and its first n
+    before = halo_of_ends(ends, T, n, comm=comm, **where).unflatten(1, (-1, n))
+    if before.shape[1] < len(pieces):
+        before = torch.zeros_like(windows[:, :, :n]).index_copy(1, cuts.first, before)
+    y, rows = conv(x), [torch.cat([before, windows[:, :, n:]], 2)]
+    if y.requires_grad:
+        rows.append(windows)
+    made = conv(torch.stack(rows).flatten(0, 2))[:, n:].unflatten(0, (len(rows), B, -1)).flatten(2, 3)
+    if len(cuts.made) < made.shape[2]:  # of pieces with fewer than n tokens
+        made = made.index_select(2, cuts.made)
+    return _Replaced.apply(y, cuts.outputs, *made.unbind(0))
+
+
+def taken(x, tokens: Tokens, comm, alone: bool = True):
+    """(x, these tokens of it [B, numbers, ...], zeros beyond it). In backward theirs is added to the gradient of x, in
+    its memory if nobody else has it, ``alone``: a whole tensor of zeros and a sum are what autograd makes of it."""
+    if has_tangents((x,)):
+        with comm.call(False, "halo()", (x,)):  # which refuses them
+            pass
+    return _Taken.apply(x, tokens, alone)
+
+
+class Tokens(Tables):
+    """Numbers of tokens of a row of T, some perhaps beyond it, and ``more`` tables."""
+
+    def __init__(self, numbers: Sequence[int], T: int, device, *more: Sequence[int]) -> None:
+        places: dict[int, list[int]] = {}
+        for place, token in enumerate(numbers):
+            if 0 <= token < T:
+                places.setdefault(token, []).append(place)
+        depth = max(map(len, places.values()))
+        lacking = [[places_of[i] if i < len(places_of) else len(numbers) for places_of in places.values()]
+                   for i in range(depth)]  # fmt: skip
+        tables = [min(max(token, 0), T - 1) for token in numbers], [*places], lacking, *more
+        beyond = torch.tensor([[not 0 <= token < T] for token in numbers], device="cpu")
+        super().__init__([beyond, *(torch.tensor(x, dtype=torch.int64, device="cpu") for x in tables)], device)
+        self.beyond, self.numbers, self.distinct, self.places, *self.more = self.tensors
+        self.inside = len(places) == len(numbers) or not beyond.any()
+
+
+class _Cuts(Tokens):
+    """What :func:`convolved` takes of a row: the last n tokens of each half, and for each piece 2n."""
+
+    def __init__(self, pieces: list[Piece], n: int, device) -> None:
+        starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
+        spans = [(starts[some[0]], starts[some[-1] + 1]) for some in halves]
+        ends = [token for start, end in spans for token in range(max(start, end - n), end)]
+        windows = [token for start in starts[:-1] for token in range(start - n, start + n)]
+        made = [(i * n + j, starts[i] + j) for i, piece in enumerate(pieces) for j in range(min(n, piece.tokens))]
+        more = [some[0] for some in halves], [at for at, _ in made], [token for _, token in made]
+        super().__init__([*ends, *windows], starts[-1], device, *more)
+        self.first, self.made, self.outputs = self.more
+        self.ends = len(ends)
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tokens, alone):
+        ctx.tokens, ctx.alone = tokens, alone
+        found = x.index_select(1, tokens.numbers)
+        if not tokens.inside:
+            found.masked_fill_(tokens.beyond.view(-1, *(1,) * (x.ndim - 2)), 0)
+        return x.detach(), found  # no view, which must not be written to; of the same memory
+
+    @staticmethod
+    def backward(ctx, dx, dtokens):
+        # each token once, in a fixed order: atomic additions to the same place give other bits each time
+        places = ctx.tokens.places
+        padded = F.pad(dtokens, (0, 0) * (dtokens.ndim - 2) + (0, 1))
+        sums = padded.index_select(1, places.flatten()).unflatten(1, places.shape).sum(1)
+        alone = ctx.alone and not torch.is_grad_enabled() and 0 not in dx.stride()
+        add = dx.index_add_ if alone else dx.index_add
+        return add(1, ctx.tokens.distinct, sums.to(dx.dtype)), None, None
+
+
+class _Replaced(torch.autograd.Function):
+    """y with ``made`` at these ``outputs``, in place. ``lost``: what is there now, made of the same tokens. The
+    gradient of y stays as it is, whole; what comes of it at these outputs is taken away again by that of ``lost``."""
+
+    @staticmethod
+    def forward(ctx, y, outputs, made, lost=None):
+        ctx.outputs = outputs
+        if _kept(y):
+            y = y.clone()
+        y.index_copy_(1, outputs, made)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        dmade = dy.index_select(1, ctx.outputs)
+        return dy, None, dmade, -dmade
+
+
+_VIEWS = ("Transpose", "Slice", "View", "UnsafeView", "Permute", "Squeeze", "Unsqueeze", "Alias", "Unflatten")
+
+
+def _kept(y) -> bool:
+    """Whether the function that has made y has kept it for backward, as that of relu does, and not its argument."""
+    node = y.grad_fn
+    while node is not None and type(node).__name__.partition("Backward")[0] in _VIEWS:
+        node = node.next_functions[0][0]
+    return hasattr(type(node), "_saved_result")
 
 
 def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False):

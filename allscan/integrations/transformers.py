@@ -409,7 +409,7 @@ class _Operator:
 
 def _convolution(original, sequence, x, weight, bias=None, activation=None, **_):
     """x [B, channels, tokens], the last of which are this rank's."""
-    n, x = weight.shape[-1] - 1, x[:, :, -sequence.own :]
+    n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, -sequence.own :]
     if not n:
         return original(x, weight, bias, activation=activation)
 

@@ -8,6 +8,7 @@ import time
 import weakref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def late(epoch: int, rank: int, most_ms: float) -> None:
@@ -46,6 +47,27 @@ def error(actual, expected) -> float:
     if not finite.any():
         return 0.0
     return ((actual - expected)[finite].abs().max() / expected[finite].abs().max().clamp_min(1e-30)).item()
+
+
+class Copies(TorchDispatchMode):
+    """How many numbers torch's functions have written that copy, fill or add up: what stands between the layers."""
+
+    NAMES = {
+        "cat", "stack", "clone", "copy_", "_to_copy", "fill_", "zero_", "zeros", "zeros_like", "new_zeros", "full",
+        "constant_pad_nd", "slice_backward", "select_backward", "index_select", "index", "index_add", "index_copy",
+        "index_put_", "where", "masked_fill", "add", "add_", "sub", "mul", "neg",
+    }  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        # what has one dimension is memory of Triton's interpreter
+        if function.overloadpacket.__name__ in self.NAMES and isinstance(found, torch.Tensor) and found.ndim > 1:
+            self.numbers += found.numel()
+        return found
 
 
 def raised(function, *arguments, **options):
