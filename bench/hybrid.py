@@ -1,34 +1,47 @@
-"""Training transformers' own Kimi-Linear, a hybrid of KDA and softmax layers, over several GPUs.
+"""Training transformers' own hybrids of recurrent and softmax layers over several GPUs.
 
     python -m bench.hybrid              # all GPUs of this machine; writes bench/results/hybrid.csv; needs fla
+    python -m bench.hybrid --model kimi_linear qwen3_next --mla 128 192 --only "allscan, zigzag" heads --profile
 
-3 KDA layers to 1 of softmax, 12 in all, 16 heads of 128, width 2,048, dense MLPs, a vocabulary of 32,000 (logits of
-more would take the memory), bfloat16, T tokens a rank, DistributedDataParallel and AdamW, called from Python. Beside
-each other:
+3 recurrent layers to 1 of softmax, 12 in all, width 2,048, dense MLPs, a vocabulary of 32,000 (logits of more would
+take the memory), random weights, bfloat16, T tokens a rank, DistributedDataParallel and AdamW, called from Python:
 
-* allscan: allscan.integrations.transformers; a state travels, softmax layers gather their latents;
+* kimi_linear: KDA, 16 heads of 128; MLA, 16 heads, latents of 512. --mla 128: keys of 96 + 32, values of 128; 192:
+  Kimi's own, keys of 128 + 64.
+* qwen3_next: Gated DeltaNet, 16 heads of 128 for keys and 32 for values; gated softmax, 16 heads of 256, 2 of them for
+  keys and values. fla refuses its rule's backward on Hopper before Triton 3.7.1: where a rank computes it alone, that
+  is All-Scan's operator on one rank, and column ``rule`` says so.
+
+Beside each other:
+
+* allscan: allscan.integrations.transformers; a state travels, softmax layers gather their keys and values or latents;
 * allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states travel;
-* heads: all-to-all turns tokens into heads around fla's chunk_kda and around sdpa (Ulysses; as Megatron-core and
-  ms-swift do); gates travel in the model's dtype, and convolutions take allscan.halo, which is less than those send;
-* gathered: each KDA layer has the hidden states of the whole sequence on every rank and keeps its part (as slime and
-  NeMo-Automodel do); softmax layers as for allscan;
+* heads: all-to-all turns tokens into heads around fla's rule and around sdpa (Ulysses; as Megatron-core and ms-swift
+  do); gates travel in the model's dtype, and convolutions take the integration's, which is less than those send;
+* gathered: each recurrent layer has the hidden states of the whole sequence on every rank and keeps its part (as slime
+  and NeMo-Automodel do); softmax layers as for allscan;
 * data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers look back at less.
 
 The methods take turns, step by step, in another order each time; a time is the median step of the slowest rank. They
 are checked first on a small model: loss and gradients against one rank with the whole sequence; and proven afterwards
-by the kernels of one more step, allscan also by its counted scans (column ``proof``, of rank 0). Without GPUs only the
-check runs, on 2 CPU ranks, with transformers' functions in torch in the place of fla's.
+by the kernels of one more step, allscan also by its counted scans (column ``proof``, of rank 0). --profile prints what
+the kernels of that step take, by kind and rank. Without GPUs only the check runs, on 2 CPU ranks, with transformers'
+functions in torch in the place of fla's.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
+import gc
+import importlib
 import random
 import statistics
 import sys
 import time
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -42,28 +55,80 @@ from allscan.zigzag import zigzag_positions
 from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
-from bench.proof import kernels, ran
+from bench.proof import breakdown, launched, ran
 from bench.tuning import Job, compile_ahead
 
 STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
-VOCABULARY, RULE = 32000, "chunk_kimi_delta_attention"
+VOCABULARY = 32000
 COLUMNS = (
-    "method", "ranks", "T", "layers", "heads", "parameters", "step_ms", "tokens_per_s_per_gpu",
+    "model", "method", "rule", "ranks", "T", "layers", "heads", "parameters", "step_ms", "tokens_per_s_per_gpu",
     "percent_of_data_parallel", "peak_gib", "max_error", "proof", "gpu", "torch", "triton", "sources",
 )  # fmt: skip
+METHODS = ("allscan", "allscan, zigzag", "heads", "gathered")
 STATE = ("delta_states_kernel", "transition_kernel")
 
 
-def seen(layers) -> dict:
-    """Of each method what a step must run, and how often (None: at all), and what it must not."""
+class Hybrid(NamedTuple):
+    """A model of transformers': its file, the name of its recurrent rule there, and of its recurrent layers."""
+
+    family: str
+    mla: int = 0  # numbers of a key of Kimi-Linear's softmax layers, for heads of 128
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}, MLA {self.mla}" if self.mla else self.family
+
+    @property
+    def modeling(self):
+        return importlib.import_module(f"transformers.models.{self.family}.modeling_{self.family}")
+
+    @property
+    def rule(self) -> str:
+        return "chunk_kimi_delta_attention" if self.mla else "torch_chunk_gated_delta_rule"
+
+    @property
+    def layers(self) -> tuple[str, str]:
+        """The classes of recurrent and softmax layers."""
+        kimi = "KimiLinearDeltaAttention", "KimiLinearAttention"
+        return kimi if self.mla else ("Qwen3NextGatedDeltaNet", "Qwen3NextAttention")
+
+    def alone(self, device) -> bool:
+        """Whether All-Scan's operator, on one rank, computes where fla refuses to."""
+        return not self.mla and device.type == "cuda"
+
+    def config(self, layers, width, heads, head, vocabulary):
+        file = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
+        common = dict(
+            vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, intermediate_size=width * 11 // 4,
+            num_attention_heads=heads, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
+            layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+        )  # fmt: skip
+        if not self.mla:
+            return file.Qwen3NextConfig(
+                num_key_value_heads=2, head_dim=2 * head, linear_num_key_heads=heads, linear_num_value_heads=2 * heads,
+                linear_key_head_dim=head, linear_value_head_dim=head, mlp_only_layers=[*range(layers)], **common,
+            )  # fmt: skip
+        key = self.mla * head // 128
+        rope = key // (3 if self.mla == 192 else 4)
+        return file.KimiLinearConfig(
+            linear_num_heads=heads, linear_head_dim=head, num_key_value_heads=heads, kv_lora_rank=width // 4,
+            qk_nope_head_dim=key - rope, qk_rope_head_dim=rope, v_head_dim=head, mlp_layer_types=["dense"] * layers,
+            **common,
+        )  # fmt: skip
+
+
+def seen(layers, alone=False) -> dict:
+    """Of each method what a step must run, and how often (None: at all), and what it must not. alone: whether the
+    operator that computes on one rank is All-Scan's."""
     # a layer's collectives are one group call, of which NCCL makes one kernel or some
     ours = {STATE[0]: None, "AllGather": None, "ReduceScatter": None}, ("SendRecv",)
+    of_state = () if alone else STATE
     return {
         "allscan": ours,
         "allscan, zigzag": ours,
-        "heads": ({"SendRecv": 4 * layers}, (*STATE, "AllGather")),
-        "gathered": ({"AllGather": None, "ReduceScatter": None}, (*STATE, "SendRecv")),
-        "data parallel": ({"AllReduce": None}, (*STATE, "SendRecv", "AllGather", "ReduceScatter")),
+        "heads": ({"SendRecv": 4 * layers}, (*of_state, "AllGather")),
+        "gathered": ({"AllGather": None, "ReduceScatter": None}, (*of_state, "SendRecv")),
+        "data parallel": ({"AllReduce": None}, (*of_state, "SendRecv", "AllGather", "ReduceScatter")),
     }
 
 
@@ -82,20 +147,12 @@ def prove_scans(name, recurrent, before, after) -> None:
         raise AssertionError(f"{name}: All-Scan made {made_now} scans of states in a step, {wanted} each are its own")
 
 
-def made(device, dtype, layers=12, width=2048, heads=16, head=128, vocabulary=VOCABULARY):
-    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
-    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
-
-    config = KimiLinearConfig(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, intermediate_size=width * 11 // 4,
-        linear_num_heads=heads, linear_head_dim=head, num_attention_heads=heads, num_key_value_heads=heads,
-        kv_lora_rank=width // 4, qk_nope_head_dim=head * 3 // 4, qk_rope_head_dim=head // 4, v_head_dim=head,
-        layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
-        mlp_layer_types=["dense"] * layers, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+def made(hybrid, device, dtype, layers=12, width=2048, heads=16, head=128, vocabulary=VOCABULARY):
+    config = hybrid.config(layers, width, heads, head, vocabulary)
     torch.manual_seed(0)
     with torch.device(device):
-        model = KimiLinearForCausalLM(config)
+        kind = "KimiLinearForCausalLM" if hybrid.mla else "Qwen3NextForCausalLM"
+        model = getattr(hybrid.modeling, kind)(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log"):
@@ -110,20 +167,35 @@ def turned(comm, tensors, function):
 
 
 def rule_of_heads(original, sequence, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    def rule(q, k, v, g, beta):
-        q, k, v = (t.contiguous() for t in (q, k, v))
-        options = dict(g=g.float().contiguous(), beta=beta[..., 0].contiguous())
-        return original(q, k, v, **options, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+    each = v.shape[2] // q.shape[2]  # heads of values of a head of keys
+    ends = v.shape[3:], g.shape[3:], beta.shape[3:]
 
-    return turned(sequence.comm, (q, k, v, g.to(q.dtype), beta.to(q.dtype)[..., None]), rule), None
+    def rule(q, k, *of_values):
+        v, g, beta = (t.unflatten(3, (each, *end)).flatten(2, 3) for t, end in zip(of_values, ends, strict=True))
+        q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g.float(), beta))
+        o = original(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+        return o.unflatten(2, (-1, each)).flatten(3)
+
+    of_values = (t.to(q.dtype).unflatten(2, (-1, each)).flatten(3) for t in (v, g, beta))
+    return turned(sequence.comm, (q, k, *of_values), rule).unflatten(3, (each, -1)).flatten(2, 3), None
 
 
 def attention_of_heads(module, query, key, value, attention_mask, scaling=None, allscan_sequence=None, **_):
-    def attend(q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2)
+    comm, (_, heads, _, width) = allscan_sequence.comm, query.shape
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if key.shape[2] < comm.size:  # each rank has one
+        key, value = (t.repeat_interleave(comm.size // t.shape[2], 2) for t in (key, value))
+    together = heads // key.shape[2]  # queries of a head of keys
 
-    return turned(allscan_sequence.comm, [t.transpose(1, 2) for t in (query, key, value)], attend), None
+    def attend(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q.unflatten(3, (together, width)).flatten(2, 3), k, v))
+        options = dict(is_causal=True, scale=scaling, enable_gqa=together > 1)
+        return (
+            F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).unflatten(2, (-1, together)).flatten(3)
+        )
+
+    o = turned(comm, [query.unflatten(2, (-1, together)).flatten(3), key, value], attend)
+    return o.unflatten(3, (together, -1)).flatten(2, 3), None
 
 
 def gathering(layer, hidden_states, *, allscan_sequence, **options):
@@ -136,92 +208,111 @@ def gathering(layer, hidden_states, *, allscan_sequence, **options):
 
 
 @contextlib.contextmanager
-def method(name, model, comm):
-    """The model as that method has it."""
+def method(name, hybrid, model, comm, one):
+    """The model as that method has it. one: the communicator of this rank alone."""
     from transformers import AttentionInterface
-    from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
     from allscan.integrations import transformers as integration
 
-    attentions = [m for m in model.modules() if type(m) is modeling.KimiLinearAttention]
-    recurrent = [m for m in model.modules() if type(m) is modeling.KimiLinearDeltaAttention]
+    modeling = hybrid.modeling
+    recurrent, attentions = ([m for m in model.modules() if type(m).__name__ == kind] for kind in hybrid.layers)
     layout = "zigzag" if name == "allscan, zigzag" else "contiguous"
     integration.sequence_parallel(model, comm=None if name == "data parallel" else comm, layout=layout)
-    rule = vars(modeling)[RULE]
+    rule = vars(modeling)[hybrid.rule]
+    own = getattr(rule, "original", rule)
+    if hybrid.alone(one.device):
+        own = functools.partial(alone, one)
     try:
         if name == "heads":
-            setattr(modeling, RULE, integration._Operator(rule.original, rule_of_heads))
+            setattr(modeling, hybrid.rule, integration._Operator(own, rule_of_heads))
             AttentionInterface.register(integration.NAME, attention_of_heads)
             for layer in attentions:
                 del layer.forward
         if name == "gathered":
+            setattr(modeling, hybrid.rule, integration._Operator(own, None))
             for layer in recurrent:
                 layer.forward = functools.partial(gathering, layer)
+        if name == "data parallel":
+            setattr(modeling, hybrid.rule, own)
         yield
     finally:
-        setattr(modeling, RULE, rule)
+        setattr(modeling, hybrid.rule, rule)
         AttentionInterface.register(integration.NAME, integration._attention)
         for layer in recurrent:
             vars(layer).pop("forward", None)
         integration.sequence_parallel(model, comm=None)
 
 
-@contextlib.contextmanager
-def functions(device):
-    """transformers' function in torch on CPUs, where fla's does not run."""
-    from transformers.models.kimi_linear import modeling_kimi_linear as modeling
+def alone(one, *tensors, use_qk_l2norm_in_kernel=False, **_):
+    return allscan.zeco_gated_delta_rule(*tensors, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
-    own = vars(modeling)[RULE]
+
+@contextlib.contextmanager
+def functions(hybrid, device):
+    """transformers' function in torch on CPUs, where fla's does not run."""
+    own = vars(hybrid.modeling)[hybrid.rule]
     if device.type == "cpu":
         own = getattr(own, "original", own)
         own = getattr(own, "__wrapped__", own)
-    with mock.patch.object(modeling, RULE, own):
+    with mock.patch.object(hybrid.modeling, hybrid.rule, own):
         yield
 
 
-def check(group, T, heads, head) -> dict:
+_alone: dict = {}
+
+
+@contextlib.contextmanager
+def communicators(group):
+    """That of the group, and that of this rank alone."""
+    if group not in _alone:
+        ranks = dist.get_process_group_ranks(group)
+        _alone[group] = [dist.new_group([r], use_local_synchronization=True) for r in ranks if r == dist.get_rank()][0]
+    # a rank may compile longer than another
+    with allscan.Communicator(group, timeout=120) as comm, allscan.Communicator(_alone[group]) as one:
+        yield comm, one
+
+
+def check(group, hybrid, names, T, heads, head) -> dict:
     """{method: relative error of loss and gradients} of a small model against one rank with the whole; on GPUs in
     bfloat16 and with the heads that are measured, so that fla's kernels are tuned once."""
-    with allscan.Communicator(group, timeout=120) as comm, functions(comm.device):
+    with communicators(group) as (comm, one), functions(hybrid, comm.device):
         dtype, limit = (torch.float32, 1e-4) if comm.device.type == "cpu" else (torch.bfloat16, 5e-2)
-        model = made(comm.device, dtype, 4, 64, heads, head, 97)
+        model = made(hybrid, comm.device, dtype, 4, 64, heads, head, 97)
         whole = text(T * comm.size, 97, comm.device, 0)[:, :-1]
         consecutive = torch.arange(comm.rank * T, (comm.rank + 1) * T, device=comm.device)
         errors, expected = {}, None
-        for name in seen(4):
-            if name == "data parallel":
-                continue
+        for name in ("data parallel", *names):
             mine = zigzag_positions(T, comm=comm) if name == "allscan, zigzag" else consecutive
-            for kind in ("data parallel", name) if expected is None else (name,):
-                before = scans(comm, head)
-                with method(kind, model, comm):
-                    part = whole if expected is None else whole[:, mine]
-                    loss = model(input_ids=part, labels=part).loss
-                    loss.backward()
-                prove_scans(kind, 3, before, scans(comm, head))
-                found = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())]).float()
-                model.zero_grad()
-                if expected is None:
-                    expected = found
-                    continue
-                dist.all_reduce(found, group=comm.group)
-                errors[name] = ((found - expected).norm() / expected.norm()).item()
-                if not errors[name] < limit:
-                    raise AssertionError(f"{name} is wrong by {errors[name]}")
+            before = scans(comm, head)
+            with method(name, hybrid, model, comm, one):
+                part = whole if expected is None else whole[:, mine]
+                loss = model(input_ids=part, labels=part).loss
+                loss.backward()
+            prove_scans(name, 3, before, scans(comm, head))
+            found = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())]).float()
+            model.zero_grad()
+            if expected is None:
+                expected = found
+                continue
+            dist.all_reduce(found, group=comm.group)
+            errors[name] = ((found - expected).norm() / expected.norm()).item()
+            if not errors[name] < limit:
+                raise AssertionError(f"{name} is wrong by {errors[name]}")
         comm.barrier()
         return errors
 
 
-def measure(group, T, shape, steps) -> dict:
-    """{method: (seconds of a step, peak GiB, parameters, proof)}."""
-    with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
-        model = made(comm.device, torch.bfloat16, **shape)
+def measure(group, hybrid, names, T, shape, steps) -> dict:
+    """{method: (seconds of a step, peak GiB, parameters, proof, milliseconds by kind of kernel)}."""
+    with communicators(group) as (comm, one):
+        model = made(hybrid, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         data = text(T, VOCABULARY, comm.device, comm.rank)[:, :-1]
         recurrent = model.config.layer_types.count("linear_attention")
-        wanted = seen(shape["layers"])
-        times, peaks, proofs = {name: [] for name in wanted}, {}, {}
+        wanted = seen(shape["layers"], hybrid.alone(comm.device))
+        names = (*names, "data parallel")
+        times, peaks, proofs, kinds = {name: [] for name in names}, {}, {}, {}
 
         def step():
             loss = wrapped(input_ids=data, labels=data).loss
@@ -231,8 +322,8 @@ def measure(group, T, shape, steps) -> dict:
             torch.cuda.synchronize()
 
         for turn in range(steps + 2):
-            for name in random.Random(turn).sample(list(wanted), len(wanted)):
-                with method(name, model, comm):
+            for name in random.Random(turn).sample(names, len(names)):
+                with method(name, hybrid, model, comm, one):
                     before = scans(comm, shape["head"])
                     torch.cuda.reset_peak_memory_stats()
                     comm.barrier()
@@ -243,22 +334,42 @@ def measure(group, T, shape, steps) -> dict:
                 prove_scans(name, recurrent, before, scans(comm, shape["head"]))
                 if turn < 2 and comm.rank == 0:
                     print(f"  {name}: step {turn}, {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
-        for name in wanted:
-            with method(name, model, comm):
+        for name in names:
+            with method(name, hybrid, model, comm, one):
                 comm.barrier()
-                proofs[name] = ran(name, kernels(step), *wanted[name])
+                found = launched(step)
+            proofs[name] = ran(name, collections.Counter(kernel for kernel, _ in found), *wanted[name])
+            kinds[name] = breakdown(found)
         parameters = sum(p.numel() for p in model.parameters())
-        return {name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name]) for name in wanted}
+        return {
+            name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name], kinds[name])
+            for name in names
+        }
 
 
-def jobs(ranks: int, heads: int, tokens) -> list[Job]:
+def freed() -> None:
+    """On all ranks: what the last model had."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def print_breakdown(answers) -> None:
+    for name in answers[0]:
+        for rank, answer in enumerate(answers):
+            kinds = answer[name][4]
+            values = ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.items())
+            print(f"  {name}, rank {rank}: kernels {sum(kinds.values()):.1f} ms: {values}", flush=True)
+
+
+def jobs(hybrid, ranks: int, heads: int, tokens) -> list[Job]:
     """What fla is called for: all heads, in the zigzag layout as two sequences, and a rank's share of the heads; a
     rank's tokens, and those of all ranks."""
     normalized = tuple(T * many for T in (CHECKED, *tokens) for many in (1, ranks))
+    rule, heads = ("kda", heads) if hybrid.mla else ("gated_delta_rule", 2 * heads)
     return [
-        Job("kda", heads, beta=torch.bfloat16, normalized=normalized),
-        Job("kda", heads, "halves", beta=torch.bfloat16),
-        Job("kda", heads // ranks, beta=torch.bfloat16),
+        Job(rule, heads, beta=torch.bfloat16, normalized=normalized),
+        Job(rule, heads, "halves", beta=torch.bfloat16),
+        Job(rule, heads // ranks, beta=torch.bfloat16),
     ]
 
 
@@ -269,27 +380,44 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--model", nargs="+", choices=("kimi_linear", "qwen3_next"), default=["kimi_linear"])
+    parser.add_argument("--mla", type=int, nargs="+", choices=(128, 192), default=[128], help="of kimi_linear")
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="beside data parallel")
+    parser.add_argument("--profile", action="store_true", help="print what the kernels of a step take, by kind")
     parser.add_argument("--tuned", action="store_true", help="fla's configurations are in Triton's cache already")
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
-    count = arguments.ranks or torch.cuda.device_count()
+    hybrids = [
+        Hybrid(family, mla) for family in arguments.model
+        for mla in (arguments.mla if family == "kimi_linear" else [0])
+    ]  # fmt: skip
+    names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
     if torch.cuda.device_count() < 2:
         print("No two GPUs here: a check of every method on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:
-            for name, error in ranks.run(check, None, 24, 2, 16)[0].items():
-                print(f"{name:22} error {error:.1e}")
+            for hybrid in hybrids:
+                for name, error in ranks.run(check, None, hybrid, names, 24, 4, 16)[0].items():
+                    print(f"{hybrid.name:22} {name:22} error {error:.1e}")
         return 0
     if not arguments.tuned:
-        compile_ahead(jobs(count, arguments.heads, arguments.tokens))
+        compile_ahead([job for hybrid in hybrids for job in jobs(hybrid, count, arguments.heads, arguments.tokens)])
     shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:
-        errors = ranks.run(on_first, count, check, CHECKED, arguments.heads, 128, timeout=570.0)[0]
-        print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
-        for T in arguments.tokens:
-            answers = ranks.run(on_first, count, measure, T, shape, arguments.steps, timeout=570.0)
-            for row in training_rows(answers, T):
-                error = errors.get(row["method"], "")
-                table.write(row | dict(layers=arguments.layers, heads=arguments.heads, max_error=error))
+        for hybrid in hybrids:
+            print(hybrid.name, flush=True)
+            given = count, check, hybrid, names, CHECKED, arguments.heads, 128
+            errors = ranks.run(on_first, *given, timeout=570.0)[0]
+            print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
+            one = "All-Scan's on one rank" if hybrid.alone(torch.device("cuda")) else "fla's"
+            for T in arguments.tokens:
+                answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
+                for row in training_rows(answers, T):
+                    rule = "All-Scan's" if row["method"].startswith("allscan") else one
+                    row |= dict(model=hybrid.name, rule=rule, layers=arguments.layers, heads=arguments.heads)
+                    table.write(row | dict(max_error=errors.get(row["method"], "")))
+                if arguments.profile:
+                    print_breakdown(answers)
+                ranks.run(freed)
     print(f"wrote {arguments.csv}")
     return 0
 

@@ -54,13 +54,46 @@ class Method:
 
 def kernels(once) -> collections.Counter:
     """How often each kernel of the GPU runs in ``once()``."""
+    return collections.Counter(name for name, _ in launched(once))
+
+
+def launched(once) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel, copy and fill of the GPU in ``once()``."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         once()
         torch.cuda.synchronize()
-    return collections.Counter(
-        event.name for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU
-    )
+    return [
+        (event.name, event.time_range.elapsed_us())
+        for event in profile.events()
+        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+# Kinds of what a step launches, by what is in the kernels' names: the first that fits
+KINDS = {
+    "NCCL": "nccl",
+    "softmax": "sdpa flash_fwd flash_bwd fmha dot_do_o convert_dq flashattn flash::",
+    "cat": "CatArray",
+    "recurrences": "scan_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ l2norm cumsum "
+    "summary_kernel adjoint_kernel scalar_gradient_kernel",
+    "convolutions": "conv dgrad wgrad",  # in front of GEMM, in whose names convolutions of cuDNN are, too
+    "copies": "copy Memcpy",
+    "GEMM": "gemm nvjet cutlass cublas splitK",
+    "AdamW": "multi_tensor adam",
+    "loss": "SoftMax nll_loss",
+    "reductions": "reduce_kernel",
+    "elementwise": "elementwise vectorized Memset fill",
+}
+
+
+def breakdown(found: list[tuple[str, float]]) -> dict[str, float]:
+    """Milliseconds of each of KINDS, and of the rest, of what was :func:`launched`."""
+    sums = dict.fromkeys([*KINDS, "rest"], 0.0)
+    for name, us in found:
+        kind = next((k for k, words in KINDS.items() if any(w.lower() in name.lower() for w in words.split())), "rest")
+        sums[kind] += us / 1e3
+    return sums
 
 
 def ran(name: str, found: collections.Counter, wanted, unwanted) -> str:

@@ -187,10 +187,11 @@ def test_every_method_trains_the_model_alike():
 @pytest.mark.cpu
 def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
-    monkeypatch.setattr(sys, "argv", ["hybrid"])
+    monkeypatch.setattr(sys, "argv", "hybrid --model kimi_linear qwen3_next --mla 128 192".split())
     assert hybrid.main() == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line[:22].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"]
+    assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 3
+    assert [line[:22].rstrip() for line in lines[::4]] == ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next"]
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 
