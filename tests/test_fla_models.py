@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import allscan
 from support.fla import delta_recurrence, import_fla, recurrence
-from support.values import place, raised, relative
+from support.values import Copies, place, raised, relative
 
 os.environ["FLA_CACHE_RESULTS"] = "0"  # import_fla makes up what would be kept for other programs
 pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
@@ -323,3 +323,40 @@ def test_cut_batches(run, choice, size=2):
         assert error < 1e-6
         for text, answer in answers.items():
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
+
+
+def copies_case(group, layout, packed):
+    """What a layer's forward and backward pass copies of T tokens a rank, for T in the table: [ordinary, split]. The
+    recurrence, which is not of interest here, is a sum."""
+    fla = import_fla()
+    from allscan.integrations import fla as integration
+
+    def rule(*tensors, q=None, k=None, v=None, g=None, **_):
+        q, k, v, g = tensors[:4] if tensors else (q, k, v, g)
+        return q + k + v + g, None
+
+    table = []
+    with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla.layers.kda, "chunk_kda", rule)
+        patch.setattr(integration, "zeco_kda", rule)
+        for T in (64, 128):
+            layer, table = fla.layers.KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=16), [*table, []]
+            lengths = torch.tensor([0, 1, 20, T * comm.size], dtype=torch.int32) if packed else None
+            x = torch.randn(1, T, 64, requires_grad=True)
+            for split in (False, True):
+                if split:
+                    integration.sequence_parallel(layer, comm=comm, layout=layout)
+                for _ in range(2):  # the first call makes tables
+                    with Copies() as copies:
+                        layer(x, cu_seqlens=lengths if split else None)[0].sum().backward()
+                table[-1].append(copies.numbers)
+    return table
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("layout, packed", [("contiguous", False), ("zigzag", False), ("zigzag", True)])
+def test_what_a_split_copies(run, layout, packed, size=2):
+    """A few tokens at the cuts, of whatever length the sequence is: no row."""
+    for (one, split), (one_of_more, split_of_more) in run(size, copies_case, layout, packed):
+        added, added_of_more = split - one, split_of_more - one_of_more
+        assert added_of_more - added <= 64, (added, added_of_more)  # a row has 32 numbers a token
