@@ -312,7 +312,7 @@ class AllScan:
 
     def _after_launch(self, compiled: Any) -> None:
         if self.comm.streams.cuda:
-            prefer_shared_memory_carveout(compiled.function)
+            prefer_shared_memory_carveout(compiled)
         else:
             self.comm.check()  # the interpreter has run the kernel by now
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C import _are_functorch_transforms_active as _transforms_active
 
 from .algorithms import check_algorithm, choose, runs
 from .bindings.interpreter import prepare_interpreter
@@ -26,6 +25,7 @@ from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone,
 from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
+from .torch_compat import transforms_active
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
@@ -506,8 +506,8 @@ class _Call:
         comm = self._comm
         comm.check()
         comm.order.enter_call(self._reverse)
-        if _transforms_active() or has_tangents(self._inputs):
-            if _transforms_active():
+        if transforms_active() or has_tangents(self._inputs):
+            if transforms_active():
                 why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
             else:
                 why = f"{self._what} has no forward-mode derivatives (torch.func.jvp, forward_ad)"

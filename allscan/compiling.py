@@ -17,9 +17,10 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
-from triton import knobs
 
+from .bindings.triton_compat import compilations_told
 from .shmem_kernels import wait
+from .torch_compat import default_store
 
 LIMIT_S = 600.0  # of one compilation: a process that has ended while it compiled is not waited for any longer
 _KEY = "allscan/compiling"  # how many processes of the job compile
@@ -36,7 +37,7 @@ _dynamo_hooked = False
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return default_store() if dist.is_initialized() else None
 
 
 def begin(*_: Any) -> None:
@@ -94,7 +95,7 @@ def watch(comm: Any) -> None:
     with _lock:
         _watched.add(comm)
         if _thread is None:
-            _hook_triton()
+            compilations_told(begin, end)
             _thread = threading.Thread(target=_run, name="allscan-compiling", daemon=True)
             _thread.start()
             atexit.register(_end_thread)
@@ -153,23 +154,6 @@ def _end_thread() -> None:
     _stop.set()
     if _thread is not None:
         _thread.join(5.0)
-
-
-def _hook_triton() -> None:
-    """Call begin and end around each compilation of a kernel, whoever's kernel it is; hooks of others stay."""
-    before, after = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
-
-    def cache_hook(*args: Any, **options: Any) -> Any:
-        answer = before(*args, **options) if before else None
-        if not answer:  # else Triton does not compile
-            begin()
-        return answer
-
-    def post_compile_hook(*args: Any, **options: Any) -> Any:
-        end()
-        return after(*args, **options) if after else None
-
-    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = cache_hook, post_compile_hook
 
 
 def _hook_dynamo() -> None:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import boundaries
 from .collective import AllScan
@@ -18,6 +17,7 @@ from .rendezvous import by_rank, differing
 from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
 from .tiling import cdiv
+from .torch_compat import without_dispatch_modes
 
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 KEPT = 256  # partitions of cu_seqlens, tables, and kinds of calls of zeco_gla, that a communicator keeps
@@ -183,7 +183,7 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
     if tables is None:
         if comm.streams.capturing():
             raise RuntimeError(NOT_IN_CAPTURE)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             tables = outside_inference_mode(make)()
         if len(known) >= KEPT:
             oldest = next((k for k, x in known.items() if not x.held), None)

@@ -9,11 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
 from .bindings import nvshmem_module
 from .bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
-from .bindings.triton_compat import kernel_node
+from .bindings.triton_compat import OPTIONS, hooked, kernel_node, launcher
 from .shmem_kernels.channel import Channel
 from .streams import current_stream_of
 
@@ -45,16 +44,20 @@ def with_nvshmem(kernel):
     return nvshmem_module.Kernel(kernel)
 
 
-@functools.cache
-def prefer_shared_memory_carveout(function: int) -> None:
+_preferring: set[Any] = set()  # compiled kernels; they are held, or a number could be another function's
+
+
+def prefer_shared_memory_carveout(compiled: Any) -> None:
     """From the next launch on, give the multiprocessors where this kernel waits all the shared memory there is.
 
     A multiprocessor divides its memory into cache and shared memory for the first program on it, and holds to that
     until it is empty: programs that wait would keep away the kernels that are to run beside them.
 
-    function: handle of the CUDA function. Raises RuntimeError for a CUDA error.
+    compiled: as Triton returns it from a launch. Raises RuntimeError for a CUDA error.
     """
-    set_shared_memory_carveout(function, 100)
+    if compiled not in _preferring:
+        set_shared_memory_carveout(compiled.function, 100)
+        _preferring.add(compiled)
 
 
 NUM_POINTERS = Channel._fields.index("num_tiles")  # fields of a channel that are addresses; the others are constants
@@ -73,11 +76,12 @@ class Launch:
 
     kernel: a triton.jit function, or one of :func:`with_nvshmem`.
     fixed: all parameters of the kernel but tensors and channels, which a call gives in their order: numbers, constants,
-        None; and launch options (num_warps, num_stages).
-    Tested with Triton 3.6; CompiledKernel.run is the same in 3.7.1.
+        None; and launch options (num_warps, num_stages), beside those of ``OPTIONS``, for which None means Triton's own
+        choice, for kernels of other packages.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
+        fixed = {name: x for name, x in (OPTIONS | fixed).items() if x is not None or name not in OPTIONS}
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
         names = getattr(kernel, "arg_names", None) or kernel.fn.arg_names
         self._given = [i for i, name in enumerate(names) if name not in fixed]  # places of what a call gives
@@ -125,30 +129,10 @@ class Launch:
 
     def _keep(self, compiled: Any) -> None:
         """For ``at``, a kernel that was compiled for addresses that are multiples of 16 bytes."""
-        run, function = compiled.run, compiled.function
-        options: tuple = (compiled.packed_metadata, None, None, None)
-        scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-        if triton.__version__.startswith("3.6.") and not scratch:  # what run() does then, in 1 us less
-            options = (run.launch_cooperative_grid, run.launch_pdl, None, None, *options)
-            run = run.launch
-        x, y, z = (*self.grid, 1, 1)[:3]
-        device = torch.cuda.current_device()
-
-        given, values = self._given, [self.fixed.get(name) for name in self._names]
-        rest = values[len(given) :]
-
-        def at(addresses: Sequence) -> Any:
-            run(x, y, z, current_stream_of(device), function, *options, *addresses, *rest)
-            return compiled
-
-        def at_places(addresses: Sequence) -> Any:
-            arguments = values.copy()
-            for place, address in zip(given, addresses):
-                arguments[place] = address
-            run(x, y, z, current_stream_of(device), function, *options, *arguments)
-            return compiled
-
-        self.at, self.ready, self._compiled = at if self._first() else at_places, True, compiled
+        arguments = [self.fixed.get(name) for name in self._names]
+        grid, device = (*self.grid, 1, 1)[:3], torch.cuda.current_device()
+        self.at = launcher(compiled, grid, arguments, self._given, current_stream_of, device)  # type: ignore[arg-type]
+        self.ready, self._compiled = True, compiled
 
 
 def _not_compiled(addresses: Sequence) -> Any:
@@ -180,9 +164,3 @@ def aligned(addresses: Sequence[int]) -> bool:
     for address in addresses:  # half the time of functools.reduce
         bits |= address
     return not bits & 15
-
-
-def hooked() -> bool:
-    """Whether somebody is to be told of launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import warnings
@@ -11,7 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
+
+from .torch_compat import (
+    bare_apply,
+    compiled_effects,
+    left_out_arguments,
+    no_cuda_graph,
+    num_dispatch_modes,
+    unwrap_if_dead,
+)
 
 
 def wants_gradient(inputs) -> bool:
@@ -51,7 +58,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+        cls._apply = bare_apply(cls)
 
     @classmethod
     def apply(cls, rest: Any, *tensors: Tensor | None) -> Any:
@@ -91,7 +98,7 @@ _TORCHS_OWN = Tensor, torch.nn.Parameter
 
 def watched(inputs) -> bool:
     """Whether torch.compile traces, a torch dispatch mode is on, or tensors are of a subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or num_dispatch_modes() > 0:
         return True
     for x in inputs:
         if x is not None and type(x) not in _TORCHS_OWN and isinstance(x, Tensor):
@@ -112,54 +119,23 @@ def watched(inputs) -> bool:
 REVISION = 2  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
 
 
-@functools.cache
-def _private() -> Any:
-    """What of torch's is not public; None in a torch that has it elsewhere."""
-    try:
-        from torch._higher_order_ops.effects import _register_effectful_op
-        from torch._library.effects import EffectType
-        from torch._subclasses.functional_tensor import FunctionalTensorMode
-        from torch.fx.experimental import proxy_tensor
-        from torch.utils.checkpoint import _CachingTorchDispatchMode
-    except ImportError:
-        return None
-
-    class Private:
-        modes = FunctionalTensorMode, _CachingTorchDispatchMode
-        recorder = staticmethod(proxy_tensor.get_proxy_mode)
-        budget = staticmethod(getattr(torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None))
-
-        @staticmethod
-        def order(name: str) -> None:
-            _register_effectful_op(name, EffectType.ORDERED)
-
-        @staticmethod
-        def within_another() -> bool:
-            """Whether the graph that is recorded is to be called by another graph."""
-            tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
-            return tracer is not None and tracer.is_hop_subgraph_tracer()
-
-    return Private
-
-
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """A call of an operator in a mode of torch's. Where a graph is recorded, it comes behind the graph's last call, and
     is not to be made again."""
-    private, kwargs = _private(), kwargs or {}
-    recorder = private.recorder()
+    effects, kwargs = compiled_effects(), kwargs or {}
+    recorder = effects.recorder()
     if recorder is None:
         return mode.__torch_dispatch__(operator, types, args, kwargs)
-    if private.within_another():
+    if effects.within_another():
         raise NotImplementedError(
             "a compiled function cannot call allscan within nested_compile_region, torch.cond and the like: torch does "
             "not keep the order of calls there"
         )
-    graph, functional = recorder.tracer.graph, isinstance(mode, private.modes[0])
+    graph, functional = recorder.tracer.graph, isinstance(mode, effects.modes[0])
     if functional:
         in_graph, done = getattr(recorder, "last_of_allscan", (None, None))
         if in_graph is graph:
-            left_out = operator._schema.arguments[len(args) : -1]
-            args = *args, *(x.default_value for x in left_out), done
+            args = *args, *left_out_arguments(operator, len(args)), done
     before = len(graph.nodes)
     outputs = mode.__torch_dispatch__(operator, types, args, kwargs)
     if functional:
@@ -172,20 +148,15 @@ def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = 
 
 def _without_budget(node: Any) -> None:
     """Let the graph of ``node`` be compiled without a memory budget of activations, or raise NotImplementedError."""
-    import torch._functorch.config as config
-
-    region = _private().budget(node)
+    effects = compiled_effects()
+    region = effects.budget(node)
     if region is not None and region < 1:
         raise NotImplementedError("region_activation_memory_budget() does not go with calls of allscan")
-    if config.activation_memory_budget < 1:
+    if effects.memory_budget() < 1:
         warnings.warn(
             "activation_memory_budget does not hold for compiled functions that call allscan: no call is made again"
         )
         node.meta["memory_budget"] = 1.0  # the partitioner takes the first that it finds for that of the graph
-
-
-# Of operators that must not be part of a CUDA graph of torch's, where it knows such a thing
-_NO_GRAPH = [tag] if (tag := getattr(torch.Tag, "cudagraph_unsafe", None)) is not None else []
 
 
 def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Any = ()) -> Any:
@@ -205,12 +176,12 @@ def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[...
 
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
     schema = f"{arguments}, Tensor? after=None) -> ({results.strip('()')}, Tensor)"
-    name, private = f"{name}_{REVISION}", _private()
+    name, effects = f"{name}_{REVISION}", compiled_effects()
     operator = torch.library.custom_op(name, extended(function), mutates_args=(), schema=schema, tags=tags)
-    operator.register_fake(refuse if private is None else extended(fake))
-    if private is not None:
-        private.order(name)
-        for mode in private.modes:
+    operator.register_fake(refuse if effects is None else extended(fake))
+    if effects is not None:
+        effects.order(name)
+        for mode in effects.modes:
             operator.register_torch_dispatch(mode, _record)
     return operator
 
@@ -218,7 +189,7 @@ def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[...
 def ordered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., tuple]:
     """A ``function`` of tensors that returns a tuple of them, as an operator whose results torch.compile neither makes
     again in backward nor has in a CUDA graph. ``fake``: the same on tensors without data."""
-    operator = _custom_operator(name, function, fake, _NO_GRAPH)
+    operator = _custom_operator(name, function, fake, no_cuda_graph)
     return lambda *inputs: operator(*inputs)[:-1]
 
 
@@ -229,7 +200,7 @@ def _with_packed(name: str, function: Callable[..., Any], fake: Callable[..., An
     at = names.index("cu_seqlens") if "cu_seqlens" in names else None
     if at is None:
         return operators, lambda *inputs: operators[0](*inputs)[:-1]
-    operators.append(_custom_operator(f"{name}_packed", function, fake, _NO_GRAPH))
+    operators.append(_custom_operator(f"{name}_packed", function, fake, no_cuda_graph))
     return operators, lambda *inputs: operators[inputs[at] is not None](*inputs)[:-1]
 
 

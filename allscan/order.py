@@ -24,6 +24,7 @@ from .compiling import give_up
 from .errors import REMEDY, AllScanOutOfStep, names_of
 from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
+from .torch_compat import in_backward, stops_recomputation
 
 E = TypeVar("E", bound=Exception)
 
@@ -98,7 +99,7 @@ class Order:
         give_up()
         if self.everywhere:
             self.made[reverse] -= 1
-        elif type(error).__name__ == "_StopRecomputationError":
+        elif stops_recomputation(error):
             pass  # torch's activation checkpointing has what it wants, and the call was made
         elif self.rendezvous.size > 1 and not broken:
             self._refuse(error)
@@ -281,9 +282,7 @@ def _fields(word: int) -> tuple[int, int, int]:
     return step, *divmod(rest, TAG_BACKWARDS.value)
 
 
-def recomputing() -> bool:
-    """Whether this thread runs a backward pass: calls in it are activation checkpointing's, whose nodes are not run."""
-    return torch._C._current_graph_task_id() != -1
+recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
 
 
 class CountsBackwards(Protocol):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .checks import boundaries, refuse_in_capture
 from .communicator import Communicator
@@ -19,6 +18,7 @@ from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 from .streams import table_stream
 from .tiling import cdiv
+from .torch_compat import version_of, without_dispatch_modes
 
 T_ = TypeVar("T_")
 
@@ -58,7 +58,7 @@ class Tables:
             self.held = True
             comm.keep(self.tensors[0])
         elif streams.cuda and (number := streams.number()) not in self._streams:
-            with _disable_current_modes():  # of selective checkpointing, which counts the operators of torch
+            with without_dispatch_modes():  # of selective checkpointing, which counts the operators of torch
                 self.tensors[0].record_stream(streams.current())
             self._streams.add(number)
 
@@ -244,8 +244,7 @@ class TensorKey:
 
     def __init__(self, tensor):
         self.tensor = weakref.ref(tensor)
-        version = 0 if tensor.is_inference() else tensor._version
-        self.key = (id(tensor), tensor.data_ptr(), tensor.shape, version)
+        self.key = (id(tensor), tensor.data_ptr(), tensor.shape, version_of(tensor))
 
     def __hash__(self):
         return hash(self.key)

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .bindings.triton_compat import hooked
 from .graphs import Builder, Graphs
-from .launching import Launch, aligned, hooked
+from .launching import Launch, aligned
 from .streams import Side
 
 WORD = 4  # bytes of float32, of which the memory of a run is made

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .compiling import another_compiles
 from .errors import AllScanOutOfStep
+from .torch_compat import default_store
 
 EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
 ABSENT_TIMEOUT_S = 10.0  # the same where one of them did not come the last time
@@ -272,7 +273,7 @@ class Rendezvous:
         """Raises StoreGone if this rendezvous belongs to a job that has ended."""
         if self.gone:
             raise StoreGone("torch.distributed was ended, or begun anew, since this communicator was made")
-        return dist.distributed_c10d._get_default_store()
+        return default_store()
 
     @staticmethod
     def _counts() -> dict[str, int]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from triton import knobs
 
 from .bindings import nvshmem_host
 from .bindings.arena import arena_bytes
@@ -22,6 +21,7 @@ from .bindings.interpreter import prepare_interpreter
 from .bindings.nvshmem_host import NvshmemHeap
 from .bindings.shared_memory import SharedMemoryHeap
 from .bindings.transport import SymmetricHeap
+from .bindings.triton_compat import interpreting
 from .rendezvous import Rendezvous
 from .shmem_kernels.scan import scan_kernel
 
@@ -161,7 +161,7 @@ def _interpreted() -> bool:
     """Whether kernels are interpreted. Raises RuntimeError where TRITON_INTERPRET has been set, or unset, since they
     were defined, which is when Triton reads it."""
     triton_is, ours_are = (not isinstance(kernel, triton.JITFunction) for kernel in (tl.cdiv, scan_kernel))
-    if triton_is == ours_are == knobs.runtime.interpret:
+    if triton_is == ours_are == interpreting():
         return ours_are
     if triton_is and ours_are:
         raise RuntimeError(

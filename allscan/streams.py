@@ -12,16 +12,7 @@ from typing import Any
 import torch
 
 from .bindings import cuda_driver
-
-# Handle of the current stream of the GPU with a number; torch's own way makes an object, which takes 30 times as long.
-current_stream_of: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)
-# torch.cuda.current_device and is_current_stream_capturing, which look again whether torch knows of GPUs
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
+from .torch_compat import capturing, current_device, current_stream_of
 
 # Priorities of a communicator's own streams. SCANS: what other ranks wait for. LONG: kernels of few long programs,
 # which are to begin before what is left of the many short ones on the caller's stream

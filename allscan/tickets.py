@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .torch_compat import num_dispatch_modes, without_dispatch_modes
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -18,9 +19,9 @@ def new_tickets(comm: Communicator, *shape: int) -> torch.Tensor:
     """Where there are torch dispatch modes they do not see it. Selective activation checkpointing refuses operators in
     a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
     new_empty = comm.step_word.new_empty  # half the time of torch.empty
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if num_dispatch_modes() == 0:
         return new_empty(shape)
-    with _disable_current_modes():
+    with without_dispatch_modes():
         return new_empty(shape)
 
 
@@ -34,7 +35,7 @@ def borrow_ticket(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor] 
     if not free:
         comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
         block = comm.keep(new_tickets(comm, AT_ONCE, 2))  # at multiples of 16 bytes
-        with _disable_current_modes():
+        with without_dispatch_modes():
             ticket, *others = block[:, :1].unbind()
         free += others
         return ticket, free

@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton import JITFunction
 
+from .bindings.triton_compat import OPTIONS, hooked, launches_watched
 from .graphs import Graphs
-from .launching import aligned, hooked
+from .launching import aligned
 from .plan import Buffer, Plan
 from .streams import capturing
+from .torch_compat import TorchDispatchMode
 
 aten = torch.ops.aten
 KEPT = 256  # functions and kinds of arguments of one Traced
@@ -141,7 +141,7 @@ class _Calls:
             self.attempts += 1
             trace = _Trace(tensors)
             try:
-                with trace, _launches_go_to(trace):
+                with trace, launches_watched(trace.launched):
                     result = function(**arguments)
             except torch.OutOfMemoryError:  # a trace keeps all that the function makes
                 trace.forget()
@@ -217,6 +217,7 @@ class _Trace(TorchDispatchMode):
 
     def __init__(self, given: list[Tensor]) -> None:
         super().__init__()
+        self._thread = threading.get_ident()
         self.steps: list[_Step] = []
         self.refused = ""  # why there is no plan of it
         self._memories: dict[int, _Memory] = {}  # by address
@@ -254,6 +255,8 @@ class _Trace(TorchDispatchMode):
             self.refused = self.refused or f"{type(error).__name__}: {error}"
 
     def launched(self, kernel: Any, grid: Any, args: tuple, options: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
         with self._watching():
             names = kernel.signature.parameters
             bound = kernel.signature.bind(*args, **{name: x for name, x in options.items() if name in names})
@@ -329,7 +332,7 @@ class _Trace(TorchDispatchMode):
             if grid is None:
                 kernel(plan, *map(buffer, places), **dict(fixed))
             else:
-                plan.launch(kernel, grid, *map(buffer, places), **dict(fixed))
+                plan.launch(kernel, grid, *map(buffer, places), **dict.fromkeys(OPTIONS) | dict(fixed))
         return plan
 
     def result_of(self, tensors: list[Tensor]) -> Any:
@@ -343,23 +346,6 @@ class _Trace(TorchDispatchMode):
     def forget(self) -> None:
         """The tensors."""
         self._kept.clear()
-
-
-@contextmanager
-def _launches_go_to(trace: _Trace) -> Iterator[None]:
-    """Those of this thread. Triton's launch hooks are not told the arguments, so JITFunction.run is replaced."""
-    original, thread = JITFunction.run, threading.get_ident()
-
-    def run(self, *args, grid, warmup, **options):
-        if not warmup and threading.get_ident() == thread:
-            trace.launched(self, grid, args, options)
-        return original(self, *args, grid=grid, warmup=warmup, **options)
-
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = original
 
 
 # What is recorded in place of torch's operators: launches, so that plans become graphs. Other sums and additions than

@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from ..torch_compat import ipc_handle, mapped
 from .arena import Arena, arena_bytes, check_alike
 from .nvshmem_host import Address
 
@@ -25,7 +26,7 @@ class CudaIpcHeap:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._block = torch.empty(self.arena.size, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
-        handle = self._block.untyped_storage()._share_cuda_()  # numbers, and bytes that JSON does not know
+        handle = ipc_handle(self._block)  # numbers, and bytes that JSON does not know
         coded = [x.hex() if isinstance(x, bytes) else x for x in handle]
         hosts, sizes, handles = zip(*exchange((os.uname().nodename, self.arena.size, coded)), strict=True)
         if len(set(hosts)) > 1:
@@ -38,7 +39,7 @@ class CudaIpcHeap:
             if pe != rank:
                 given = [bytes.fromhex(x) if isinstance(own, bytes) else x for x, own in zip(other, handle)]
                 given[0] = self.device.index  # mapped for this process's GPU, whichever the memory is on
-                self._peers[pe] = torch.UntypedStorage._new_shared_cuda(*given)
+                self._peers[pe] = mapped(given)
         exchange("ready")
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

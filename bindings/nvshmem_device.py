@@ -24,10 +24,9 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
-from triton.language import core
 
-from .builtin import builtin
 from .nvshmem_module import DEVICE_LIBRARY, Kernel, device_library, extern_libs, initialize_module, jit  # noqa: F401
+from .triton_compat import builtin, core, unwrapped
 
 # nvshmem_common_transport.h and nvshmem_constants.h
 SIGNAL_SET = tl.constexpr(9)
@@ -49,7 +48,7 @@ def _number(x) -> int:
     """A value of the interpreter's as Python's."""
     if isinstance(x, core.tensor):
         return int(x.handle.data.item())
-    return int(core._unwrap_if_constexpr(x))
+    return int(unwrapped(x))
 
 
 def _extern(symbol, args, types, result, semantic):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 import torch
 
@@ -19,7 +20,9 @@ _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger 
 
 
 left_behind = False  # whether a heap was closed without the other ranks
-initialized_modules: set[int] = set()  # CUDA modules that have the device state of the NVSHMEM that is running now
+# CUDA modules that have the device state of the NVSHMEM that is running now, and the compiled kernels that hold them:
+# the number of a module that was unloaded would be another's, which has none
+initialized_modules: dict[int, Any] = {}
 
 
 class Address:

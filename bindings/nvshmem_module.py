@@ -8,6 +8,7 @@ import os
 import triton
 
 from .nvshmem_host import INSTALL, initialized_modules, load
+from .triton_compat import module_of
 
 DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
 
@@ -56,14 +57,14 @@ class Kernel:
 
 def initialize_module(kernel) -> None:
     """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
-    kernel._init_handles()
-    if kernel.module in initialized_modules:
+    module = module_of(kernel)
+    if module in initialized_modules:
         return
     if "nvshmemi_device_state_d" in kernel.asm["ptx"]:
-        status = load().cumodule_init(int(kernel.module))
+        status = load().cumodule_init(module)
         if status:
             raise RuntimeError(f"nvshmemx_cumodule_init failed with {status}: is NVSHMEM initialised?")
-    initialized_modules.add(kernel.module)
+    initialized_modules[module] = kernel
 
 
 def jit(fn=None, **options):

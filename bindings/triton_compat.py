@@ -1,15 +1,181 @@
-"""What Triton does not promise, and a new version may change: how a compiled kernel is handed its arguments."""
+"""What Triton does not promise, and a new version may change: all that allscan uses of it but for the interpreter's
+insides (interpreter.py, interpreter_operations.py). Bound once, at import.
+
+Read in Triton 3.6 to 3.9:
+
+* 3.6: a launcher is a module of C for each signature, which takes the arguments one by one.
+* 3.7: one launcher for all kernels takes them in a tuple, with annotations and the signature's types.
+* 3.8: a compiled kernel unloads its CUDA module when nothing holds it: see :func:`hold`.
+* 3.9: warns where ``enable_fp_fusion`` is not given, since 3.10 will not contract products and sums by itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import triton
+from triton import JITFunction, knobs
+from triton.language import core  # builtins: inline assembly, functions of linked libraries, ``_semantic``
+from triton.runtime.jit import JITCallable
 
 from .cuda_driver import KernelNode
 
 SCRATCH = (0, 8)  # bits and bytes of a null pointer: two follow a kernel's arguments, to memory that it does not need
 FLOATS = {"fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
+
+# Options of all kernels of this package: x * y + z is rounded once, as the errors in docs/limits.md have it
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+
+_ONE_BY_ONE = triton.__version__.startswith("3.6.")
+_IN_A_TUPLE = triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
+
+_held: set[Any] = set()
+
+
+def hold(compiled: Any) -> None:
+    """Keep a compiled kernel for the rest of the process, since its handle is kept: also in CUDA graphs, of callers',
+    too, which have nothing but that. From Triton 3.8 on its module is unloaded with it."""
+    _held.add(compiled)
+
+
+def launcher(
+    compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], places: Sequence[int],
+    stream_of: Callable[[int], int], device: int,
+) -> Callable[[Sequence[Any]], Any]:  # fmt: skip
+    """launch(addresses): a compiled kernel on ``stream_of(device)``, without a look at the arguments: all that the
+    Python function has, in its order, with ``addresses`` (tuples for tuples) in these places. Returns the kernel.
+
+    What ``compiled.run`` does for a kernel without scratch memory, in 1 us less; in a Triton that is not known,
+    ``compiled.run``.
+    """
+    hold(compiled)
+    x, y, z = grid
+    run, function = compiled.run, compiled.function
+    options: tuple = (function, compiled.packed_metadata, None, None, None)  # no metadata, no hooks
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    bare = not scratch and not getattr(run, "gsan_enabled", False)
+    first = [*places] == [*range(len(places))]
+    given, rest = [*arguments], [*arguments[len(places) :]]
+
+    if bare and _IN_A_TUPLE:
+        launch_options = run.launch_cooperative_grid, run.launch_pdl, *options[1:], None, None
+        options = (function, *launch_options, run.arg_annotations, run.kernel_signature)
+        run = run.launch
+
+        def launch_in_a_tuple(addresses: Sequence[Any]) -> Any:
+            values = [*addresses, *rest] if first else given.copy()
+            if not first:
+                for place, address in zip(places, addresses):
+                    values[place] = address
+            run(x, y, z, stream_of(device), *options, values)
+            return compiled
+
+        return launch_in_a_tuple
+    if bare and _ONE_BY_ONE:
+        options = (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *options[1:])
+        run = run.launch
+
+    def launch(addresses: Sequence[Any]) -> Any:
+        run(x, y, z, stream_of(device), *options, *addresses, *rest)
+        return compiled
+
+    def launch_filled(addresses: Sequence[Any]) -> Any:
+        values = given.copy()
+        for place, address in zip(places, addresses):
+            values[place] = address
+        run(x, y, z, stream_of(device), *options, *values)
+        return compiled
+
+    return launch if first else launch_filled
+
+
+def hooked() -> bool:
+    """Whether somebody is to be told of launches."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """``begin()`` and ``end()`` around each compilation of a kernel, whoever's kernel it is; hooks of others stay."""
+    runtime = knobs.runtime
+    before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+
+    def cache_hook(*args: Any, **options: Any) -> Any:
+        answer = before(*args, **options) if before else None
+        if not answer:  # else Triton does not compile
+            begin()
+        return answer
+
+    def post_compile_hook(*args: Any, **options: Any) -> Any:
+        end()
+        return after(*args, **options) if after else None
+
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = cache_hook, post_compile_hook
+
+
+def interpreting() -> bool:
+    """Whether kernels that are defined now are interpreted."""
+    return knobs.runtime.interpret
+
+
+@contextlib.contextmanager
+def launches_watched(told: Callable[[Any, Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
+    """``told(kernel, grid, args, options)`` before each launch of this process. Triton's launch hooks are not told the
+    arguments, so JITFunction.run is replaced."""
+    original = JITFunction.run
+
+    def run(self, *args, grid, warmup, **options):
+        if not warmup:
+            told(self, grid, args, options)
+        return original(self, *args, grid=grid, warmup=warmup, **options)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+
+
+def module_of(compiled: Any) -> int:
+    """The handle of a compiled kernel's CUDA module, loaded if it was not. It is another's once nothing holds the
+    kernel."""
+    compiled._init_handles()
+    return int(compiled.module)
+
+
+def unwrapped(x: Any) -> Any:
+    """A value of a kernel's, or what a constexpr has."""
+    return core._unwrap_if_constexpr(x)
+
+
+def warps_of(semantic: Any) -> int:
+    """Of the kernel that is compiled."""
+    return semantic.builder.options.num_warps
+
+
+class _Source(JITCallable):
+    """Stands for a function's source where Triton works out the name of a compiled kernel in its cache."""
+
+    cache_key = ""
+    used_global_vals: dict = {}
+
+    def __init__(self, function):
+        self.cache_key = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+
+
+def builtin(function):
+    """A function in Python that kernels may call: the compiler calls it with a builder, the interpreter without one. A
+    kernel that calls it is compiled again when its source has changed: by itself Triton looks at the sources of jit
+    functions only."""
+    setattr(function, core.TRITON_BUILTIN, True)
+    function.__triton_aggregate__, function.hash_attrs = True, [_Source(function)]
+    return function
 
 
 def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> KernelNode:
@@ -17,7 +183,7 @@ def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[A
     order, with addresses for tensors, tuples for tuples, anything for constants.
 
     Raises NotImplementedError where a launch is more than that: clusters, cooperative grids, tensor descriptors,
-    scratch memory. Read in Triton 3.6 to 3.9.
+    scratch memory.
     """
     metadata = compiled.metadata
     for name, usual in (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language import core
 
-from ..bindings.builtin import builtin
+from ..bindings.triton_compat import builtin, core, unwrapped
 
 # Words of a segment
 START = tl.constexpr(0)  # its first token
@@ -49,7 +48,7 @@ def exp2(x, _semantic=None):
 @builtin
 def cast(x, dtype, _semantic=None):
     """``x`` in another float type, rounded to nearest: the interpreter's own conversion to bfloat16 cuts off."""
-    dtype = core._unwrap_if_constexpr(dtype)
+    dtype = unwrapped(dtype)
     if _semantic is not None:
         return x.to(dtype, _semantic=_semantic)
     if dtype == tl.bfloat16 and x.dtype == tl.float32:
@@ -75,7 +74,7 @@ def rounded_to_tf32(x, _semantic=None):
 def operand(x, dtype, _semantic=None):
     """``x`` as an operand of a product in ``dtype``: rounded to it; the interpreter can only multiply it as float32."""
     if _semantic is not None:
-        return x.to(core._unwrap_if_constexpr(dtype), _semantic=_semantic)
+        return x.to(unwrapped(dtype), _semantic=_semantic)
     return cast(x, dtype).to(tl.float32)
 
 

@@ -16,9 +16,8 @@ import time
 
 import triton
 import triton.language as tl
-from triton.language import core
 
-from ..bindings.builtin import builtin
+from ..bindings.triton_compat import builtin, core, warps_of
 
 # Words of Channel.info (int64)
 INFO_RANK = tl.constexpr(0)
@@ -93,7 +92,7 @@ def opaque(x, _semantic=None):
 @builtin
 def num_warps(_semantic=None):
     """Warps of a program, at compile time; 1 in the interpreter."""
-    return core.constexpr(1 if _semantic is None else _semantic.builder.options.num_warps)
+    return core.constexpr(1 if _semantic is None else warps_of(_semantic))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from allscan.bindings import nvshmem_device as nvshmem
+from allscan.bindings.triton_compat import OPTIONS
 from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.packing import Layout, Piece
@@ -246,7 +247,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
         names = kernel.arg_names[: len(values)]
         arguments = {n: kinds[x.dtype] for n, x in zip(names, values)}
         arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
-        launch = {n: options.pop(n) for n in ("num_warps", "num_stages") if n in options}
+        launch = {n: options.pop(n) for n in ("num_warps", "num_stages", *OPTIONS) if n in options}
         if (kernel, arguments, options) in seen:
             continue
         seen.append((kernel, arguments, options))

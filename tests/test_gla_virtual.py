@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 import allscan
+from allscan.bindings.triton_compat import OPTIONS
 from allscan.first_call import remember_agreement
 from allscan.gla.carrier import register
 from allscan.gla.operator import zeco_gla_by
@@ -52,10 +53,10 @@ class Seat:
         def scan(_, state, decay, out, ticket):
             compiled = scan_kernel[(ranks.programs,)](
                 state, decay, state, out, channel._replace(ticket=ticket), **options, HAS_DECAY=True,
-                HAS_INITIAL=False, ONE_HOP=False, num_warps=warps_of(ranks.spec.tile),
+                HAS_INITIAL=False, ONE_HOP=False, num_warps=warps_of(ranks.spec.tile), **OPTIONS,
             )  # fmt: skip
             if state.is_cuda:
-                prefer_shared_memory_carveout(compiled.function)
+                prefer_shared_memory_carveout(compiled)
 
         plan.call(scan, state, decay, out, ticket)
 

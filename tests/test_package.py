@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -26,7 +27,8 @@ from support import gpu_record
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Each file imports those above it only
 LAYERS = """
-bindings.builtin bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
+torch_compat
+bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
 bindings.interpreter_operations bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module
 bindings.nvshmem_device bindings.shared_memory bindings.cuda_ipc
 bindings
@@ -86,6 +88,39 @@ def test_layers_know_only_what_is_above_them():
         if name.startswith("shmem_kernels"):
             text = open(path, encoding="utf-8").read()
             assert "torch.distributed" not in text and "import torch" not in text, path
+
+
+COMPAT = "torch_compat", "bindings.triton_compat", "bindings.interpreter", "bindings.interpreter_operations"
+OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # whose insides change without notice
+OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()
+
+
+def private_names(path):
+    """Names of torch's and Triton's that neither promises, as a file imports or takes them."""
+    roots = {"torch", "triton", "dist", "tl", "aten"}
+    for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            if node.attr in OF_KERNELS:
+                yield node.attr
+            names = [ast.unparse(node)] if re.fullmatch(r"[\w.]+", ast.unparse(node)) else []
+        for name in names:
+            root, _, rest = name.partition(".")
+            private = any(part.startswith("_") and not part.startswith("__") for part in rest.split("."))
+            inside = root == "triton" and any(f"{rest}.".startswith(f"{inner}.") for inner in OF_TRITON)
+            if root in roots and (private or inside):
+                yield name
+
+
+def test_what_torch_and_triton_do_not_promise_is_in_one_place_each():
+    paths = {module_name(path): path for path in python_files("allscan")}
+    assert all(any(private_names(paths[name])) for name in COMPAT[:2])
+    found = {name: sorted({*private_names(path)}) for name, path in paths.items() if name not in COMPAT}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 def test_no_circle_of_imports():

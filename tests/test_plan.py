@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,10 +18,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.nvidia.driver import CudaLauncher
 
 import allscan
-from allscan import graphs, streams
-from allscan.bindings import cuda_driver
+from allscan import graphs, launching, streams
+from allscan.bindings import cuda_driver, nvshmem_module, triton_compat
 from allscan.bindings.cuda_driver import parameter_sizes
 from allscan.collective import Work
 from allscan.gla import launches
@@ -601,6 +603,79 @@ def test_a_kernel_that_takes_other_parameters_than_we_know_of_is_no_node(monkeyp
         monkeypatch.delitem(CUDA, "cuFuncGetParamInfo")  # of an older driver
         with pytest.raises(RuntimeError, match="older than CUDA 12.4"):
             parameter_sizes(node.function)
+
+
+class Bare:
+    """A compiled kernel, with Triton's own launcher for GPUs, whose C function is ``handed``'s."""
+
+    function, packed_metadata = 4096, (4, 1, 1024)
+
+    def __init__(self, handed):
+        self.run = object.__new__(CudaLauncher)
+        vars(self.run).update(
+            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1, num_ctas=1,
+            launch_cooperative_grid=False, launch_pdl=False, gsan_enabled=False, arg_annotations=["of arguments"],
+            kernel_signature=b"types", launch=lambda *x: handed.append(x),
+        )  # fmt: skip
+
+
+def test_what_a_launch_hands_to_the_launcher_of_this_triton(monkeypatch):
+    """Its C function gets from us what it gets from Triton, wherever the addresses are among the arguments."""
+    monkeypatch.setattr(triton_compat, "_held", set())
+    assert triton_compat._ONE_BY_ONE + triton_compat._IN_A_TUPLE == 1, "a Triton that is not known"
+    handed, arguments, grid = [], [4096, (16, 32, None), 8192, 2.5], (3, 2, 1)
+    compiled = Bare(handed)
+    with fake_gpu({}):
+        compiled.run(*grid, 77, 4096, compiled.packed_metadata, None, None, None, *arguments)
+        for places in ([0, 1], [2, 0]):
+            given = [None if i in places else x for i, x in enumerate(arguments)]
+            launch = triton_compat.launcher(compiled, grid, given, places, lambda device: 70 + device, 7)
+            assert launch([arguments[i] for i in places]) is compiled
+    theirs, *ours = [(*call[:-1], [*call[-1]] if isinstance(call[-1], (list, tuple)) else call[-1]) for call in handed]
+    assert ours == [theirs] * 2
+
+
+class Unloaded:
+    """A kernel as Triton compiles it, whose module goes with it, as it does from 3.8 on. ``loaded``: numbers of those
+    that are there; a new one gets the first that is free."""
+
+    packed_metadata, asm = (4, 1, 0), {"ptx": "nvshmemi_device_state_d"}
+
+    def __init__(self, loaded):
+        self.module = self.function = next(n for n in itertools.count(4096) if n not in loaded)
+        self.loaded, self.run = loaded, lambda *arguments: None
+        loaded.append(self.module)
+
+    def _init_handles(self):
+        pass
+
+    def __del__(self):
+        self.loaded.remove(self.module)
+
+
+@pytest.mark.parametrize("kept", ["launcher", "carveout", "NVSHMEM's state"])
+def test_what_keeps_a_number_of_a_kernel_holds_it(kept, monkeypatch):
+    """Of its function or its module, which another one may have as soon as this one is unloaded."""
+    loaded, told = [], []
+    monkeypatch.setattr(launching, "set_shared_memory_carveout", lambda function, percent: told.append(function))
+    state = types.SimpleNamespace(cumodule_init=lambda module: told.append(module))
+    monkeypatch.setattr(nvshmem_module, "load", lambda: state)
+    monkeypatch.setattr(nvshmem_module, "initialized_modules", {})
+    monkeypatch.setattr(triton_compat, "_held", set())
+    monkeypatch.setattr(launching, "_preferring", set())
+    for _ in range(2):
+        kernel = Unloaded(loaded)
+        for _ in range(2):
+            if kept == "launcher":  # a graph of a caller's has the number, and not even the launcher
+                triton_compat.launcher(kernel, (1, 1, 1), [None], [0], lambda device: 0, 0)([16])
+            elif kept == "carveout":
+                launching.prefer_shared_memory_carveout(kernel)
+            else:
+                nvshmem_module.initialize_module(kernel)
+        del kernel
+        gc.collect()
+    assert loaded == [4096, 4097]
+    assert told == ([] if kept == "launcher" else loaded)  # each of them, once
 
 
 HEADER = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "include", "cuda.h")

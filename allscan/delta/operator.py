@@ -28,6 +28,7 @@ from ..operators import Operator, check_saveable, refuse_second_derivative
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from ..tickets import TICKETS
+from ..torch_compat import unsafe_view
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
 
@@ -379,7 +380,7 @@ def _forward(
             states, q, k, v, g, beta, scale, initial_state, final_state, Kept(*kept), tables
         )
         if zigzag:
-            o = torch.ops.aten._unsafe_view.default(o, v_shape)  # no view, which must not be written to
+            o = unsafe_view(o, v_shape)  # no view, which must not be written to
             sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (sums, solved))
             scores = scores.view(solved.shape) if scores.numel() else scores
         if comm.debug:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from ..bindings.triton_compat import OPTIONS
 from ..shmem_kernels.merge import merge_kernel
-
-aten = torch.ops.aten
+from ..torch_compat import operator
 
 
 class Kernel(NamedTuple):
@@ -50,12 +50,6 @@ def _like(x, other):
     return x if x.stride() == other.stride() else torch.empty_like(other).copy_(x)
 
 
-def _has(operator, names) -> bool:
-    """Whether an operator of torch takes these arguments."""
-    found = getattr(aten, operator, None)
-    return found is not None and [a.name for a in found.default._schema.arguments] == names.split()
-
-
 def _aligned(x):
     """x as kernels for GPUs read it: words of 16 bytes."""
     words = 16 // x.element_size()
@@ -68,16 +62,14 @@ def _aligned(x):
 
 
 def _cudnn_forward(q, k, v, causal, scale):
-    found = aten._scaled_dot_product_cudnn_attention(
-        tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale
-    )
+    found = cudnn(tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale)
     o, lse, *lengths, seed, offset, _ = found
     return o, lse.view(q.shape[:3]), (lse.shape, lengths, (seed, offset))
 
 
 def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale):
     shape, lengths, seeds = more
-    return aten._scaled_dot_product_cudnn_attention_backward(
+    return cudnn_backward(
         _like(do, o), tokens_first(q), _aligned(k), _aligned(v), o, lse.reshape(shape), *seeds, None, *lengths, 0.0,
         causal, scale=scale,
     )  # fmt: skip
@@ -95,14 +87,16 @@ def _cudnn_fits(q, k, v) -> bool:
 
 
 CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
-CUDNN_IS_KNOWN = _has(
+cudnn = operator(
     "_scaled_dot_product_cudnn_attention",
     "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-) and _has(
+)
+cudnn_backward = operator(
     "_scaled_dot_product_cudnn_attention_backward",
     "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
     "dropout_p is_causal scale",
 )
+CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
 
 
 def _half_on_gpu(x, capability) -> bool:
@@ -119,7 +113,7 @@ def _half_on_gpu(x, capability) -> bool:
 
 def _flash_forward(q, k, v, causal, scale):
     q, k, v = (_aligned(x) for x in (q, k, v))
-    found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    found = flash(q, k, v, 0.0, causal, False, scale=scale)
     o, lse, *lengths, seed, offset, _ = found
     return o, lse, (lengths, (seed, offset))
 
@@ -127,9 +121,7 @@ def _flash_forward(q, k, v, causal, scale):
 def _flash_backward(do, q, k, v, o, lse, more, causal, scale):
     lengths, seeds = more
     do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
-    return aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse, *lengths, 0.0, causal, *seeds, scale=scale
-    )
+    return flash_backward(do, q, k, v, o, lse, *lengths, 0.0, causal, *seeds, scale=scale)
 
 
 def _flash_fits(q, k, v) -> bool:
@@ -137,30 +129,35 @@ def _flash_fits(q, k, v) -> bool:
     return FLASH_IS_KNOWN and _half_on_gpu(q, (8, 0)) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
 
 
-FLASH_IS_KNOWN = _has(
-    "_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale"
-) and _has(
+flash = operator("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale")
+flash_backward = operator(
     "_scaled_dot_product_flash_attention_backward",
     "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
     "philox_offset scale",
 )
+FLASH_IS_KNOWN = None not in (flash, flash_backward)
 
 
 # PyTorch's on CPUs
 
 
+on_cpu = operator("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale")
+on_cpu_backward = operator(
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
+)
+
+
 def _cpu_forward(q, k, v, causal, scale):
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return *aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale), None
+    return *on_cpu(q, k, v, 0.0, causal, scale=scale), None
 
 
 def _cpu_backward(do, q, k, v, o, lse, _, causal, scale):
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    dq, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, causal, scale=scale
-    )
+    dq, *others = on_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
     return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in others)
 
 
@@ -330,7 +327,7 @@ def merge(o, lse, more, more_lse):
     width = triton.next_power_of_2(V)
     rows, tile = B * T * H, max(1, MERGED // width)
     merge_kernel[(triton.cdiv(rows, tile),)](
-        o, lse, more, more_lse, both, rows, T, H, V=V, BV=width, ROWS=tile, num_warps=4
+        o, lse, more, more_lse, both, rows, T, H, V=V, BV=width, ROWS=tile, num_warps=4, **OPTIONS
     )
     lse.copy_(both)
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.modules.module import _global_backward_hooks
 
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator, check_communicator
@@ -21,6 +20,7 @@ from ..halos import halo_of_ends
 from ..launching import dynamo_disabled
 from ..packing import Tables, boundaries_on_host
 from ..ssd import Using
+from ..torch_compat import has_backward_hooks
 from . import needs
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
@@ -334,7 +334,7 @@ def _before(convolutions, xs, n, halves, where):
     numbers = [t for end in range(T // halves, T + 1, T // halves) for t in range(end - n, end)]
     tokens = cached_table(comm, ("ends", n, T, halves), lambda: Tokens(numbers, T, comm.device))
     # who hooks the backward of a convolution may keep the gradient that it gives
-    hooked = [bool(c._backward_hooks or _global_backward_hooks) for c in convolutions]
+    hooked = [has_backward_hooks(c) for c in convolutions]
     xs, ends = zip(*(taken(x, tokens, comm, not kept) for x, kept in zip(xs, hooked, strict=True)))
     return xs, halo_of_ends(ends, T, n, **where)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ..halos import halo
 from ..packing import TensorKey
+from ..torch_compat import coalesced
 
 
 def chunks(tokens, zigzag=False):
@@ -158,7 +159,7 @@ def _together(name, pairs, group):
     function = (
         function or {"all_gather": dist.all_gather_into_tensor, "reduce_scatter": dist.reduce_scatter_tensor}[name]
     )
-    with dist._coalescing_manager(group=group, async_ops=True) as work:
+    with coalesced(group=group, async_ops=True) as work:
         for output, x in pairs:
             function(output, x, group=group)
     return work

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from ..algorithms import ALGORITHMS
 from ..bindings.interpreter import prepare_interpreter
+from ..bindings.triton_compat import OPTIONS
 from ..errors import AllScanTimeout
 from ..rails import Rails, warps_of
 from ..shmem_kernels import wait
@@ -241,7 +242,8 @@ class VirtualRanks:
             launch = self._rails[rank].launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
             launch(*given, channel, behind=gates)
         else:
-            gated_scan_kernel[(self.programs,)](*given, channel, *gates, **fixed, num_warps=warps_of(self.spec.tile))
+            fixed |= OPTIONS | dict(num_warps=warps_of(self.spec.tile))
+            gated_scan_kernel[(self.programs,)](*given, channel, *gates, **fixed)
 
     def timed(self, states: torch.Tensor, decays: torch.Tensor, **options: Any) -> tuple[float, torch.Tensor]:
         """(Microseconds by the GPU's clock, from when the last of all ranks' programs has seen that its gate is open to

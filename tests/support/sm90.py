@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from allscan.bindings.triton_compat import words
+from allscan.bindings.triton_compat import OPTIONS, words
 from allscan.shmem_kernels.channel import Channel
 from allscan.shmem_kernels.links import NONE
 
@@ -80,7 +80,7 @@ class Compiled:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         signature = {name: arguments.get(name, "constexpr") for name in names}
         source = ASTSource(kernel, signature, values, attributes)
-        options |= {"num_warps": num_warps}
+        options = OPTIONS | options | {"num_warps": num_warps}
         if extern_libs:
             options["extern_libs"] = extern_libs
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
