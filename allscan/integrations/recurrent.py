@@ -166,10 +166,11 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
     outputs, states = [], []
     for more, *tensors in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
         q, k, v, g, beta = tensors
-        o, state = operator(
-            q, k, F.pad(v, (0, K)) if more else v, g=g, beta=beta, initial_state=unit if more else None,
-            output_final_state=True,
-        )  # fmt: skip
+        v = F.pad(v, (0, K)) if more else v
+        if v.shape[1]:
+            o, state = operator(q, k, v, g=g, beta=beta, initial_state=unit if more else None, output_final_state=True)
+        else:  # what comes goes on; with a gradient where the other ranks' have one
+            o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in tensors)
         outputs.append(o)
         states.append(state.float())
     left = [states[some[-1]][..., :V] for some in halves]

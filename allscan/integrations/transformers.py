@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
@@ -20,7 +21,7 @@ from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..packing import boundaries_on_host, cut
 from ..rendezvous import by_rank
-from ..ssd import zeco_ssd
+from ..ssd import Using, zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needs
 from .attention import attend, kernel_for
@@ -33,6 +34,7 @@ try:
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import ModelOutput
 except ModuleNotFoundError as error:
     raise needs(__name__, "transformers>=5.18") from error
 
@@ -67,7 +69,10 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
         number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
         chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
-        same on every rank; one sequence, without a cache. At least one token on every rank.
+        same on every rank; one sequence, without a cache.
+
+    A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
+    result has, since transformers' layers take none.
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
@@ -96,7 +101,7 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
     after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
     length ("dynamic", "longrope"), a z-loss; when called, for an attention mask that masks anything (pack instead), for
     a cache that is not empty or of packed sequences, for ``use_cache=True`` where the last rank has fewer tokens than a
-    convolution's kernel, on every rank for one without tokens (transformers' layers take none), for
+    convolution's kernel, for
     ``output_attentions`` and ``output_router_logits``; in zigzag for packed sequences, for ``use_cache=True``, for an
     odd number of tokens or one that differs between ranks.
     """
@@ -260,6 +265,8 @@ class _Sequence:
             return parts
         lengths, first = boundaries_on_host(self.lengths), self.first
         pieces = [p for p in cut(lengths, first, self.own) if p.end > p.start]
+        if not self.own:
+            return [_Part(0, 0, 0, 0, first)]  # what comes goes on
         return [_Part(p.start, p.end, 0, lengths[p.sequence], first + p.end) for p in pieces]
 
     def cut(self) -> list[Piece]:
@@ -313,16 +320,35 @@ def _model(
         input_ids, inputs_embeds = None, x if x.requires_grad else x.detach().requires_grad_()
     if sequence.lengths is not None and use_cache:
         refuse(comm, "packed sequences leave no cache: pass use_cache=False")
-    if position_ids is None and zigzag:
+    if not sequence.own:  # one token of padding
+        if inputs_embeds is None:
+            input_ids = F.pad(input_ids, (0, 1))
+        else:
+            inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, 1))
+        position_ids = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
+    elif position_ids is None and zigzag:
         position_ids = zigzag_positions(sequence.own, comm=comm)[None]
     elif position_ids is None:
         position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
-    return type(model).forward(
+    outputs = type(model).forward(
         model, input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=bool(use_cache),
         **{_name_of_cache(type(model)): cache, SEQUENCE: sequence}, **options,
     )  # fmt: skip
+    return outputs if sequence.own else _without_padding(outputs)
+
+
+def _without_padding(outputs):
+    """A model's outputs, or hidden states among them, with no tokens in place of one."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs[:, :0]
+    if isinstance(outputs, ModelOutput):
+        for name in ("last_hidden_state", "hidden_states"):
+            if outputs.get(name) is not None:
+                outputs[name] = _without_padding(outputs[name])
+        return outputs
+    return tuple(_without_padding(x) if isinstance(x, (torch.Tensor, tuple)) else x for x in outputs)
 
 
 PACKED_ZIGZAG = 'packed sequences are not covered in the zigzag layout: cut them with layout="contiguous"'
@@ -343,9 +369,6 @@ def _sequence(
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         answers = comm.exchange((B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel), "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels = (list(column) for column in zip(*answers, strict=True))
-        if 0 in tokens:
-            why = f"transformers' layers take no rank without tokens, got {by_rank(tokens)}"
-            raise comm.order.raised_everywhere(ValueError(why))
         if tokens[-1] < max(kernels):  # the layers make the state of the last rank's tokens alone
             why = f"with a cache the last rank must have as many tokens as a convolution's kernel, got {tokens[-1]}"
             raise comm.order.raised_everywhere(ValueError(why))
@@ -355,7 +378,7 @@ def _sequence(
         problem = misfit(comm, rows, tokens, "zigzag" if zigzag else "contiguous", stamps, contents)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
-        if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2 or tokens[0] < 2):
+        if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2):
             wanted = "an even number of tokens, the same on every rank"
             raise comm.order.raised_everywhere(ValueError(f"the zigzag layout wants {wanted}, got {by_rank(tokens)}"))
         if any(list(answer[2] or ()) != list(lengths or ()) for answer in answers):
@@ -366,7 +389,9 @@ def _sequence(
         if rises is not None:
             found, before = [], None  # where position_ids do not rise by 1
             halves = [iter(answer[3]) for answer in answers]
-            for rank, first, _ in chunks(tokens, zigzag):
+            for rank, first, last in chunks(tokens, zigzag):
+                if first == last:
+                    continue
                 here, (start, end) = next(halves[rank])
                 if before is None or any(a != b + 1 for a, b in zip(start, before, strict=True)):
                     found.append(first)
@@ -409,14 +434,25 @@ class _Operator:
 
 def _convolution(original, sequence, x, weight, bias=None, activation=None, **_):
     """x [B, channels, tokens], the last of which are this rank's."""
-    n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, -sequence.own :]
+    n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
     if not n:
         return original(x, weight, bias, activation=activation)
 
     def conv(x):
         return original(x.mT, weight, bias, activation=activation).mT
 
-    return convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where()).mT
+    y = convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
+    return _padded(y, sequence).mT
+
+
+def _own(sequence, *tensors):
+    """[B, T, ...] of this rank's tokens, without one of padding."""
+    return tensors if sequence.own else [x if x is None else x[:, :0] for x in tensors]
+
+
+def _padded(x, sequence):
+    """x [B, T, ...] with what the model's layers go on with: on a rank without tokens zeros of one."""
+    return x if sequence.own else F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
 def _fused(original, sequence, *_, **__):
@@ -437,10 +473,12 @@ def _state_space(
             outputs.append(y)
         return torch.cat(outputs, 1), state
 
-    return zeco_ssd(
+    x, dt, B, C, z = _own(sequence, x, dt, B, C, z)
+    found = zeco_ssd(
         x, dt, A, B, C, chunk_size, comm=sequence.comm, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
         dt_limit=dt_limit, return_final_states=return_final_states, chunk_scan=scan, **sequence.where(),
     )  # fmt: skip
+    return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
 
 def of_package(function):
@@ -471,16 +509,18 @@ def _delta_rule(
     use_qk_l2norm_in_kernel=False, **options,
 ):  # fmt: skip
     """Gated DeltaNet and KDA."""
-    operator, tensors = ours(original, value.device, options), (query, key, value, g, beta)
+    operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
     if operator is not None:
         taken = inspect.signature(operator).parameters
-        return operator(
+        o, state = operator(
             *tensors, comm=sequence.comm, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **sequence.where(),
             **{name: x for name, x in options.items() if name in taken},
         )  # fmt: skip
-    alone = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-    return delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
+    else:
+        alone = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+        o, state = delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
+    return _padded(o, sequence), state
 
 
 OURS = {"chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kda": zeco_kda}
@@ -503,7 +543,8 @@ class _Keys:
     def update(self, key, value, layer_idx, *arguments, **options):
         sequence, self.given = self.sequence, (key.shape, value.shape)
         if sequence.comm.size > 1:
-            others = Gather(sequence.comm, sequence.tokens, sequence.zigzag, *(x.transpose(1, 2) for x in (key, value)))
+            mine = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
+            others = Gather(sequence.comm, sequence.tokens, sequence.zigzag, *mine)
             if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa":
                 self.others = others
                 return key, value
@@ -519,6 +560,8 @@ class _Keys:
             expand = getattr(module, "expand_kv", None)  # which makes them of latents
             if expand is None:
                 refuse(comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
+        if not self.sequence.own:
+            query, key, value = (x[:, :, :0] for x in (query, key, value))
         if not dropout and kernel_for(query, key, value) is not None:
             return attend(query, key, value, self.others, scaling, expand), None, None
         key, value = in_order(self.others)
@@ -585,13 +628,16 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if keys.others is not None:
         found, key, value = keys.attend(module, query, key, value, scaling, dropout)
     if found is not None:
-        return found, None
+        return _padded(found, sequence), None
     query, key, value = cast(query, key, value)
     if key.shape[2] != sum(sequence.tokens):
         refuse(
             sequence.comm, f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
             f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
         )  # fmt: skip
+    if not sequence.own:  # takes part in the others' backward
+        o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
+        return _padded(Using.apply(o, key, value), sequence), None
     for part in sequence.parts():
         T, before, mask = part.end - part.start, part.before, None
         if inner == "eager" and T > 1:
