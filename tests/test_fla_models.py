@@ -132,8 +132,9 @@ def test_models(run, choice, size, layout):
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
 
 
-# A good batch, then ranks with fewer tokens than a convolution looks back at
-FEW = [((9, 8, 10), False), ((8, 2, 8), False), ((1, 8, 7), True), ((8, 5, 1), True), ((1, 1, 8), False)]
+# A good batch, then ranks with fewer tokens than a convolution looks back at, or none
+FEW = [((9, 8, 10), False), ((8, 2, 8), False), ((1, 8, 7), True), ((8, 5, 1), True), ((1, 1, 8), False),
+       ((8, 0, 8), False), ((0, 8, 7), True), ((8, 5, 0), False), ((9, 0, 0), True)]  # fmt: skip
 
 
 def few_case(group, kind, choices, batches, layout):

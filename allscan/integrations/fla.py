@@ -55,10 +55,10 @@ def sequence_parallel(
         zeco_gla. All ranks of a softmax layer have the same work then.
 
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
-    convolutions look back at come from the ranks before. A rank may have few tokens, without gradients none. Softmax
-    attention gathers the keys and values of all ranks, and the last rank of the contiguous layout has the most to do;
-    each call of such a layer asks on the host how many tokens the ranks have. ``cu_seqlens`` is that of the whole, as
-    for zeco_gla.
+    convolutions look back at come from the ranks before. A rank may have few tokens or none: fla's norms and MLPs,
+    which have no backward for none, see one of zeros then. Softmax attention gathers the keys and values of all ranks,
+    and the last rank of the contiguous layout has the most to do; each call of such a layer asks on the host how many
+    tokens the ranks have. ``cu_seqlens`` is that of the whole, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
@@ -86,6 +86,8 @@ def sequence_parallel(
     for layer in layers:
         _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout))
     for model in module.modules():
+        if type(model).__module__.startswith(_TOKENWISE):
+            _replace(model, "forward", comm and functools.partial(_tokenwise, model))
         if hasattr(model, "_compute_logits_and_loss"):
             _replace(model, "_compute_logits_and_loss", comm and functools.partial(_loss, model, comm, zigzag))
     return module
@@ -98,11 +100,28 @@ def _of_fla(kind) -> bool:
 def _replace(module, name, function):
     """Let the module's method be ``function``, None: that of its class."""
     present = vars(module).get(name)
-    if present is not None and getattr(present, "func", None) not in (_layer, _loss):
+    if present is not None and getattr(present, "func", None) not in (_layer, _loss, _tokenwise):
         raise ValueError(f"the {name} of a {type(module).__name__} was replaced: call sequence_parallel before that")
     vars(module).pop(name, None)
     if function is not None:
         setattr(module, name, function)
+
+
+_TOKENWISE = "fla.modules.norm.", "fla.modules.mlp"
+
+
+def _tokenwise(module, *arguments, **options):
+    """The forward of a module that looks at one token at a time: on a rank without tokens, of one of zeros."""
+    forward = functools.partial(type(module).forward, module)
+    if not any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[1] for x in (*arguments, *options.values())):
+        return forward(*arguments, **options)
+
+    def of_one(x):
+        padded = isinstance(x, torch.Tensor) and x.ndim > 2
+        return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1)) if padded else x
+
+    found = forward(*map(of_one, arguments), **{name: of_one(x) for name, x in options.items()})
+    return found[:, :0] if isinstance(found, torch.Tensor) else tuple(x if x is None else x[:, :0] for x in found)
 
 
 def _kind(module):
@@ -118,8 +137,6 @@ def _layer(
     kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
         refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
-    if hidden_states.requires_grad and torch.is_grad_enabled() and not hidden_states.shape[1]:
-        refuse(comm, "fla's norms have no backward for a rank without tokens: give it one, or use torch.no_grad()")
     if get_layer_cache(layer, past_key_values) is not None:
         refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
@@ -304,11 +321,11 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
         where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
         xs, before = _before(convolutions, xs, n, halves, where)
         states = [F.pad(y.unflatten(1, (halves, n)).flatten(0, 1).mT, (W - n, 0)) for y in before]
+    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     if not T:
         ys = [c(y)[0][:, halves * n :] for c, y in zip(convolutions, before if n else xs, strict=True)]
         return ys, tuple(y[halves - 1 :: halves] for y in states) if use_cache else (None,) * len(xs)
-    if cu_seqlens is not None:
-        lengths = _read(comm, cu_seqlens)
+    if lengths is not None:
         first = partition_start(comm, lengths, T, first_token, halves == 2)
         key = ("convolution", first, T, lengths, halves)
         tables = cached_table(comm, key, lambda: Tables(_sequences(first, lengths, T, halves), comm.device))
