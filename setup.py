@@ -1,4 +1,19 @@
+import re
+
 from setuptools import setup
+
+URL = ""  # of the repository, once it has one: the package index does not know where relative links lead
+
+
+def for_the_index(text: str) -> str:
+    """The README with absolute links; without URL, relative ones become their words, and pictures go."""
+    picture, link = r"!\[([^]]*)\]\((?!https?:)([^)]+)\)\n*", r"\[([^]]*)\]\((?!https?:|#)([^)]+)\)"
+    parts = text.split("```")
+    for i in range(0, len(parts), 2):  # those that are no code
+        parts[i] = re.sub(picture, rf"![\1]({URL}/raw/main/\2)\n\n" if URL else "", parts[i])
+        parts[i] = re.sub(link, rf"[\1]({URL}/blob/main/\2)" if URL else r"\1", parts[i])
+    return "```".join(parts)
+
 
 # No upper bounds of what torch brings along: Triton and NVSHMEM are those of the torch that is installed, and pip would
 # take an older torch for them. docs/limits.md says which are tested; `allscan doctor` compares.
@@ -9,7 +24,7 @@ setup(
     name="allscan",
     version="0.1.0",
     description="All-Scan and ZeCO: sequence parallelism for linear attention, in Triton and NVSHMEM",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=for_the_index(open("README.md", encoding="utf-8").read()),
     long_description_content_type="text/markdown",
     author="The allscan authors",
     keywords="linear attention, sequence parallelism, prefix scan, Triton, NVSHMEM",
@@ -45,6 +60,8 @@ setup(
             "mypy",
             "mkdocs-material",
             "mkdocstrings[python]",
+            "readme-renderer[md]",  # the README as the package index shows it
+            "nox",  # make matrix
             "nvidia-nvshmem-cu13==3.4.5",
             "flash-linear-attention==0.6.0",
             "transformers==5.23.0",

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import textwrap
 import types
 
@@ -360,3 +361,50 @@ def test_make_test_gpu_fails_where_either_part_does(tmp_path, first, second):
     python.chmod(0o755)
     made = subprocess.run(["make", "-s", "test-gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
     assert "second" in made.stdout and bool(made.returncode) == bool(first or second)
+
+
+@pytest.mark.cpu
+def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
+    """It has all tests and what they need: the quick ones are found, and some of each kind pass."""
+    code = f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    environment = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+
+    def run(*options):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "test_transformers.py" in run("--collect-only", "-m", "quick")
+    chosen = "layers or public_things or short or (test_values and shape2-decay_shape2-2)"
+    assert "passed" in run("-v", "tests/test_package.py", "tests/test_docs.py", "tests/test_scan.py", "-k", chosen)
+    lie = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import allscan.bindings as b; print(b.__file__)"],
+        cwd=folder, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert lie.stdout.startswith(str(folder))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("url", ["", "https://example.org/allscan"])
+def test_the_readme_on_the_package_index(url, monkeypatch):
+    """It is rendered there, without a link or a picture that is relative to a checkout."""
+    markdown = pytest.importorskip("readme_renderer.markdown")
+    monkeypatch.chdir(ROOT)
+    given = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    with open("setup.py", encoding="utf-8") as file:
+        exec(file.read().replace('URL = ""', f"URL = {url!r}"), {})
+    html = markdown.render(given["long_description"])
+    assert html is not None and "<h2" in html and "<table" in html
+    places = re.findall(r'(?:href|src)="([^"]*)"', html)
+    assert places and all(place.startswith(("https://", "#")) for place in places), places
+    assert any(place.startswith(url + "/blob/main/docs/") for place in places) == bool(url)
+    assert any(place.startswith(url + "/raw/main/bench/") for place in places) == bool(url)
+    assert "](" not in html
+    assert given["author"] and given["keywords"] and given["license"]
