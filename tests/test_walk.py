@@ -1,0 +1,137 @@
+"""How far a warm call walks through the package: its Python calls, the files that they are in, and how often a call
+comes back to a file that it had left. On the path of a GPU's host, without one: kernels count as compiled and a
+repeated plan as one CUDA graph, and launches do nothing. Rank 0 of 2."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import allscan
+from allscan import graphs, launching, packing, streams
+
+pytestmark = pytest.mark.cpu
+
+# calls, files, returns
+BOUNDS = {
+    "allscan": (27, 9, 10),
+    "allscan with gradients": (34, 11, 14),
+    "backward of allscan": (26, 10, 9),
+    "zeco_gla": (34, 13, 11),
+    "zeco_gla with gradients": (43, 14, 17),
+    "backward of zeco_gla": (35, 13, 11),
+}
+ROOT = os.path.dirname(os.path.realpath(allscan.__file__))
+FOLDERS = tuple(os.path.realpath(os.path.join(ROOT, name)) + os.sep for name in (".", "bindings", "shmem_kernels"))
+
+
+class Steps:
+    """The package's functions that are called inside of ``with``, in order. Comprehensions do not count."""
+
+    def __init__(self):
+        self.files, self.names = [], []
+
+    def __enter__(self):
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _event(self, frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(FOLDERS) and not code.co_name.endswith("comp>"):
+            if code.co_name != "<genexpr>":
+                self.files.append(os.path.basename(code.co_filename))
+                self.names.append(f"{self.files[-1]}:{code.co_name}")
+
+    def walk(self):
+        stays = [a for a, b in zip(self.files, [None, *self.files]) if a != b]
+        return len(self.files), len(set(stays)), len(stays) - len(set(stays))
+
+
+class Always(dict):
+    """Every plan has its graph."""
+
+    def pop(self, key, default=None):
+        return self.kept
+
+
+def as_on_a_gpu(comm):
+    """From here on this rank launches nothing."""
+
+    def nothing(*_):
+        return None
+
+    for found in gc.get_objects():
+        if issubclass(type(found), launching.Launch):
+            found.ready, found.at = True, nothing
+        elif issubclass(type(found), packing.Tables):
+            found._streams = {0}  # has been read there
+    for module in (graphs, streams, launching):
+        for name, value in {"capturing": False, "current_stream_of": 0, "current_device": -1}.items():
+            if hasattr(module, name):
+                setattr(module, name, lambda *_, value=value: value)
+    comm.graphs._graphs = Always()
+    comm.graphs._graphs.kept = graphs._Kept(type("Graph", (), {"launch": nothing})(), 0)
+    comm.streams.cuda, comm.streams._last_number = True, 0
+
+
+def calls_of(comm):
+    """{name: a call that returns what backward begins with, or None}."""
+    state, decay = torch.randn(2, 16, 16), torch.rand(2, 16)
+    q = torch.randn(1, 64, 2, 16)
+    g = F.logsigmoid(torch.randn(1, 64, 2, 16))
+
+    def scan(*tensors):
+        return allscan.allscan(*tensors, comm=comm)
+
+    def gla(*tensors):
+        return allscan.zeco_gla(*tensors, comm=comm)[0]
+
+    wanted = [x.clone().requires_grad_() for x in (state, decay)], [x.clone().requires_grad_() for x in (q, q, q, g)]
+    return {
+        "allscan": (scan, (state, decay)),
+        "allscan with gradients": (scan, wanted[0]),
+        "zeco_gla": (gla, (q, q, q, g)),
+        "zeco_gla with gradients": (gla, wanted[1]),
+    }
+
+
+def walk_case(name):
+    comm = allscan.Communicator()
+    call, tensors = calls_of(comm)[name]
+
+    def both():
+        found = call(*tensors)
+        if found.requires_grad:
+            found.backward(torch.ones_like(found))
+
+    for _ in range(3):
+        both()
+    comm.barrier()
+    if comm.rank:
+        return None
+    as_on_a_gpu(comm)
+    both()
+    with Steps() as forward:
+        found = call(*tensors)
+    steps = {name: forward}
+    if found.requires_grad:
+        ones = torch.ones_like(found)
+        with Steps() as steps["backward of " + name.split()[0]]:
+            found.backward(ones)
+    return {name: (some.walk(), some.names) for name, some in steps.items()}
+
+
+@pytest.mark.parametrize("name", ["allscan", "allscan with gradients", "zeco_gla", "zeco_gla with gradients"])
+def test_warm_calls(fresh, name):
+    walks, _ = fresh(2).run(walk_case, name, timeout=100)
+    for part, (walk, names) in walks.items():
+        print(part, walk, *names, sep="\n  ")
+        assert all(a <= b for a, b in zip(walk, BOUNDS[part], strict=True)), (part, walk, BOUNDS[part])
