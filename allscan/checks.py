@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from .torch_compat import forward_ad
 
 
 class Shift(NamedTuple):
@@ -114,6 +115,25 @@ def signature_of(*inputs: Any) -> tuple:
             found += type(x), x.shape, x.dtype, x.device, x.layout
         else:
             found.append(type(x))
+    return tuple(found)
+
+
+def call_key(*inputs: Any) -> tuple:
+    """Of which variant a scan of these inputs is: :func:`signature_of` them, with whether a number is 0; and at the
+    end whether a gradient is wanted, 1, or 2 if torch could not save for one what was made in torch.inference_mode."""
+    grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
+    found: list = []
+    for x in inputs:
+        if x is None:
+            found.append(None)
+        elif isinstance(x, Tensor):
+            found += type(x), x.shape, x.dtype, x.device, x.layout
+            if grad:
+                wanted = wanted or x.requires_grad
+                inference = inference or x.is_inference()
+        else:
+            found += type(x), x == 0 if isinstance(x, numbers.Real) else x if isinstance(x, Shift) else None
+    found.append(wanted and 1 + inference)
     return tuple(found)
 
 
@@ -227,7 +247,7 @@ def check_for_an_operator(tensors: dict, scale) -> None:
 
 def has_tangents(inputs: Any) -> bool:
     """Whether forward-mode derivatives of an input, or of one in a tuple or list of them, are under way."""
-    if getattr(forward_ad, "_current_level", 0) < 0:
+    if forward_ad._current_level < 0:
         return False
     if isinstance(inputs, tuple | list):
         return any(has_tangents(x) for x in inputs)

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import Shift, check_tensor, check_transition, decay_rows, decay_target, integer, plain, signature_of
+from .bindings.triton_compat import launchable
+from .checks import Shift, call_key, check_tensor, check_transition, decay_rows, decay_target, integer, plain
 from .communicator import Communicator, check_communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -124,7 +125,7 @@ class AllScan:
                 addresses = [channel_addresses(channel) for channel in channels]
                 self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
         self._launches: dict[tuple, Launch] = {}
-        self._known: dict[tuple, tuple[Any, bool]] = {}  # see _kind, for inputs that were checked
+        self._prepared: dict[tuple, PreparedScan] = {}
         self._closed = False
         self.number = next(_numbers)
         self.backwards = 0  # adjoint launches, as the host has made them
@@ -396,10 +397,8 @@ class AllScan:
                 if channel.info is not self._channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
-            signature = signature_of(*inputs)
-            return self._scan(
-                signature, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket, of_adjoint
-            )
+            prepared = self.prepare(call_key(*inputs), *inputs, bool(adjoint), bool(reverse), of_adjoint)
+            return prepared.run(*inputs, async_op, ticket)
 
     def _check(self, state, decay, transition, initial_state, out) -> None:
         """Raise TypeError or ValueError for what a scan cannot take."""
@@ -417,53 +416,22 @@ class AllScan:
         if out is not None:
             check_tensor("out", out, self.shape, self.comm.device)
 
-    def _scan(
-        self, signature, state, decay, transition, adjoint, initial_state, reverse, out, async_op, ticket=None,
-        of_adjoint=False,
-    ) -> Any:  # fmt: skip
-        """:meth:`scan` in a call of the communicator. signature: of (state, decay, transition, initial_state, out).
-        ticket: as for :meth:`channel`, ``of_adjoint`` that of the forward launch."""
-        one_hop = decay is not None and not isinstance(decay, Tensor) and self._one_hop(decay)
-        key = signature, one_hop, adjoint, reverse, of_adjoint
-        known = self._known.get(key)
-        if known is None:
+    def prepare(
+        self, key: tuple, state, decay, transition, initial_state, out, adjoint: bool, reverse: bool, of_adjoint: bool
+    ) -> PreparedScan:  # fmt: skip
+        """What runs scans of inputs with this :func:`call_key`, after all checks. of_adjoint: a launch that belongs to
+        the forward launch of its ticket."""
+        found = self._prepared.get((key, adjoint, reverse, of_adjoint))
+        if found is None:
             self._check(state, decay, transition, initial_state, out)
-            known = self._known[key] = self._kind(
-                decay, transition, adjoint, initial_state, one_hop, reverse, of_adjoint
-            )
-        launch, whole = known
-        state = plain(state)
-        given = state if initial_state is None else plain(initial_state)
-        factor = state
-        if transition is not None:
-            factor = plain(transition)
-        elif whole:
-            factor = plain(decay)
-        elif decay is not None and not one_hop:
-            factor = decay_rows(decay, self.shape, self.comm.device)[0]
-        if written := out is not None:
-            if not out.is_contiguous() or out.is_neg():
-                raise ValueError("out must be contiguous, and no view of a negative")
-        else:
-            out = torch.empty_like(state)
-        tensors = state, factor, given, out, self._channels[reverse].ticket if ticket is None else ticket
-        addresses = [x.data_ptr() for x in tensors]
-        if written:
-            # a scan may read its state from where it writes the result
-            _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
-            if not out.is_inference():
-                increment_version(out)  # so that torch knows of the write
-        if not async_op:
-            self._launch(launch, tensors, addresses, reverse, of_adjoint)
-            if self.comm.debug:
-                self.comm.look_for_nan("the scan", result=out)
-            return out
-        with self.comm.streams.beside() as beside:
-            self._launch(launch, tensors, addresses, reverse, of_adjoint)
-        if self.comm.debug:
-            beside.wait(tensors)
-            self.comm.look_for_nan("the scan", result=out)
-        return Work(self.comm, out, beside, tensors)  # the ticket's memory is used there, too
+            kind, whole = self._kind(decay, transition, adjoint, initial_state, reverse)
+            launch = self._launches.get((kind, of_adjoint))
+            if launch is None:
+                launch = self._launches[kind, of_adjoint] = self._make_launch(*kind)
+            one_hop = self._one_hop(decay)
+            found = PreparedScan(self, launch, whole, one_hop, reverse, of_adjoint)
+            self._prepared[key, adjoint, reverse, of_adjoint] = found
+        return found
 
     def _one_hop(self, decay: Any) -> bool | Shift:
         """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
@@ -471,11 +439,9 @@ class AllScan:
             return decay
         return self._rails is None and isinstance(decay, numbers.Real) and decay == 0
 
-    def _kind(
-        self, decay, transition, adjoint: bool, initial_state, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
-    ) -> tuple[Any, bool]:  # fmt: skip
-        """What is the same at all calls with such inputs, which were checked: (launch, whether the decay has all rows
-        that a kernel reads)."""
+    def _kind(self, decay, transition, adjoint: bool, initial_state, reverse: bool) -> tuple[tuple, bool]:
+        """(arguments of _make_launch, whether the decay has all rows that a kernel reads)."""
+        one_hop = self._one_hop(decay)
         whole = isinstance(decay, Tensor) and decay.shape == self._rows
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
@@ -484,33 +450,26 @@ class AllScan:
         has_decay = decay is not None and not one_hop
         if isinstance(one_hop, Shift) and adjoint:
             one_hop = Shift(-one_hop.rows)
-        kind = transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse
-        launch = self._launches.get((kind, of_adjoint))
-        if launch is None:
-            launch = self._launches[kind, of_adjoint] = self._make_launch(*kind)
-        return launch, whole
+        return (transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse), whole
 
-    def _launch(self, launch: Any, tensors: tuple, addresses: list[int], reverse: bool, adjoint: bool) -> None:
+    def launch_prepared(self, prepared: PreparedScan, tensors: tuple, addresses: list[int]) -> None:
+        """Launch a scan's kernel with ``tensors``, the last of which is the ticket, at ``addresses``."""
+        launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self._before_launch(launch.kernel, reverse)
-        if self._rails is None and launch.takes(addresses):
-            self._at(launch, reverse, adjoint, addresses)
+        if self._rails is None and launch.ready and launchable(addresses):
+            before, behind = self._addresses[adjoint][reverse]
+            ticket = addresses.pop()
+            launch.at((*addresses, (*before, ticket, *behind)))
         else:
             self._with_tensors(launch, reverse, adjoint, *tensors)
 
-    def _at(self, launch: Launch, reverse: bool, adjoint: bool, addresses: list[int]) -> None:
-        """launch(*tensors, channel), without asking for the channel's addresses again; the last one is the ticket's.
-        Of a kernel that was compiled, which :meth:`_after_launch` has seen."""
-        before, behind = self._addresses[adjoint][reverse]
-        ticket = addresses.pop()
-        launch.at((*addresses, (*before, ticket, *behind)))
-
     def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple:
-        """The same addresses, as :class:`Launch` takes them."""
+        """``addresses``, as :class:`Launch` takes them; the last one is the ticket's."""
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, addresses[-1], *behind))
 
     def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
-        """The same; the last one is the ticket."""
+        """The same with tensors, in a launch."""
         channel = (self._adjoint_channels if adjoint else self._channels)[reverse]
         self._after_launch(launch(*tensors[:-1], _with_ticket(channel, tensors[-1])))
 
@@ -528,7 +487,7 @@ class AllScan:
         launch = self._make_launch(transition is not None, decay is not None, strides, factor is state, False)
         plan.step(
             launch, (state, factor, state, out, ticket), partial(self._with_tensors, launch, reverse, reverse),
-            partial(self._with_channel, reverse, reverse), lambda: self._before_launch(launch.kernel, reverse),
+            partial(self._with_channel, reverse, reverse), partial(self._before_launch, launch.kernel, reverse),
         )  # fmt: skip
 
     def _make_launch(
@@ -614,6 +573,57 @@ def _check_grid(grid: Any) -> None:
         raise TypeError(f"grid must be a tuple of one to three integers, such as (scan.num_tiles,), got {grid!r}")
     for n in grid:
         integer("a size of grid", n)
+
+
+class PreparedScan:
+    """Scans of one variant: their inputs were checked, and their kernel is known. Made by :meth:`AllScan.prepare`."""
+
+    __slots__ = "scan", "launch", "reverse", "of_adjoint", "_whole", "_one_hop", "_ticket", "backward"
+
+    def __init__(
+        self, scan: AllScan, launch: Any, whole: bool, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
+    ) -> None:  # fmt: skip
+        self.scan, self.launch, self._whole, self._one_hop = scan, launch, whole, one_hop
+        self.reverse, self.of_adjoint = reverse, of_adjoint
+        self._ticket = scan.channel_of_scan(reverse).ticket
+        self.backward: PreparedScan | None = None  # of allscan()
+
+    def run(self, state, decay, transition, initial_state, out, async_op=False, ticket=None) -> Any:
+        """:meth:`AllScan.scan`, in a call of the communicator. ticket: as for :meth:`AllScan.channel`; with
+        ``of_adjoint`` that of the forward launch."""
+        comm = self.scan.comm
+        state = plain(state)
+        given = state if initial_state is None else plain(initial_state)
+        factor = state
+        if transition is not None:
+            factor = plain(transition)
+        elif self._whole:
+            factor = plain(decay)
+        elif decay is not None and not self._one_hop:
+            factor = decay_rows(decay, self.scan.shape, comm.device)[0]
+        if written := out is not None:
+            if not out.is_contiguous() or out.is_neg():
+                raise ValueError("out must be contiguous, and no view of a negative")
+        else:
+            out = torch.empty_like(state)
+        tensors = state, factor, given, out, self._ticket if ticket is None else ticket
+        addresses = [x.data_ptr() for x in tensors]
+        if written:
+            # a scan may read its state from where it writes the result
+            _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+            if not out.is_inference():
+                increment_version(out)  # so that torch knows of the write
+        if not async_op:
+            self.scan.launch_prepared(self, tensors, addresses)
+            if comm.debug:
+                comm.look_for_nan("the scan", result=out)
+            return out
+        with comm.streams.beside() as beside:
+            self.scan.launch_prepared(self, tensors, addresses)
+        if comm.debug:
+            beside.wait(tensors)
+            comm.look_for_nan("the scan", result=out)
+        return Work(comm, out, beside, tensors)  # the ticket's memory is used there, too
 
 
 def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:

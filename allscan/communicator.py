@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone,
 from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
-from .torch_compat import transforms_active
+from .torch_compat import current_stream_of, forward_ad, transforms_active
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
@@ -140,6 +140,7 @@ class Communicator:
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
+        self.calls: dict[tuple, Any] = {}  # of calls that were checked, by what runs them
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         self._offsets: set[int] = set()
         self._buffers: dict[int, torch.Tensor] = {}  # by id: what kernels may still use
@@ -273,7 +274,7 @@ class Communicator:
 
         ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
         for those with forward-mode derivatives, and inside of torch.func's transforms."""
-        return _INSIDE if self.order.inside else _Call(self, bool(reverse), what, inputs)
+        return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
@@ -358,6 +359,7 @@ class Communicator:
             for offset in self._offsets:
                 self.heap.arena.free(offset)
         self.attributes.clear()
+        self.calls.clear()
         self.graphs.close()
         self._closed = True
         if self.order.has_refused:
@@ -473,10 +475,13 @@ class Communicator:
     def before_launch(self, describe: Callable[..., str], *what: Any) -> None:
         """Raise if broken or closed; in debug mode compare what is launched, ``describe(*what)``; order it behind what
         was launched on another stream."""
-        self.check()
+        if self._closed or self.host_record[_SET] or self.order.lost is not None:
+            self.check()
         if self.debug:
             self.order.compare_launch(describe(*what))
-        self.streams.follow()
+        streams = self.streams
+        if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
+            streams.follow()
 
     def look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
         """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits
@@ -494,31 +499,37 @@ class Communicator:
             self.heap.quiet()
 
 
-class _Call:
-    """See :meth:`Communicator.call`."""
+class _Call(tuple):
+    """See :meth:`Communicator.call`: (communicator, reverse, what, inputs)."""
 
-    __slots__ = "_comm", "_reverse", "_what", "_inputs"
-
-    def __init__(self, comm: Communicator, reverse: bool, what: str, inputs: Any) -> None:
-        self._comm, self._reverse, self._what, self._inputs = comm, reverse, what, inputs
+    __slots__ = ()
 
     def __enter__(self) -> None:
-        comm = self._comm
-        comm.check()
-        comm.order.enter_call(self._reverse)
-        if transforms_active() or has_tangents(self._inputs):
-            if transforms_active():
-                why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
-            else:
-                why = f"{self._what} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
-            error = NotImplementedError(why)
-            self.__exit__(type(error), error, None)
-            raise error
+        comm, reverse, _, inputs = self
+        order = comm.order
+        if comm._closed or comm.host_record[_SET] or order.lost is not None:
+            comm.check()
+        if order.refused is not None:
+            order.settle()
+        order.made[reverse] += 1
+        order.inside, order.everywhere, order.reverse = True, False, reverse
+        if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        if transforms_active():
+            why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
+        else:
+            why = f"{self[2]} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
+        error = NotImplementedError(why)
+        self.__exit__(type(error), error, None)
+        raise error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._comm.order.inside = False
+        comm = self[0]
+        comm.order.inside = False
         if error is not None:
-            self._comm.order.failed(self._reverse, error, self._comm.broken)
+            comm.order.failed(self[1], error, comm.broken)
 
 
 _INSIDE = contextlib.nullcontext()  # of a call in a call

@@ -35,10 +35,18 @@ def remember_agreement(comm: Communicator, shape, agree) -> None:
     agreements = cached_on(comm, "agreements")
     if len(agreements) >= 16 * KEPT:  # of ever new scales, say: on all ranks at the same call, as agreements are made
         agreements.clear()
+        comm.calls.clear()
         for kind, found in comm.attributes.items():  # by which calls are found that ask nobody
             if kind.startswith(("signatures of ", "calls of ")):
                 found.clear()
     agreements[shape, agree] = True
+
+
+def remember_call(comm: Communicator, key: Hashable, call: Any) -> None:
+    """Keep what runs calls that were checked, by their key; of the last KEPT."""
+    if len(comm.calls) >= KEPT:
+        comm.calls.pop(next(iter(comm.calls)), None)
+    comm.calls[key] = call
 
 
 def ask_all(comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, problem: Problem | None, what: str) -> None:

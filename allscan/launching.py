@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .bindings import nvshmem_module
 from .bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
-from .bindings.triton_compat import OPTIONS, hooked, kernel_node, launcher
+from .bindings.triton_compat import OPTIONS, kernel_node, launchable, launcher
 from .shmem_kernels.channel import Channel
 from .streams import current_stream_of
 
@@ -112,7 +112,7 @@ class Launch:
 
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether ``at`` may be called now, with these addresses."""
-        return self.ready and aligned(addresses) and not hooked()
+        return self.ready and launchable(addresses)
 
     def node(self, addresses: Sequence) -> KernelNode:
         """What ``at`` launches, as a node of a CUDA graph. Raises NotImplementedError where it cannot be one, and where

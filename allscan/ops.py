@@ -8,24 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import (
-    check_tensor,
-    check_transition,
-    decay_target,
-    is_zigzag,
-    restored,
-    signature_of,
-)
-from .collective import Work, check_out, leaves
-from .communicator import Communicator, cached_on, check_communicator, communicator_of, saved_tensors
+from .checks import call_key, check_tensor, check_transition, decay_target, is_zigzag, restored
+from .collective import PreparedScan, Work, check_out, leaves
+from .communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from .errors import Problem
-from .first_call import get_or_create_scan
+from .first_call import get_or_create_scan, remember_call
 from .launching import dynamo_disabled
 from .operators import (
     CustomOperator,
     Function,
     check_saveable,
-    inference_tensors,
     product,
     refuse_second_derivative,
     wants_gradient,
@@ -82,62 +74,59 @@ def allscan(
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
         >>> prev = work.wait()                                      # after what does not need it
     """
+    if torch.compiler.is_compiling():
+        return _compiled(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+    if type(comm) is not Communicator:
+        check_communicator(comm)
+    reverse = bool(reverse)
+    with comm.call(reverse, "allscan()", (state, decay, transition, initial_state, out)):
+        if layout != "contiguous":
+            return scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+        if not isinstance(state, Tensor) and not async_op:
+            return _foreign(state, decay, transition, comm, initial_state, reverse, out)
+        return scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op)
+
+
+_not_traced = dynamo_disabled(allscan)
+
+
+def _compiled(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
+    """:func:`allscan` as torch.compile traces it."""
     check_communicator(comm)
-    if not torch.compiler.is_compiling():
-        return _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
         if decay is None or isinstance(decay, Tensor | int | float):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
             return _traced.forward(state, given, transition, initial_state, number, reverse, comm.handle)[0]
-    return _not_traced(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
-
-
-def _eager(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
-    reverse = bool(reverse)
-    with comm.call(reverse, "allscan()", (state, decay, transition, initial_state, out)):
-        if layout != "contiguous":
-            return scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
-        if not isinstance(state, torch.Tensor) and not async_op:
-            return _foreign(state, decay, transition, comm, initial_state, reverse, out)
-        return scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op)
-
-
-_not_traced = dynamo_disabled(_eager)
+    return _not_traced(
+        state, decay, comm=comm, transition=transition, initial_state=initial_state, reverse=reverse, out=out,
+        layout=layout, async_op=async_op,
+    )  # fmt: skip
 
 
 def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, part=""):
-    """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``; part: see :func:`_checked`."""
-    scan, wanted, signature = _checked(state, decay, comm, transition, initial_state, reverse, out, part)
-    if wanted:
-        works: list[Work] = []
-        decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
-        prev = _AllScan.apply(
-            (scan, signature, reverse, number, async_op, works), state, decay, transition, initial_state
-        )
-        return works[0].of(prev) if async_op else prev
-    return scan._scan(signature, state, decay, transition, False, initial_state, reverse, out, async_op)
+    """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
+    "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
+    key = call_key(state, decay, transition, initial_state, out)
+    prepared = None if comm.debug else comm.calls.get((key, reverse, part))
+    if prepared is None:
+        prepared = _prepare(comm, key, state, decay, transition, initial_state, out, reverse, part)
+    if not key[-1]:
+        return prepared.run(state, decay, transition, initial_state, out, async_op)
+    works: list[Work] = []
+    decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
+    prev = _AllScan.apply((prepared, number, async_op, works), state, decay, transition, initial_state)
+    return works[0].of(prev) if async_op else prev
 
 
-# What ranks have agreed upon with a signature, by (part, reverse) of _checked
-_KNOWN = {
-    (part, reverse): f"signatures of allscan {part} {reverse}"
-    for part in ("", "half", "hop")
-    for reverse in (False, True)
-}
-
-
-def _checked(state, decay, comm, transition, initial_state, reverse, out=None, part=""):
-    """(the AllScan, whether a gradient is wanted, the signature). Raises for wrong arguments, at a first call on every
-    rank. part: "half" of the zigzag layout or "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
+def _prepare(comm, key, state, decay, transition, initial_state, out, reverse, part) -> PreparedScan:
+    """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
     inputs = state, decay, transition, initial_state, out
-    wanted = wants_gradient(inputs)
-    bad_out = out is not None and (wanted or not (isinstance(out, Tensor) and out.is_contiguous()))
-    known, signature = cached_on(comm, _KNOWN[part, bool(reverse)]), signature_of(*inputs)
-    scan = None if bad_out or comm.debug or (wanted and inference_tensors(inputs)) else known.get(signature)
-    if scan is None:
-        scan = known[signature] = _scan_for(comm, *inputs, bad_out, reverse, part)
-    return scan, wanted, signature
+    bad_out = out is not None and (key[-1] or not (isinstance(out, Tensor) and out.is_contiguous()))
+    scan = _scan_for(comm, *inputs, bad_out, reverse, part)
+    prepared = scan.prepare(key, *inputs, False, reverse, False)
+    remember_call(comm, (key, reverse, part), prepared)
+    return prepared
 
 
 def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, reverse, part):
@@ -243,14 +232,12 @@ class _Together(Function):
 class _AllScan(Function):
     @staticmethod
     def forward(ctx, how, state, decay, transition, initial_state):
-        scan, signature, reverse, number, async_op, works = how
-        again = recomputing()
+        prepared, number, async_op, works = how
+        scan, again = prepared.scan, recomputing()
         ticket, tickets = (scan.ticket(), None) if again else borrow_ticket(scan.comm)
         given = number if decay is None else decay
         try:
-            prev = scan._scan(
-                signature, state, given, transition, False, initial_state, reverse, None, async_op, ticket
-            )
+            prev = prepared.run(state, given, transition, initial_state, None, async_op, ticket)
         except BaseException:
             if tickets is not None:
                 tickets.append(ticket)
@@ -263,18 +250,18 @@ class _AllScan(Function):
         # decides what it computes again, and when
         nothing, factor = scan.comm.nothing, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
-        pending = None if again else PendingBackward(scan, reverse, ticket, tickets)
-        shape = None if factor is None else factor.shape
-        ctx.given = scan, reverse, ticket, number, pending, decay is not None, shape
+        pending = None if again else PendingBackward(scan, prepared.reverse, ticket, tickets)
+        ctx.given = prepared, ticket, number, pending, decay is not None, None if factor is None else factor.shape
         return prev
 
     @staticmethod
     def backward(ctx, dprev):
-        scan, reverse, ticket, number, pending, has_decay, shape = ctx.given
+        prepared, ticket, number, pending, has_decay, shape = ctx.given
+        comm, reverse = prepared.scan.comm, prepared.reverse
         if pending is not None:
             pending.run()
-        factor, prev = saved_tensors(ctx, lambda: scan.comm, not reverse)
-        with scan.comm.call(not reverse, "the backward of allscan()", (dprev,)):
+        factor, prev = saved_tensors(ctx, lambda: comm, not reverse)
+        with comm.call(not reverse, "the backward of allscan()", (dprev,)):
             refuse_second_derivative("allscan()")
             if shape is None:
                 given, transition = number, None
@@ -282,8 +269,16 @@ class _AllScan(Function):
                 prev = prev if any(ctx.needs_input_grad[2:4]) else None
                 factor, prev = _restored(factor, shape, has_decay, prev, dprev)
                 given, transition = (factor, None) if has_decay else (None, factor)
+            if prepared.backward is None or type(dprev) is not Tensor:
+                prepared.backward = _adjoint(prepared.scan, dprev, given, transition, reverse)
+            dstate = prepared.backward.run(dprev, given, transition, None, None, False, ticket)
             wanted = ctx.needs_input_grad[2:]
-            return None, *_gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
+            return None, dstate, *_gradients(prepared.scan, dstate, dprev, given, transition, prev, reverse, wanted)
+
+
+def _adjoint(scan, dprev, decay, transition, reverse) -> PreparedScan:
+    inputs = dprev, decay, transition, None, None
+    return scan.prepare(call_key(*inputs), *inputs, True, not reverse, True)
 
 
 def _restored(factor, shape, is_decay, prev, dprev):
@@ -294,12 +289,8 @@ def _restored(factor, shape, is_decay, prev, dprev):
     return restored("allscan()", f"{names} prev", (factor, prev), kinds)
 
 
-@dynamo_disabled
-def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
-    """Of state, decay, transition, initial_state; of the latter three None where not ``wanted``. ``prev`` is used for
-    the first two of these."""
-    signature = signature_of(dprev, decay, transition, None, None)
-    dstate = scan._scan(signature, dprev, decay, transition, True, None, not reverse, None, False, ticket, True)
+def _gradients(scan, dstate, dprev, decay, transition, prev, reverse, wanted):
+    """Of decay, transition, initial_state, None where not ``wanted``. ``prev`` is used for the first two of these."""
     ddecay = dtransition = dinitial = None
     if wanted[0]:
         rows = (dstate * prev).sum(-1)
@@ -312,7 +303,7 @@ def _gradients(scan, dprev, decay, transition, prev, ticket, reverse, wanted):
         dinitial = torch.zeros_like(dstate)
         if scan.comm.rank == (scan.comm.size - 1 if reverse else 0):
             dinitial = leaves(dprev, decay, transition, dstate, adjoint=True)
-    return dstate, ddecay, dtransition, dinitial
+    return ddecay, dtransition, dinitial
 
 
 def _forward(
@@ -322,11 +313,13 @@ def _forward(
     """allscan() as torch.compile takes it: (R_p, the number of this call). number: a decay that is no tensor."""
     comm = communicator_of(handle)
     with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
-        given = number if decay is None else decay
-        scan, *_ = _checked(state, given, comm, transition, initial_state, reverse)
-        ticket = scan.ticket()
-        options = dict(transition=transition, initial_state=initial_state, reverse=reverse)
-        return scan.scan(state, given, **options, channel=scan.channel_of_scan(reverse, ticket)), ticket
+        inputs = state, number if decay is None else decay, transition, initial_state, None
+        key = call_key(*inputs)
+        prepared = None if comm.debug else comm.calls.get((key, reverse, ""))
+        if prepared is None:
+            prepared = _prepare(comm, key, *inputs, reverse, "")
+        ticket = prepared.scan.ticket()
+        return prepared.run(*inputs, False, ticket), ticket
 
 
 def _fake(state, decay, transition, initial_state, number, reverse, handle):
@@ -351,7 +344,10 @@ def _backward(
         (ticket,) = restored("allscan()", "ticket", [ticket], [(torch.int64, torch.Size([1]), dprev.device)])
         given = number if decay is None else decay
         wanted = of_decay, of_transition, of_initial
-        grads = _gradients(scan, dprev, given, transition, prev, ticket, reverse, wanted)
+        dstate = _adjoint(scan, dprev, given, transition, reverse).run(
+            dprev, given, transition, None, None, False, ticket
+        )
+        grads = dstate, *_gradients(scan, dstate, dprev, given, transition, prev, reverse, wanted)
         refuse_second_derivative("allscan()")
         dstate, *rest = (
             dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads

@@ -87,13 +87,6 @@ class Order:
             self._told = True
             self.rendezvous.tell_fault(why)
 
-    def enter_call(self, reverse: bool) -> None:
-        """One call of a user's begins: it counts."""
-        if self.refused is not None:
-            self._settle()
-        self.made[reverse] += 1
-        self.inside, self.everywhere, self.reverse = True, False, reverse
-
     def failed(self, reverse: bool, error: BaseException, broken: bool) -> None:
         """A call has ended with an ``error``: remember that if this rank alone has it."""
         give_up()
@@ -109,7 +102,7 @@ class Order:
         self._refusals = [*self._refusals[-1:], self.refused]
         self.rendezvous.post("refused", self._refusals)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """After a call that this rank has refused: go on if every rank has refused it."""
         assert self.refused is not None
         number, why = self.refused

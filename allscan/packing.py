@@ -18,7 +18,7 @@ from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 from .streams import table_stream
 from .tiling import cdiv
-from .torch_compat import version_of, without_dispatch_modes
+from .torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
 
 T_ = TypeVar("T_")
 
@@ -54,10 +54,12 @@ class Tables:
         """The current stream is to read them: when nothing holds them any more, their memory is given back behind what
         this stream has been given by then. In a capture the communicator keeps it: the graph has its address."""
         streams = comm.streams
-        if streams.capturing():
+        if not streams.cuda:
+            return
+        if capturing():
             self.held = True
             comm.keep(self.tensors[0])
-        elif streams.cuda and (number := streams.number()) not in self._streams:
+        elif (number := current_stream_of(streams.index)) not in self._streams:
             with without_dispatch_modes():  # of selective checkpointing, which counts the operators of torch
                 self.tensors[0].record_stream(streams.current())
             self._streams.add(number)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bindings.triton_compat import hooked
+from .bindings.triton_compat import launchable
 from .graphs import Builder, Graphs
-from .launching import Launch, aligned
+from .launching import Launch
 from .streams import Side
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
@@ -198,7 +198,7 @@ class Plan:
         places = [x.data_ptr() for x in tensors]
         for check in self._checks:
             check()
-        if not (self.ready() and aligned(places)) or hooked():
+        if not ((self._ready or self.ready()) and launchable(places)):
             self._launch(context, tensors)
             return tensors[len(given) :]
         memory = new_empty(self.bytes // WORD, dtype=torch.float32)

@@ -25,14 +25,14 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self._index = device.index
+        self.index = device.index
         self._last: torch.cuda.Stream | None = None  # where the last launch was, and its handle
-        self._last_number: int | None = None
+        self.last_number: int | None = None
         self._own: dict[int, torch.cuda.Stream] = {}
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        self._later: list[tuple[Beside, tuple]] = []  # what is released behind a capture, and its memory
+        self.later: list[tuple[Beside, tuple]] = []  # what is released behind a capture, and its memory
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -40,11 +40,11 @@ class Streams:
 
     def number(self) -> int:
         """The handle of the current stream."""
-        return current_stream_of(self._index) if self.cuda else 0
+        return current_stream_of(self.index) if self.cuda else 0
 
     def current(self) -> torch.cuda.Stream:
         """torch.cuda.current_stream(), without another object for the same stream."""
-        number = current_stream_of(self._index)
+        number = current_stream_of(self.index)
         stream = self._known.get(number)
         if stream is None:
             stream = self._known[number] = torch.cuda.current_stream(self.device)
@@ -54,14 +54,14 @@ class Streams:
         """Wait for this rank's kernels."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
-            self._later.clear()
+            self.later.clear()
 
     def release_later(self, beside: Beside, memory: tuple) -> None:
         """With the first launch that is not captured."""
-        self._later.append((beside, memory))
+        self.later.append((beside, memory))
 
     def _release_later(self) -> None:
-        later, self._later = self._later, []
+        later, self.later = self.later, []
         for beside, memory in later:
             beside.release(memory)
 
@@ -69,14 +69,14 @@ class Streams:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
         if not self.cuda:
             return
-        if self._later and not capturing():
+        if self.later and not capturing():
             self._release_later()
-        number = current_stream_of(self._index)
-        if number != self._last_number and not capturing():
+        number = current_stream_of(self.index)
+        if number != self.last_number and not capturing():
             stream = self.current()
             if self._last is not None:
                 stream.wait_stream(self._last)
-            self._last, self._last_number = stream, number
+            self._last, self.last_number = stream, number
 
     def peek(self, words: torch.Tensor) -> list:
         """What is in this rank's ``words`` now, beside whatever its streams are doing."""

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch._C import _are_functorch_transforms_active as transforms_active  # vmap, grad and the like around a call
 from torch._C._functorch import unwrap_if_dead  # of a tensor that such a transform has left; Function.apply does it
+from torch.autograd import forward_ad  # _current_level: whether forward-mode derivatives are under way, in one look
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "TorchDispatchMode", "bare_apply", "capturing", "coalesced", "compiled_effects", "current_device",
-    "current_stream_of", "default_store", "has_backward_hooks", "in_backward", "ipc_handle", "left_out_arguments",
-    "mapped", "no_cuda_graph", "num_dispatch_modes", "operator", "stops_recomputation", "transforms_active",
+    "current_stream_of", "default_store", "forward_ad", "has_backward_hooks", "in_backward", "ipc_handle",
+    "left_out_arguments", "mapped", "no_cuda_graph", "num_dispatch_modes", "operator", "stops_recomputation",
+    "transforms_active",
     "unsafe_view", "unwrap_if_dead", "version_of", "without_dispatch_modes",
 ]  # fmt: skip
 

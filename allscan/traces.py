@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bindings.triton_compat import OPTIONS, hooked, launches_watched
+from .bindings.triton_compat import OPTIONS, launchable, launches_watched
 from .graphs import Graphs
-from .launching import aligned
 from .plan import Buffer, Plan
 from .streams import capturing
 from .torch_compat import TorchDispatchMode
@@ -133,7 +132,7 @@ class _Calls:
     def _attempt(self, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]) -> Any:
         addresses = [x.data_ptr() for x in tensors]
         distinct = len({*addresses}) == len(addresses) and all(x.numel() for x in tensors)  # else: which one was it?
-        if hooked() or not distinct or not aligned(addresses) or not _one_at_a_time.acquire(blocking=False):
+        if not distinct or not launchable(addresses) or not _one_at_a_time.acquire(blocking=False):
             return function(**arguments)
         try:
             if self._plan is not None or self.attempts >= ATTEMPTS:

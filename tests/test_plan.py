@@ -356,7 +356,7 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
     monkeypatch.setattr(streams, "capturing", lambda: now["stream"] in now["captured"])
     monkeypatch.setattr(cuda_driver, "is_captured", now["captured"].__contains__)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    some._last_number = 0
+    some.last_number = 0
 
     class Memory:
         pass

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..collective import AllScan
-from ..communicator import Communicator, cached_on, communicator_of
+from ..communicator import Communicator, communicator_of
 from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..order import PendingBackward, pending_backwards
@@ -76,6 +76,12 @@ class AllScanCarrier:
 
     def __init__(self, comm: Communicator):
         self.comm, self.handle = comm, comm.handle
+        self._scans: dict[tuple, AllScan] = {}  # see pending
+
+    @staticmethod
+    def of(comm: Communicator) -> AllScanCarrier:
+        """That of ``comm``, the same until it is closed."""
+        return comm.attributes.setdefault("carrier", AllScanCarrier(comm))
 
     def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
         # A program keeps large ones of other kernels off its multiprocessor, so here half of those that may wait do.
@@ -121,10 +127,9 @@ class AllScanCarrier:
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
     def pending(self, shape, zigzag):
-        known = cached_on(self.comm, "scans of operators")
-        scan = known.get(shape)
+        scan = self._scans.get(shape)
         if scan is None:
-            scan = known[shape] = self.prepare(shape)
+            scan = self._scans[shape] = self.prepare(shape)
         return pending_backwards(scan, zigzag)
 
 
@@ -143,7 +148,7 @@ def register(carrier: StateCarrier) -> int:
 def carrier_of(handle: int) -> StateCarrier:
     """The carrier with this handle. Raises RuntimeError if it, or its communicator, is gone."""
     if handle > 0:
-        return AllScanCarrier(communicator_of(handle))
+        return AllScanCarrier.of(communicator_of(handle))
     try:
         return _carriers[handle]
     except KeyError:

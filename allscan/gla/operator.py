@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import (
+    call_key,
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -21,14 +22,21 @@ from ..checks import (
     restored,
     signature_of,
 )
-from ..communicator import Communicator, cached_on, check_communicator, saved_tensors
+from ..communicator import Communicator, check_communicator, saved_tensors
 from ..errors import Problem
-from ..first_call import KEPT, check_first, check_packed, checked, common_fields, compare_values, find_layout
+from ..first_call import (
+    check_first,
+    check_packed,
+    checked,
+    common_fields,
+    compare_values,
+    find_layout,
+    remember_call,
+)
 from ..operators import (
     CustomOperator,
     Function,
     check_saveable,
-    inference_tensors,
     refuse_second_derivative,
     wants_gradient,
     watched,
@@ -37,6 +45,7 @@ from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from ..plan import Plan
 from ..tiling import cdiv
+from ..torch_compat import num_dispatch_modes
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
 
@@ -98,10 +107,11 @@ def zeco_gla(
 
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
-    check_communicator(comm)
+    if type(comm) is not Communicator:
+        check_communicator(comm)
     return zeco_gla_by(
-        AllScanCarrier(comm), q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, first_token, layout,
-        recompute,
+        comm.attributes.get("carrier") or AllScanCarrier.of(comm), q, k, v, g, scale, initial_state,
+        output_final_state, cu_seqlens, first_token, layout, recompute,
     )  # fmt: skip
 
 
@@ -112,33 +122,36 @@ def zeco_gla_by(
     recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
-    tensors = q, k, v, g, initial_state
-    differentiable = wants_gradient(tensors)
-    keeps = differentiable and not recompute
+    tensors, comm = (q, k, v, g, initial_state), carrier.comm
     if torch.compiler.is_compiling():
+        keeps = wants_gradient(tensors) and not recompute
         rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
         return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
-    with carrier.comm.call(False, "zeco_gla", tensors):
-        known = cached_on(carrier.comm, "calls of zeco_gla")
-        key = None
-        if not (cu_seqlens is not None or carrier.comm.debug or (differentiable and inference_tensors(tensors))):
-            key = _key(carrier, tensors, scale, layout, keeps)
-        prepared = None if key is None else known.get(key)
+    with comm.call(False, "zeco_gla", tensors):
+        key = call_key(*tensors)
+        differentiable = bool(key[-1])
+        keeps = differentiable and not recompute
+        # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
+        known = cu_seqlens is None and not comm.debug and type(scale) in _SCALES and scale == scale
+        known = known and type(layout) is str and key[-1] != 2 and num_dispatch_modes() == 0
+        key = key, scale, layout, keeps, type(carrier)
+        prepared = comm.calls.get(key) if known else None
         if prepared is None:
             cu_seqlens, scale, first_token, zigzag = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
             options = scale, first_token, zigzag, keeps
             if watched((*tensors, cu_seqlens)):
                 return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *options)
             prepared = _prepare(carrier, tensors, cu_seqlens, *options)
-            if key is not None:
-                if len(known) >= KEPT:
-                    del known[next(iter(known))]
-                known[key] = prepared
+            if known:
+                remember_call(comm, key, prepared)
         given = plain_or_traced(*tensors)
         if differentiable:
-            return _Eager.apply((prepared, carrier, output_final_state, cu_seqlens), *given)
-        o, final_state, _ = prepared.forward(carrier, output_final_state, *given)
+            return _Eager.apply((prepared, output_final_state, cu_seqlens), *given)
+        o, final_state, _ = prepared.forward(output_final_state, *given)
         return o, final_state
+
+
+_SCALES = float, int, type(None)
 
 
 def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout):
@@ -165,17 +178,6 @@ def _traced_call(carrier, tensors, final, cu_seqlens, *rest):
     return o, final_state if final else None
 
 
-def _key(carrier: StateCarrier, tensors: tuple, scale: Any, layout: Any, keeps: bool) -> tuple | None:
-    """By which a call without cu_seqlens finds what an equal one has prepared. None where each call is to be checked:
-    where tensors are none of torch's own, and where a wrong argument would be found for a right
-    one that it equals (Decimal(1)), or be another one at each call (NaN)."""
-    if type(scale) not in (float, int, type(None)) or scale != scale or type(layout) is not str:
-        return None
-    if watched(tensors):
-        return None
-    return type(carrier), signature_of(*tensors), scale, layout, keeps
-
-
 class Prepared:
     """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
     by which they find it.
@@ -183,46 +185,47 @@ class Prepared:
     options: (scale, first_token, zigzag, keeps), with which :func:`_find` finds the same again. saved: see
     :func:`_saved`."""
 
-    def __init__(self, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
-        self.shape, self.layout, self.options, self.saved = shape, layout, options, saved
+    def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
+        self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
         self.carried = shape.B * shape.H, shape.K, shape.V
+        self._states = shape.sequences, shape.H, shape.K, shape.V
         self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
     def forward(
-        self, carrier: StateCarrier, final: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-        initial_state: Tensor | None,
+        self, final: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None,
     ) -> tuple[Tensor, Any, Tensor]:  # fmt: skip
         """(o, final_state or None, and what backward takes: Shape.kept)."""
-        final_state, kept = _made(q, final, self.shape)
+        final_state = q.new_zeros(self._states, dtype=torch.float32) if final else None
+        kept = q.new_empty(self.shape.kept_words, dtype=KEPT_DTYPE)
         kind = forward_plan, initial_state is None, final_state is None
-        (o,) = self._run(carrier, kind, q, k, v, g, initial_state, final_state, kept)
-        if carrier.comm.debug:
-            carrier.comm.look_for_nan("zeco_gla", o=o, final_state=final_state)
+        (o,) = self._run(kind, q, k, v, g, initial_state, final_state, kept)
+        if self.carrier.comm.debug:
+            self.carrier.comm.look_for_nan("zeco_gla", o=o, final_state=final_state)
         return o, final_state, kept
 
     def backward(
-        self, carrier: StateCarrier, do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-        kept: Tensor, initial: bool,
+        self, do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, kept: Tensor,
+        initial: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """(dv, dq, dk, dg, dinitial_state or None)."""
-        dinitial = _ends(q, initial, self.shape)
+        dinitial = q.new_zeros(self._states, dtype=torch.float32) if initial else None
         kind = backward_plan, dfinal is None, dinitial is None
-        dv, dq, dk, dg = self._run(carrier, kind, q, k, v, g, do, dfinal, dinitial, kept)
-        if carrier.comm.debug:
+        dv, dq, dk, dg = self._run(kind, q, k, v, g, do, dfinal, dinitial, kept)
+        if self.carrier.comm.debug:
             named = dict(dq=dq, dk=dk, dv=dv, dg=dg, dinitial_state=dinitial)
-            carrier.comm.look_for_nan("zeco_gla's backward", **named)
+            self.carrier.comm.look_for_nan("zeco_gla's backward", **named)
         return dv, dq, dk, dg, dinitial
 
-    def _run(self, carrier: StateCarrier, kind: tuple, *tensors: Tensor | None) -> list[Tensor]:
+    def _run(self, kind: tuple, *tensors: Tensor | None) -> list[Tensor]:
         """Run the plan of a pass. ``kind``: what makes it, and which of these tensors are None."""
-        self.layout.use(carrier.comm)
+        self.layout.use(self.carrier.comm)
         plan = self._plans.get(kind)
         if plan is None:
             (make, *_), shape, layout, scale = kind, self.shape, self.layout, self.options[0]
-            key = type(carrier), shape, scale, *kind
-            plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), carrier, *tensors))
+            key = type(self.carrier), shape, scale, *kind
+            plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), self.carrier, *tensors))
             self._plans[kind] = plan
-        return plan.run(carrier, *[x for x in tensors if x is not None])
+        return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
 
 def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
@@ -291,7 +294,7 @@ def _find(carrier, q, v, gate_dtype, cu_seqlens, scale, first_token, zigzag, kee
     """For tensors that were checked."""
     shape = _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps)
     layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-    return Prepared(shape, layout, (scale, first_token, zigzag, keeps), _saved(shape, carrier.comm.device))
+    return Prepared(carrier, shape, layout, (scale, first_token, zigzag, keeps), _saved(shape, carrier.comm.device))
 
 
 def _saved(shape: Shape, device) -> list:
@@ -324,8 +327,9 @@ class _Eager(Function):
 
     @staticmethod
     def forward(ctx, rest, *tensors):
-        prepared, carrier, final, cu_seqlens = rest
-        o, final_state, kept = prepared.forward(carrier, final, *tensors)
+        prepared, final, cu_seqlens = rest
+        carrier = prepared.carrier
+        o, final_state, kept = prepared.forward(final, *tensors)
         pending = [] if recomputing() else carrier.pending(prepared.carried, prepared.shape.zigzag)
         _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)
         ctx.prepared = weakref.ref(prepared)
@@ -333,8 +337,12 @@ class _Eager(Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):
-        run = _traced.backward if watched((do, dfinal)) else partial(_run_backward, ctx.prepared())
+        torchs = num_dispatch_modes() == 0 and type(do) in _TORCHS and type(dfinal) in _TORCHS
+        run = partial(_run_backward, ctx.prepared()) if torchs else _traced.backward
         return None, *_gradient(run, ctx, do, dfinal)
+
+
+_TORCHS = Tensor, type(None)
 
 
 def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, options):
@@ -357,7 +365,7 @@ def _gradient(backward, ctx, do, dfinal):
 def _run_backward(
     prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *options
 ):  # fmt: skip
-    carrier = carrier_of(handle)
+    carrier = carrier_of(handle) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         refuse_second_derivative("zeco_gla")
         if q.ndim != 4:
@@ -370,7 +378,7 @@ def _run_backward(
         prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, *options)
         if kept.data_ptr() % 16:  # in memory of another's, of which kernels want multiples
             kept = kept.clone()
-        return prepared.backward(carrier, do, dfinal, q, k, v, g, kept, initial)
+        return prepared.backward(do, dfinal, q, k, v, g, kept, initial)
 
 
 # The custom operator, which torch.compile traces
@@ -383,7 +391,7 @@ def _forward(
     carrier = carrier_of(handle)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, scale, first_token, zigzag, keeps)
-        return prepared.forward(carrier, final, q, k, v, g, initial_state)
+        return prepared.forward(final, q, k, v, g, initial_state)
 
 
 def _fake(q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_token=None, zigzag=False, keeps=False):
