@@ -21,6 +21,16 @@ class Shift(NamedTuple):
     rows: int
 
 
+class ScanInputs(NamedTuple):
+    """What a scan is given, as for :func:`allscan.allscan`."""
+
+    state: Any
+    decay: Any = None
+    transition: Any = None
+    initial_state: Any = None
+    out: Any = None
+
+
 def integer(name: str, value: Any, least: int = 1) -> int:
     """``value`` as an int. Raises TypeError unless it is a whole number by its type, ValueError below ``least``."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -118,8 +128,8 @@ def signature_of(*inputs: Any) -> tuple:
     return tuple(found)
 
 
-def call_key(*inputs: Any) -> tuple:
-    """Of which variant a scan of these inputs is: :func:`signature_of` them, with whether a number is 0; and at the
+def call_key(inputs: Sequence[Any]) -> tuple:
+    """Of which variant a call with these inputs is: :func:`signature_of` them, with whether a number is 0; and at the
     end whether a gradient is wanted, 1, or 2 if torch could not save for one what was made in torch.inference_mode."""
     grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
     found: list = []

@@ -17,7 +17,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .bindings.triton_compat import launchable
-from .checks import Shift, call_key, check_tensor, check_transition, decay_rows, decay_target, integer, plain
+from .checks import (
+    ScanInputs,
+    Shift,
+    call_key,
+    check_tensor,
+    check_transition,
+    decay_rows,
+    decay_target,
+    integer,
+    plain,
+)
 from .communicator import Communicator, check_communicator
 from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
@@ -389,7 +399,7 @@ class AllScan:
             launched next on the current one; in a CUDA graph's capture on the current one.
         Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
-        inputs = state, decay, transition, initial_state, out
+        inputs = ScanInputs(state, decay, transition, initial_state, out)
         with self.comm.call(reverse, "AllScan.scan()", inputs):
             ticket, of_adjoint = None, False
             if channel is not None:
@@ -397,11 +407,12 @@ class AllScan:
                 if channel.info is not self._channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
-            prepared = self.prepare(call_key(*inputs), *inputs, bool(adjoint), bool(reverse), of_adjoint)
-            return prepared.run(*inputs, async_op, ticket)
+            prepared = self.prepare(call_key(inputs), inputs, bool(reverse), bool(adjoint), of_adjoint)
+            return prepared.run(inputs, async_op, ticket)
 
-    def _check(self, state, decay, transition, initial_state, out) -> None:
+    def _check(self, inputs: ScanInputs) -> None:
         """Raise TypeError or ValueError for what a scan cannot take."""
+        state, decay, transition, initial_state, out = inputs
         check_tensor("state", state, self.shape, self.comm.device)
         decay_target(decay, self.shape, self.comm.device)
         if initial_state is not None:
@@ -417,20 +428,20 @@ class AllScan:
             check_tensor("out", out, self.shape, self.comm.device)
 
     def prepare(
-        self, key: tuple, state, decay, transition, initial_state, out, adjoint: bool, reverse: bool, of_adjoint: bool
+        self, key: tuple, inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
     ) -> PreparedScan:  # fmt: skip
         """What runs scans of inputs with this :func:`call_key`, after all checks. of_adjoint: a launch that belongs to
         the forward launch of its ticket."""
-        found = self._prepared.get((key, adjoint, reverse, of_adjoint))
+        known = key, reverse, adjoint, of_adjoint
+        found = self._prepared.get(known)
         if found is None:
-            self._check(state, decay, transition, initial_state, out)
-            kind, whole = self._kind(decay, transition, adjoint, initial_state, reverse)
+            self._check(inputs)
+            kind, whole = self._kind(inputs, reverse, adjoint)
             launch = self._launches.get((kind, of_adjoint))
             if launch is None:
                 launch = self._launches[kind, of_adjoint] = self._make_launch(*kind)
-            one_hop = self._one_hop(decay)
-            found = PreparedScan(self, launch, whole, one_hop, reverse, of_adjoint)
-            self._prepared[key, adjoint, reverse, of_adjoint] = found
+            one_hop = self._one_hop(inputs.decay)
+            found = self._prepared[known] = PreparedScan(self, launch, whole, one_hop, reverse, of_adjoint)
         return found
 
     def _one_hop(self, decay: Any) -> bool | Shift:
@@ -439,8 +450,9 @@ class AllScan:
             return decay
         return self._rails is None and isinstance(decay, numbers.Real) and decay == 0
 
-    def _kind(self, decay, transition, adjoint: bool, initial_state, reverse: bool) -> tuple[tuple, bool]:
+    def _kind(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[tuple, bool]:
         """(arguments of _make_launch, whether the decay has all rows that a kernel reads)."""
+        _, decay, transition, initial_state, _ = inputs
         one_hop = self._one_hop(decay)
         whole = isinstance(decay, Tensor) and decay.shape == self._rows
         if transition is not None:
@@ -588,10 +600,11 @@ class PreparedScan:
         self._ticket = scan.channel_of_scan(reverse).ticket
         self.backward: PreparedScan | None = None  # of allscan()
 
-    def run(self, state, decay, transition, initial_state, out, async_op=False, ticket=None) -> Any:
+    def run(self, inputs: ScanInputs, async_op: bool = False, ticket: Tensor | None = None) -> Any:
         """:meth:`AllScan.scan`, in a call of the communicator. ticket: as for :meth:`AllScan.channel`; with
         ``of_adjoint`` that of the forward launch."""
         comm = self.scan.comm
+        state, decay, transition, initial_state, out = inputs
         state = plain(state)
         given = state if initial_state is None else plain(initial_state)
         factor = state
@@ -630,9 +643,10 @@ def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:
     return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
 
 
-def check_out(out: Tensor, state: Tensor, decay: Any, transition: Tensor | None, initial_state: Tensor | None) -> None:
+def check_out(inputs: ScanInputs) -> None:
     """Raise ValueError unless a scan with these inputs, which are right, may write to ``out``: what AllScan.scan looks
     at in each call, before a first call asks the others."""
+    state, decay, transition, initial_state, out = inputs
     if not out.is_contiguous() or out.is_neg():
         raise ValueError("out must be contiguous, and no view of a negative")
     state = plain(state)

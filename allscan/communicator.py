@@ -7,7 +7,7 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -140,7 +140,7 @@ class Communicator:
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
-        self.calls: dict[tuple, Any] = {}  # of calls that were checked, by what runs them
+        self.calls: dict[Hashable, Any] = {}  # of calls that were checked, by what runs them
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         self._offsets: set[int] = set()
         self._buffers: dict[int, torch.Tensor] = {}  # by id: what kernels may still use

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
+from .checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
 from .communicator import Communicator, cached_on, check_communicator, communicator_of
 from .errors import Problem
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
@@ -111,10 +111,10 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, T=None):
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
-        found = scan_once(edges[0], decay, comm, None, None, reverse, None, part="hop")
+        found = scan_once(comm, ScanInputs(edges[0], decay), bool(reverse), part="hop")
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
         there, back = edges[::-1] if reverse else edges
-        pair = scan_zigzag((there, back), (decay, decay), comm, None, None, False, None, "zigzag", False, part="hop")
+        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), False, "zigzag", False, part="hop")
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import call_key, check_tensor, check_transition, decay_target, is_zigzag, restored
-from .collective import PreparedScan, Work, check_out, leaves
+from .checks import ScanInputs, call_key, check_tensor, check_transition, decay_target, is_zigzag, restored
+from .collective import AllScan, PreparedScan, Work, check_out, leaves
 from .communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from .errors import Problem
 from .first_call import get_or_create_scan, remember_call
@@ -74,63 +74,62 @@ def allscan(
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
         >>> prev = work.wait()                                      # after what does not need it
     """
+    inputs = ScanInputs(state, decay, transition, initial_state, out)
     if torch.compiler.is_compiling():
-        return _compiled(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+        return _compiled(comm, inputs, reverse, layout, async_op)
     if type(comm) is not Communicator:
         check_communicator(comm)
     reverse = bool(reverse)
-    with comm.call(reverse, "allscan()", (state, decay, transition, initial_state, out)):
+    with comm.call(reverse, "allscan()", inputs):
         if layout != "contiguous":
-            return scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op)
+            return scan_zigzag(comm, inputs, reverse, layout, async_op)
         if not isinstance(state, Tensor) and not async_op:
-            return _foreign(state, decay, transition, comm, initial_state, reverse, out)
-        return scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op)
+            return _foreign(comm, inputs, reverse)
+        return scan_once(comm, inputs, reverse, async_op)
 
 
 _not_traced = dynamo_disabled(allscan)
 
 
-def _compiled(state, decay, comm, transition, initial_state, reverse, out, layout, async_op):
+def _compiled(comm, inputs, reverse, layout, async_op):
     """:func:`allscan` as torch.compile traces it."""
     check_communicator(comm)
+    state, decay, transition, initial_state, out = inputs
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
         if decay is None or isinstance(decay, Tensor | int | float):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
             return _traced.forward(state, given, transition, initial_state, number, reverse, comm.handle)[0]
-    return _not_traced(
-        state, decay, comm=comm, transition=transition, initial_state=initial_state, reverse=reverse, out=out,
-        layout=layout, async_op=async_op,
-    )  # fmt: skip
+    given = dict(transition=transition, initial_state=initial_state, out=out)
+    return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **given)
 
 
-def scan_once(state, decay, comm, transition, initial_state, reverse, out, async_op=False, part=""):
+def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = ""):
     """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
     "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
-    key = call_key(state, decay, transition, initial_state, out)
+    key = call_key(inputs)
     prepared = None if comm.debug else comm.calls.get((key, reverse, part))
     if prepared is None:
-        prepared = _prepare(comm, key, state, decay, transition, initial_state, out, reverse, part)
+        prepared = _prepare(comm, key, inputs, reverse, part)
     if not key[-1]:
-        return prepared.run(state, decay, transition, initial_state, out, async_op)
+        return prepared.run(inputs, async_op)
     works: list[Work] = []
+    state, decay, transition, initial_state, _ = inputs
     decay, number = (decay, None) if isinstance(decay, Tensor) else (None, decay)
     prev = _AllScan.apply((prepared, number, async_op, works), state, decay, transition, initial_state)
     return works[0].of(prev) if async_op else prev
 
 
-def _prepare(comm, key, state, decay, transition, initial_state, out, reverse, part) -> PreparedScan:
+def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
-    inputs = state, decay, transition, initial_state, out
-    bad_out = out is not None and (key[-1] or not (isinstance(out, Tensor) and out.is_contiguous()))
-    scan = _scan_for(comm, *inputs, bad_out, reverse, part)
-    prepared = scan.prepare(key, *inputs, False, reverse, False)
+    prepared = _scan_for(comm, inputs, bool(key[-1]), reverse, part).prepare(key, inputs, reverse)
     remember_call(comm, (key, reverse, part), prepared)
     return prepared
 
 
-def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, reverse, part):
-    """The AllScan, after the checks of what a signature tells."""
+def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, part: str) -> AllScan:
+    """The AllScan, after the checks of what a key tells."""
+    state, decay, transition, initial_state, out = inputs
     problem = tile = None
     try:
         check_tensor("state", state, None, comm.device)
@@ -143,10 +142,10 @@ def _scan_for(comm, state, decay, transition, initial_state, out, bad_out, rever
         for name, x in (("initial_state", initial_state), ("out", out)):
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
-        if bad_out:
-            raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
         if out is not None:
-            check_out(out, state, decay, transition, initial_state)
+            if differentiable or not out.is_contiguous():
+                raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
+            check_out(inputs)
         given = state, decay, transition, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:
@@ -166,8 +165,11 @@ def _algorithm(comm, shape, transition) -> str:
     return "chain" if transition is not None or shape is None else comm.algorithm_for(4 * math.prod(shape))
 
 
-def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, layout, async_op, part="half"):
+def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half"):
     """The same of pairs in the zigzag layout."""
+    state, decay, transition, initial_state, out = inputs
+    there: Any
+    back: Any
     problem = None
     try:
         is_zigzag(layout)
@@ -188,8 +190,8 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
                 check_transition(t, d, x.shape, comm.device)
         if initial_state is not None:
             check_tensor("initial_state", initial_state, there.shape, comm.device)
-        inputs = there, back, *decays, *transitions, initial_state
-        check_saveable(inputs, inputs)
+        given = there, back, *decays, *transitions, initial_state
+        check_saveable(given, given)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     if problem is not None:
@@ -199,18 +201,18 @@ def scan_zigzag(state, decay, comm, transition, initial_state, reverse, out, lay
     if part == "half":  # no rank does without the way back
         agree = _agree("zigzag", False, initial_state)
         get_or_create_scan(comm, there.shape, agree, tile=tile, algorithm=algorithm)
-    wanted = wants_gradient(inputs)
+    wanted = wants_gradient(given)
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
-        taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(inputs)]
+        taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
         found = _Together.apply(None, *taken)
-        there, back, *rest = (x if t is None else t for x, t in zip(inputs, found, strict=True))
+        there, back, *rest = (x if t is None else t for x, t in zip(given, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
-    prev = scan_once(there, decays[0], comm, transitions[0], initial_state, False, None, part=part)
+    prev = scan_once(comm, ScanInputs(there, decays[0], transitions[0], initial_state), False, part=part)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
         handed = leaves(there, decays[0], transitions[0], prev)
-    found = prev, scan_once(back, decays[1], comm, transitions[1], handed, True, None, part=part)
+    found = prev, scan_once(comm, ScanInputs(back, decays[1], transitions[1], handed), True, part=part)
     # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
     return _Together.apply(None, *found) if wanted else found
 
@@ -235,9 +237,9 @@ class _AllScan(Function):
         prepared, number, async_op, works = how
         scan, again = prepared.scan, recomputing()
         ticket, tickets = (scan.ticket(), None) if again else borrow_ticket(scan.comm)
-        given = number if decay is None else decay
+        inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
         try:
-            prev = prepared.run(state, given, transition, initial_state, None, async_op, ticket)
+            prev = prepared.run(inputs, async_op, ticket)
         except BaseException:
             if tickets is not None:
                 tickets.append(ticket)
@@ -269,16 +271,15 @@ class _AllScan(Function):
                 prev = prev if any(ctx.needs_input_grad[2:4]) else None
                 factor, prev = _restored(factor, shape, has_decay, prev, dprev)
                 given, transition = (factor, None) if has_decay else (None, factor)
+            inputs = ScanInputs(dprev, given, transition)
             if prepared.backward is None or type(dprev) is not Tensor:
-                prepared.backward = _adjoint(prepared.scan, dprev, given, transition, reverse)
-            dstate = prepared.backward.run(dprev, given, transition, None, None, False, ticket)
-            wanted = ctx.needs_input_grad[2:]
-            return None, dstate, *_gradients(prepared.scan, dstate, dprev, given, transition, prev, reverse, wanted)
+                prepared.backward = _adjoint(prepared.scan, inputs, reverse)
+            dstate = prepared.backward.run(inputs, False, ticket)
+            return None, dstate, *_gradients(prepared.scan, dstate, inputs, prev, reverse, ctx.needs_input_grad[2:])
 
 
-def _adjoint(scan, dprev, decay, transition, reverse) -> PreparedScan:
-    inputs = dprev, decay, transition, None, None
-    return scan.prepare(call_key(*inputs), *inputs, True, not reverse, True)
+def _adjoint(scan: AllScan, inputs: ScanInputs, reverse: bool) -> PreparedScan:
+    return scan.prepare(call_key(inputs), inputs, not reverse, True, True)
 
 
 def _restored(factor, shape, is_decay, prev, dprev):
@@ -289,8 +290,10 @@ def _restored(factor, shape, is_decay, prev, dprev):
     return restored("allscan()", f"{names} prev", (factor, prev), kinds)
 
 
-def _gradients(scan, dstate, dprev, decay, transition, prev, reverse, wanted):
-    """Of decay, transition, initial_state, None where not ``wanted``. ``prev`` is used for the first two of these."""
+def _gradients(scan: AllScan, dstate: Tensor, inputs: ScanInputs, prev: Any, reverse: bool, wanted: Any):
+    """Of decay, transition, initial_state, None where not ``wanted``. ``inputs``: of the scan that has given dstate;
+    ``prev`` is used for the first two of these."""
+    dprev, decay, transition, *_ = inputs
     ddecay = dtransition = dinitial = None
     if wanted[0]:
         rows = (dstate * prev).sum(-1)
@@ -313,13 +316,13 @@ def _forward(
     """allscan() as torch.compile takes it: (R_p, the number of this call). number: a decay that is no tensor."""
     comm = communicator_of(handle)
     with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
-        inputs = state, number if decay is None else decay, transition, initial_state, None
-        key = call_key(*inputs)
+        inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
+        key = call_key(inputs)
         prepared = None if comm.debug else comm.calls.get((key, reverse, ""))
         if prepared is None:
-            prepared = _prepare(comm, key, *inputs, reverse, "")
+            prepared = _prepare(comm, key, inputs, reverse, "")
         ticket = prepared.scan.ticket()
-        return prepared.run(*inputs, False, ticket), ticket
+        return prepared.run(inputs, False, ticket), ticket
 
 
 def _fake(state, decay, transition, initial_state, number, reverse, handle):
@@ -342,12 +345,9 @@ def _backward(
         algorithm = _algorithm(comm, dprev.shape, transition)
         scan = get_or_create_scan(comm, dprev.shape, tile=tile, algorithm=algorithm)
         (ticket,) = restored("allscan()", "ticket", [ticket], [(torch.int64, torch.Size([1]), dprev.device)])
-        given = number if decay is None else decay
-        wanted = of_decay, of_transition, of_initial
-        dstate = _adjoint(scan, dprev, given, transition, reverse).run(
-            dprev, given, transition, None, None, False, ticket
-        )
-        grads = dstate, *_gradients(scan, dstate, dprev, given, transition, prev, reverse, wanted)
+        inputs = ScanInputs(dprev, number if decay is None else decay, transition)
+        dstate = _adjoint(scan, inputs, reverse).run(inputs, False, ticket)
+        grads = dstate, *_gradients(scan, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         refuse_second_derivative("allscan()")
         dstate, *rest = (
             dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads
@@ -376,8 +376,9 @@ def _gradient(backward, ctx, dprev, _):
 _traced = CustomOperator("allscan::scan", _forward, _fake, _backward, _fake_backward, _save, _gradient)
 
 
-def _foreign(state, decay, transition, comm, initial_state, reverse, out):
+def _foreign(comm, inputs: ScanInputs, reverse: bool):
     """CuPy and NumPy arrays, through DLPack, without a copy."""
+    state, decay, transition, initial_state, out = inputs
     if not hasattr(state, "__dlpack__"):
         raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
 

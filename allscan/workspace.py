@@ -142,6 +142,10 @@ def make_workspace(
             offsets.append(comm.alloc(_nbytes(comm, spec, layout)))
     except MemoryError as error:
         full = str(error)
+    if layout is None and full is None:  # before the others know of it: nobody sends before every inbox is filled
+        for offset, step in zip(offsets, (1, -1), strict=True):
+            _fill(comm, offset, spec, links, step)
+        comm.streams.synchronize()
     answers = comm.exchange((tuple(spec), offsets, full, max_ctas), "making a workspace")
     specs, all_offsets, errors, ctas = zip(*answers, strict=True)
     try:
@@ -152,22 +156,32 @@ def make_workspace(
         comm.order.raised_everywhere(error)
         raise
 
-    channels = make_channels(comm, all_offsets, spec, links) if layout is None else layout.make(all_offsets)
-    comm.streams.synchronize()
-    comm.exchange("workspace filled", "making a workspace")  # nobody sends before every inbox is filled
+    if layout is None:
+        channels = make_channels(comm, all_offsets, spec, links)
+    else:
+        channels = layout.make(all_offsets)  # and fills it
+        comm.streams.synchronize()
+        comm.exchange("workspace filled", "making a workspace")
     return Workspace(channels, tuple(offsets), min(ctas))
 
 
+def _fill(comm: Any, offset: int, spec: Spec, links: list[int], step: int) -> None:
+    """Make this rank's workspace of one direction at ``offset`` of its arena as if nothing had passed yet."""
+    prev = comm.rank - step
+    recv = links[min(prev, comm.rank)] if 0 <= prev < comm.size else NONE.value
+    for name, (first, numel, dtype) in workspace_layout(spec, _puts(links, comm.rank))[0].items():
+        memory = comm.heap.local(comm.pe(comm.rank), offset + first, numel, dtype)
+        memory.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
+
+
 def make_channels(comm: Any, offsets: Any, spec: Spec, links: list[int]) -> tuple[Channel, Channel]:
-    """Between neighbours, forward and reverse. offsets: [rank][direction] in its arena."""
+    """Between neighbours, forward and reverse, of workspaces that are filled or will be. offsets: [rank][direction] in
+    its arena."""
     channels = []
     for direction, step in enumerate((1, -1)):
         parts = [(offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(comm.size)]
         channels.append(make_channel(comm, parts, spec, links, step))
-    channels[1] = channels[1]._replace(backwards=channels[0].backwards)
-    for channel in channels:
-        reset(channel)
-    return channels[0], channels[1]
+    return channels[0], channels[1]._replace(backwards=channels[0].backwards)
 
 
 def _check_alike(comm: Communicator, specs, errors) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -135,3 +136,28 @@ def test_warm_calls(fresh, name):
     for part, (walk, names) in walks.items():
         print(part, walk, *names, sep="\n  ")
         assert all(a <= b for a, b in zip(walk, BOUNDS[part], strict=True)), (part, walk, BOUNDS[part])
+
+
+def first_case():
+    """(functions that the first call went through, its exchanges, its milliseconds) of this rank."""
+    comm, exchanges = allscan.Communicator(), []
+    exchange = comm.order.rendezvous.exchange
+    comm.order.rendezvous.exchange = lambda *args: exchanges.append(args) or exchange(*args)
+    state, decay = torch.randn(2, 16, 16), torch.rand(2, 16)
+    comm.barrier()
+    exchanges.clear()
+    start = time.perf_counter()
+    with Steps() as steps:
+        allscan.allscan(state, decay, comm=comm)
+    ms = 1e3 * (time.perf_counter() - start)
+    interpreted = tuple(name for name in set(steps.names) if name.startswith(INTERPRETED))
+    return sorted(set(steps.names) - set(interpreted)), len(exchanges), ms
+
+
+INTERPRETED = ("interpreter", "nvshmem_device", "builtin", "wait.py", "links.py", "channel.py", "scan.py", "tiles.py")
+
+
+def test_a_first_call(fresh):
+    names, exchanges, ms = fresh(2).run(first_case, timeout=100)[0]
+    print(len(names), exchanges, ms, *names, sep="\n  ")
+    assert exchanges <= 2 and len(names) <= 100

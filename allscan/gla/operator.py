@@ -128,7 +128,7 @@ def zeco_gla_by(
         rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
         return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
     with comm.call(False, "zeco_gla", tensors):
-        key = call_key(*tensors)
+        key = call_key(tensors)
         differentiable = bool(key[-1])
         keeps = differentiable and not recompute
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none

@@ -36,7 +36,7 @@ from ..shmem_kernels.scan import scan_kernel
 from ..shmem_kernels.wait import backoff, clock_ns
 from ..streams import Streams
 from ..tiling import scan_tile
-from ..workspace import PROTOCOLS, Spec, make_channels, workspace_layout
+from ..workspace import PROTOCOLS, Spec, make_channels, reset, workspace_layout
 
 CLOSED, OPEN, SKIP = 0, 1, 2  # what a gate says: wait; go; do nothing at all
 
@@ -178,7 +178,12 @@ class VirtualRanks:
         for rank in self.ranks:
             rank.heap = heap
         for p, rank in enumerate(self.ranks):
-            channels = self._rails[p].make(offsets) if self._rails else make_channels(rank, offsets, self.spec, links)
+            if self._rails:
+                channels = self._rails[p].make(offsets)
+            else:
+                channels = make_channels(rank, offsets, self.spec, links)
+                for channel in channels:
+                    reset(channel)
             self.channels.append(channels)
         self.start, self.end = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self._open = torch.full((1,), OPEN, device=self.device)
