@@ -37,7 +37,7 @@ pytestmark = pytest.mark.cpu
     ],
 )  # fmt: skip
 def test_segments_on_a_gpu(shape, packed, expected):
-    """As bench/results/development.txt has found them best, of those that fill the GPU as often as they should."""
+    """As development runs on an H200 have found them best, of those that fill the GPU as often as they should."""
     assert segment_length(*shape, packed, True) == expected
 
 
