@@ -246,17 +246,21 @@ def test_every_call_says_that_it_reads_tables(run, size=2):
 def test_memory_of_tables_is_given_back_behind_its_readers():
     """By record_stream of every stream that reads it; in a capture the communicator has it."""
     recorded, kept = [], []
-    streams = types.SimpleNamespace(cuda=True, capturing=lambda: False, number=lambda: 1, current=lambda: "first")
+    at = types.SimpleNamespace(stream=1, capturing=False)  # the current stream
+    streams = types.SimpleNamespace(cuda=True, index=0, capturing=lambda: at.capturing, number=lambda: at.stream)
+    streams.current = lambda: {1: "first", 2: "second"}[at.stream]
     comm = types.SimpleNamespace(streams=streams, keep=kept.append)
     tables = packing.Tables([torch.arange(3), torch.ones(2)], "cpu")
-    with mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x, stream))):
+    with (
+        mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x, stream))),
+        mock.patch.multiple(packing, capturing=lambda: at.capturing, current_stream_of=lambda index: at.stream),
+    ):
         own = tables.of_stream(comm)
-        for number, name in ((1, "first"), (2, "second"), (1, "first"), (2, "second")):
-            streams.number, streams.current = (lambda number=number: number), (lambda name=name: name)
+        for at.stream in (1, 2, 1, 2):
             tables.use(comm)
         other = tables.of_stream(comm)
         assert all(x is not y and torch.equal(x, y) for x, y in zip(own, other))
-        streams.capturing, streams.number = (lambda: True), (lambda: 3)
+        at.capturing, at.stream = True, 3
         tables.use(comm)
         assert tables.of_stream(comm) is other and tables.held
     assert [stream for _, stream in recorded] == ["first", "second"]
