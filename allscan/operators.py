@@ -205,8 +205,9 @@ def _with_packed(name: str, function: Callable[..., Any], fake: Callable[..., An
 
 
 class CustomOperator:
-    """A function of tensors, numbers and None, with a backward function, both opaque to torch: two custom operators of
-    this ``name``. torch.compile makes each of their calls once, in the order of the program.
+    """A function of tensors, numbers and None, with a backward function, both opaque to torch: custom operators of this
+    ``name``, and for packed sequences others, which torch keeps out of its CUDA graphs. torch.compile makes each of
+    their calls once, in the order of the program.
 
     forward, backward: on tensors, the first one never None, with a schema that torch.library.custom_op can infer; both
     return tuples, None for a tensor where there is nothing: custom operators return one without elements then. fake,
