@@ -28,6 +28,28 @@ def test_values_and_gradients(run, size, kind, layout, batch):
         assert max(errors.values()) < 1e-5, errors
 
 
+def steps_case(group, kind, layout, memory, how):
+    """The errors, and of each gather how many tokens a slot has."""
+    with pytest.MonkeyPatch.context() as patch:
+        lengths, start = [], softmax.Gather.start
+        patch.setattr(softmax.Gather, "start", lambda self, x: (lengths.append(self.length), start(self, x))[1])
+        return attention_case(group, kind, layout, 2, how, memory=memory)[0], lengths
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant", "no_grad"])
+@pytest.mark.parametrize(
+    "size, kind, layout, memory, steps",
+    [(3, "latents", "zigzag", 14000, [2, 2, 1]), (3, "groups", "contiguous", 13000, [4, 4, 1]),
+     (4, "latents", "uneven zigzag", 1, [1] * 9), (2, "latents", "contiguous", 1 << 20, [12])],
+)  # fmt: skip
+def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
+    """Tokens come in steps, in backward again."""
+    for errors, lengths in run(size, steps_case, kind, layout, memory, how):
+        assert max(errors.values()) < 1e-5, errors
+        again = {"plain": len(steps) > 1, "no_grad": 0}.get(how, 1 + (len(steps) > 1))  # checkpoints run forward twice
+        assert lengths == steps * (1 + again)
+
+
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "no_grad"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_checkpoints(run, how, layout, size=3):

@@ -96,8 +96,9 @@ def expected(model, whole, labels, lengths):
     return logits.detach(), loss.detach(), copy.deepcopy(gradients(model))
 
 
-def model_case(group, family, packed, inner, keep=False, layout="contiguous", **more):
+def model_case(group, family, packed, inner, keep=False, layout="contiguous", attention=(), **more):
     """Relative errors of logits, loss, and of the gradients together and each; parameters without a gradient."""
+    from allscan.integrations.attention import Attention
     from allscan.integrations.transformers import sequence_parallel
 
     zigzag = layout == "zigzag"
@@ -115,7 +116,7 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", **
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
         how = {None: {}, "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
                "position_ids": dict(position_ids=positions[:, mine])}[packed]  # fmt: skip
-        assert sequence_parallel(model, comm=comm, layout=layout) is model
+        assert sequence_parallel(model, comm=comm, layout=layout, attention=Attention(*attention)) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
         output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
@@ -214,6 +215,17 @@ def test_models_in_zigzag(run, family, size, given, inner):
     for errors, unused in run(size, model_case, family, given, inner, False, "zigzag"):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
+
+
+@pytest.mark.parametrize("attention", [(False,), (True, 8000)])
+@pytest.mark.parametrize(
+    "family, size, layout",
+    [("kimi_linear", 3, "contiguous"), ("kimi_linear", 4, "zigzag"), ("qwen3_next", 2, "zigzag")],
+)
+def test_how_attention_runs(run, family, size, layout, attention):
+    """By one kernel over keys in the order of the sequence; in steps of limited memory."""
+    for errors, _ in run(size, model_case, family, None, "sdpa", False, layout, attention):
+        assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
 
 
 def half_precision_case(group, family, how):
@@ -646,6 +658,18 @@ def options_case(group):
                 answers[text] = raised(model, **dict(input_ids=part) | wrong)
             again = model(input_ids=part, attention_mask=torch.ones_like(part))
         errors.append(relative(again.logits, found.logits))
+        from allscan.integrations.attention import Attention
+
+        limited = made("qwen3_next")
+        sequence_parallel(limited, comm=comm, attention=Attention(memory=1000))
+        packed = dict(input_ids=part, cu_seq_lens_q=torch.tensor([0, 8, 20]))
+        answers["packed sequences take all keys"] = raised(limited, **packed)
+        answers["needs all keys at once"] = raised(limited, input_ids=part, use_cache=True)
+        limited.config.attention_dropout = limited.model.layers[1].self_attn.attention_dropout = 0.5
+        answers["attention.memory needs merged blocks"] = raised(limited, input_ids=part)
+        sequence_parallel(limited, comm=comm, attention=Attention(memory=1000 + comm.rank))
+        answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
+            limited, input_ids=part)  # fmt: skip
         modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
         patch.setattr(modeling, "causal_conv1d_fn", modeling.causal_conv1d_fn.original)
         answers["was replaced since"] = raised(model, input_ids=part)
@@ -706,6 +730,7 @@ def test_options_and_what_is_refused_when_called(run, case, size=2):
 def refused_case(group):
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from allscan.integrations import attention
     from allscan.integrations.transformers import sequence_parallel
 
     def changed(family="qwen3_next", loss=None, forward=None, implementation=None, **more):
@@ -743,6 +768,12 @@ def refused_case(group):
             "has the same config": sharing,
         }
         answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in refused.items()}
+        for text, function, given in (
+            ('is for merged=True and the function "sdpa"', "eager", attention.Attention(memory=1000)),
+            ("got Attention(merged=False, memory=1000)", "sdpa", attention.Attention(False, 1000)),
+            ("must be a number of bytes", "sdpa", attention.Attention(memory=0)),
+        ):
+            answers[text] = raised(sequence_parallel, made("qwen3_next", function), comm=comm, attention=given)
         assert shared.config._attn_implementation == "allscan"
         sequence_parallel(shared, comm=None)
         assert shared.config._attn_implementation == "sdpa" and "forward" not in vars(shared.model)

@@ -8,6 +8,8 @@ gradients are.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ import triton
 from ..bindings.triton_compat import OPTIONS
 from ..shmem_kernels.merge import merge_kernel
 from ..torch_compat import operator
+from .softmax import Gather
 
 
 class Kernel(NamedTuple):
@@ -204,31 +207,110 @@ def reads(rank: int, size: int, zigzag: bool) -> tuple[range, list[tuple[int, ra
     return range(rank + 1, 2 * size), halves if rank else halves[1:]
 
 
-def attend(q, k, v, gather, scale=None, project=None):
+class Attention(NamedTuple):
+    """How the softmax layers of a split model run: ``sequence_parallel(model, comm=comm, attention=Attention(...))``,
+    alike on every rank.
+
+    merged: in blocks whose results are merged, where there are kernels for that. False: the keys of all ranks are
+        brought into the order of the sequence, and one kernel runs over those up to each query, without a merge.
+    memory: bytes that the tokens of other ranks and the keys made of them may take in a layer. Where they would take
+        more, as many of each rank's tokens come at a time as fit, in forward and again in backward; only with
+        merged=True. None: all at once, and they are kept for backward. Gradients are as large again for a moment.
+    """
+
+    merged: bool = True
+    memory: int | None = None
+
+
+WHOLE = Attention()
+
+
+def check_attention(attention) -> None:
+    """Raise TypeError or ValueError for what is no Attention."""
+    if not isinstance(attention, Attention) or not isinstance(attention.merged, bool):
+        raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
+    if attention.memory is not None and (not isinstance(attention.memory, int) or attention.memory < 1):
+        raise ValueError(f"attention.memory must be a number of bytes or None, got {attention.memory!r}")
+
+
+class Later:
+    """What softmax.Gather takes, for :func:`attend` to gather when it knows how many tokens fit into ``memory`` bytes.
+
+    made: of the tensors, keys are made: of which attend is told. Else the tensors are the keys."""
+
+    def __init__(self, comm, tokens, zigzag, memory, *tensors):
+        self.comm, self.tokens, self.halves, self.memory, self.tensors = comm, tokens, 1 + zigzag, memory, tensors
+
+    def ranges(self, *keys) -> list[tuple[int, int]]:
+        """(first token, end) of each rank's halves that come at a time, alike on all ranks. keys: what is made of this
+        rank's tensors. Counted are those of two steps, since one is under way while the other is read."""
+        length = max(self.tokens) // self.halves
+        token = sum(2 * x.element_size() * math.prod([x.shape[0], *x.shape[2:]]) for x in self.tensors)
+        token += sum(x.element_size() * math.prod([*x.shape[:2], x.shape[3]]) for x in keys)
+        fit = self.memory // max(1, token * self.comm.size * self.halves)
+        step = max(1, min(fit, length))
+        return [(first, min(first + step, length)) for first in range(0, length, step)]
+
+    def gather(self, first=0, end=None, tensors=None) -> Gather:
+        def part(x):
+            return x.unflatten(1, (self.halves, x.shape[1] // self.halves))[:, :, first:end].flatten(1, 2)
+
+        ends = [n // self.halves if end is None else min(end, n // self.halves) for n in self.tokens]
+        tokens = [max(n - first, 0) * self.halves for n in ends]
+        return Gather(self.comm, tokens, self.halves == 2, *map(part, self.tensors if tensors is None else tensors))
+
+
+def attend(q, k, v, gather, scale=None, project=None, latents=()):
     """o [B, T, H, V] of a rank's queries to all tokens up to each.
 
     q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: of this rank's tokens, for which kernel_for has a kernel. gather: a
-    softmax.Gather of the tensors [B, T, ...] of which ``project`` makes k and v, else of k and v with tokens first.
+    softmax.Gather, or Later, of the tensors [B, T, ...] of which ``project`` makes k and v, having been given them with
+    tokens third, else of k and v. latents: with Later and project, what k and v were made of.
     """
-    halves, rank, batch = gather.halves, gather.comm.rank, q.shape[0]
+    halves, batch = gather.halves, q.shape[0]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    steps = []
+    if isinstance(gather, Later):
+        steps = gather.ranges(*(() if project is None else (k, v)))
+        sources = _leaves((k, v), latents) if len(steps) > 1 and project is not None else []
+        later, gather = gather, None if len(steps) > 1 else gather.gather()
     q, k, v = (_halved(x, halves) for x in (q, k, v))
     kernel, shared = kernel_for(q, k, v), _Shared()
     q = tokens_first(q)
-    o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-    slots, blocks = reads(rank, gather.comm.size, halves == 2)
-    if not q.shape[2]:  # a rank without tokens takes part in what others do
-        slots, blocks = range(0), []
-    keys, rows = gather.read(slots), []
+    if gather is None:
+        tensors, where = later.tensors, copy.copy(later)
+        where.tensors = None  # which are autograd's to keep
+        plan = _Plan(where, steps, batch, project, kernel, scale)
+        token = _Enter.apply(plan, *tensors)
+        tensors = [x.detach() for x in tensors]
+        with torch.no_grad():
+            plan.first = plan.start(0, tensors)
+        o, lse = _Own.apply(shared, kernel, scale, q, k, v)
+        o = _Steps.apply(shared, plan, q.detach(), o, lse, token, len(tensors), *tensors, *sources)
+    else:
+        o, lse = _Own.apply(shared, kernel, scale, q, k, v)
+        slots, rows = _rows(gather, q, batch)
+        keys = gather.read(slots)
+        keys = _keys(keys, project, q.dtype) if rows else keys
+        o = _Others.apply(shared, kernel, scale, rows, q.detach(), o, lse, *keys)
+    return o.transpose(1, 2).unflatten(0, (halves, batch)).movedim(0, 1).flatten(1, 2)
+
+
+def _rows(gather, q, batch):
+    """(slots to read, [(this half of the queries, sees these of the keys there)])."""
+    slots, blocks = reads(gather.comm.rank, gather.comm.size, gather.halves == 2)
+    rows = []
     for half, seen in blocks:
         before, inside = (sum(gather.filled[slot] for slot in some) for some in (range(slots[0], seen[0]), seen))
-        if inside:
+        if inside and q.shape[2]:
             rows.append((slice(half * batch, (half + 1) * batch), slice(before, before + inside)))
-    if rows:
-        keys = (x.transpose(1, 2) for x in keys)
-        keys = [x.to(q.dtype) for x in (keys if project is None else project(*keys))]
-    o = _Others.apply(shared, kernel, scale, rows, q.detach(), o, lse, *keys)
-    return o.transpose(1, 2).unflatten(0, (halves, batch)).movedim(0, 1).flatten(1, 2)
+    return slots, rows
+
+
+def _keys(found, project, dtype):
+    """[k, v] [B, G, tokens, width] of what has been read."""
+    found = [x.transpose(1, 2) for x in found]
+    return [x.to(dtype) for x in (found if project is None else project(*found))]
 
 
 def _halved(x, halves):
@@ -271,7 +353,7 @@ class _Own(torch.autograd.Function):
             return None, None, None, *(torch.zeros_like(x) for x in (q, k, v))
         dq, dk, dv = ctx.kernel.backward(do, q, k, v, o, lse, ctx.more, True, ctx.scale)
         for rows, part in parts:
-            dq[rows] += part
+            dq[rows] += part.to(dq.dtype)
         return None, None, None, dq, dk, dv
 
 
@@ -281,12 +363,8 @@ class _Others(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, shared, kernel, scale, rows, q, o, lse, *keys):
-        ctx.shared, ctx.kernel, ctx.scale, ctx.rows, ctx.more = shared, kernel, scale, rows, []
-        for mine, seen in rows:
-            k, v = (x[:, :, seen] for x in keys)
-            *found, more = kernel.forward(q[mine], k, v, False, scale)
-            _merge(o[mine], lse[mine], *found)
-            ctx.more.append(more)
+        ctx.shared, ctx.kernel, ctx.scale, ctx.rows = shared, kernel, scale, rows
+        ctx.more = _add(kernel, scale, rows, q, o, lse, keys)
         o = o.detach()
         ctx.save_for_backward(q, o, lse, *keys)
         return o
@@ -295,19 +373,145 @@ class _Others(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do):
         q, o, lse, *keys = ctx.saved_tensors
-        do, parts, sums = _like(do, o), [], [None] * len(keys)
-        for (mine, seen), more in reversed(list(zip(ctx.rows, ctx.more, strict=True))):  # the first sees all keys
-            k, v = (x[:, :, seen] for x in keys)
-            dq, *found = ctx.kernel.backward(do[mine], q[mine], k, v, o[mine], lse[mine], more, False, ctx.scale)
-            parts.append((mine, dq))
-            if sums[0] is None:
-                sums = found
-            else:
-                for total, x in zip(sums, found, strict=True):
-                    total[:, :, seen] += x
+        do = _like(do, o)
+        parts, sums = _gradients(ctx.kernel, ctx.scale, ctx.rows, ctx.more, do, q, o, lse, keys)
         ctx.shared.merged, ctx.shared.parts = (o, lse), parts
-        sums = [torch.zeros_like(x) if dx is None else dx for dx, x in zip(sums, keys, strict=True)]
         return None, None, None, None, None, do, None, *sums
+
+
+def _add(kernel, scale, rows, q, o, lse, keys) -> list:
+    """Let o and lse be over these keys, too; what the kernel's backward is to get of each block."""
+    kept = []
+    for mine, seen in rows:
+        *found, more = kernel.forward(q[mine], *(x[:, :, seen] for x in keys), False, scale)
+        _merge(o[mine], lse[mine], *found)
+        kept.append(more)
+    return kept
+
+
+def _gradients(kernel, scale, rows, kept, do, q, o, lse, keys):
+    """([(rows, dq)], [dk, dv])."""
+    parts, sums = [], None
+    for (mine, seen), more in reversed(list(zip(rows, kept, strict=True))):  # the first sees all keys
+        some = (x[:, :, seen] for x in keys)
+        dq, *found = kernel.backward(do[mine], q[mine], *some, o[mine], lse[mine], more, False, scale)
+        parts.append((mine, dq))
+        if sums is None:
+            sums = found
+        else:
+            for total, x in zip(sums, found, strict=True):
+                total[:, :, seen] += x
+    return parts, [torch.zeros_like(x) for x in keys] if sums is None else sums
+
+
+class _Plan:
+    """The steps in which the other ranks' tokens come, and what is done with them."""
+
+    def __init__(self, later, ranges, batch, project, kernel, scale):
+        self.later, self.ranges, self.batch, self.project, self.kernel = later, ranges, batch, project, kernel
+        self.scale, self.first, self.sums, self.last = scale, None, None, None
+
+    def start(self, step, tensors) -> Gather | None:
+        return self.later.gather(*self.ranges[step], tensors) if step < len(self.ranges) else None
+
+    def collect(self, step, gather, like) -> None:
+        """Put the sums of a step in their place among those of all."""
+        first, end = self.ranges[step]
+        if self.sums is None:
+            self.sums = [x.new_empty(x.shape) for x in like]
+        for total, x in zip(self.sums, gather.finish_sum(), strict=True):
+            halves = total.unflatten(1, (self.later.halves, total.shape[1] // self.later.halves))
+            halves[:, :, first:end] = x.unflatten(1, (self.later.halves, x.shape[1] // self.later.halves))
+
+
+class _Enter(torch.autograd.Function):
+    """Where this rank's tokens leave for :class:`_Steps`, and in backward their gradients arrive."""
+
+    @staticmethod
+    def forward(ctx, plan, *tensors):
+        ctx.plan = plan
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _):
+        plan = ctx.plan
+        plan.collect(*plan.last)
+        sums, plan.sums, plan.last = plan.sums, None, None
+        return None, *sums
+
+
+class _Steps(torch.autograd.Function):
+    """:class:`_Others` with the other ranks' tokens, and the keys made of them, step by step, in backward again.
+
+    inputs: the tensors that are gathered, and parameters by which keys are made of them."""
+
+    @staticmethod
+    def forward(ctx, shared, plan, q, o, lse, token, count, *inputs):
+        tensors, device = inputs[:count], q.device.type
+        ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, count, []
+        ctx.autocast = dict(
+            device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device),
+            cache_enabled=False,
+        )  # fmt: skip
+        gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
+        for step in range(len(plan.ranges)):
+            following = plan.start(step + 1, tensors)
+            slots, rows = _rows(gather, q, plan.batch)
+            found = gather.finish(slots)
+            keys = _keys(found, plan.project, q.dtype) if rows else ()
+            ctx.kept.append(_add(plan.kernel, plan.scale, rows, q, exact, lse, keys))
+            gather = following
+        o = o.copy_(exact).detach()
+        ctx.save_for_backward(q, o, lse, *inputs)
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        q, o, lse, *inputs = ctx.saved_tensors
+        plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
+        do, total, weights = _like(do, o), torch.zeros_like(q, dtype=torch.float32), [None] * len(sources)
+        gather = plan.start(0, tensors)
+        for step in range(len(plan.ranges)):
+            following = plan.start(step + 1, tensors)
+            slots, rows = _rows(gather, q, plan.batch)
+            found = [x.detach().requires_grad_() for x in gather.finish(slots)]
+            sums = [torch.zeros_like(x) for x in found]
+            if rows:
+                with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                    keys = _keys(found, plan.project, q.dtype)
+                given = [x.detach() for x in keys]
+                parts, gradients = _gradients(plan.kernel, plan.scale, rows, ctx.kept[step], do, q, o, lse, given)
+                for mine, dq in parts:
+                    total[mine] += dq
+                leaves = [*found, *(x for x in sources if x.requires_grad)]
+                gradients = torch.autograd.grad(keys, leaves, gradients, allow_unused=True)
+                sums = [a if b is None else b for a, b in zip(sums, gradients)]
+                weights = [b if a is None else a if b is None else a + b
+                           for a, b in zip(weights, gradients[len(found) :], strict=True)]  # fmt: skip
+            if plan.last is not None:
+                plan.collect(*plan.last)
+            gather.start_sum(slots, sums)
+            plan.last, gather = (step, gather, tensors), following
+        ctx.shared.merged, ctx.shared.parts = (o, lse), [(slice(None), total)]
+        return None, None, None, do, None, do.new_zeros(0), None, *[None] * ctx.count, *weights
+
+
+def _leaves(tensors, inputs) -> list:
+    """The parameters by which autograd has made ``tensors`` of ``inputs``."""
+    seen = {x.grad_fn for x in inputs if x.grad_fn is not None}
+    found, ahead = [], [x.grad_fn for x in tensors if x.grad_fn is not None]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is x for x in inputs):
+            found.append(leaf)
+        ahead += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def _merge(o, lse, more, more_lse):

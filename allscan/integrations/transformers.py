@@ -24,7 +24,7 @@ from ..rendezvous import by_rank
 from ..ssd import Using, zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needs
-from .attention import attend, kernel_for
+from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for
 from .batches import STAMP, looked_at, misfit
 from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule
@@ -55,7 +55,9 @@ FAMILIES = {
 }
 
 
-def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: str = "contiguous") -> nn.Module:
+def sequence_parallel(
+    model: nn.Module, *, comm: Communicator | None, layout: str = "contiguous", attention: Attention = WHOLE
+) -> nn.Module:
     """Let ``model``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
         >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
@@ -70,6 +72,7 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
         number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
         chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
         same on every rank; one sequence, without a cache.
+    attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`.
 
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
     result has, since transformers' layers take none.
@@ -99,15 +102,17 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
 
     Raises ValueError for models of another kind or around one, with a forward that was replaced (hooks that do so come
     after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
-    length ("dynamic", "longrope"), a z-loss; when called, for an attention mask that masks anything (pack instead), for
-    a cache that is not empty or of packed sequences, for ``use_cache=True`` where the last rank has fewer tokens than a
-    convolution's kernel, for
-    ``output_attentions`` and ``output_router_logits``; in zigzag for packed sequences, for ``use_cache=True``, for an
-    odd number of tokens or one that differs between ranks.
+    length ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa"; when called, for
+    an attention mask that masks anything (pack instead), for a cache that is not empty or of packed sequences, for
+    ``use_cache=True`` where the last rank has fewer tokens than a convolution's kernel, for ``output_attentions`` and
+    ``output_router_logits``; with a limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes
+    without a kernel; in zigzag for packed sequences, for ``use_cache=True``, for an odd number of tokens or one that
+    differs between ranks.
     """
     if comm is not None:
         check_communicator(comm)
     zigzag = is_zigzag(layout)
+    check_attention(attention)
     family, bases, heads, layers = _parts(model)
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if comm is None:
@@ -118,11 +123,17 @@ def sequence_parallel(model: nn.Module, *, comm: Communicator | None, layout: st
         if known is not None and not isinstance(known, _Operator):
             setattr(modeling, name, _Operator(known, operator))
     _restore(bases, heads, layers)
+    if attention.memory is not None:
+        functions = {base.config._attn_implementation for base in bases}
+        if not attention.merged or functions != {"sdpa"}:
+            raise ValueError(
+                f'attention.memory is for merged=True and the function "sdpa", got {attention}, {functions}'
+            )
     for base in bases:
         inner = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         base.allscan_inner = inner
-        base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner)
+        base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, attention=attention)
     for layer in layers:
         layer.forward = functools.partial(_softmax, layer)
     for head in heads:
@@ -240,6 +251,7 @@ class _Sequence:
     lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
     inner: str  # the attention function that the model had
     zigzag: bool = False
+    attention: Attention = WHOLE
     keys: Any = None  # _Keys of the softmax layer that is told
 
     @property
@@ -281,7 +293,7 @@ class _Sequence:
 
 def _model(
     model, comm, zigzag, home, inner, input_ids=None, *, attention_mask=None, position_ids=None, past_key_values=None,
-    cache=None, inputs_embeds=None, use_cache=None, **options,
+    cache=None, inputs_embeds=None, use_cache=None, attention=WHOLE, **options,
 ):  # fmt: skip
     """The forward of a text model over this rank's tokens."""
     for name in OPERATORS:
@@ -308,16 +320,29 @@ def _model(
         refuse(comm, f"cu_seq_lens_q: {PACKED_ZIGZAG}")
     if zigzag and use_cache:
         refuse(comm, "use_cache=True is not covered in the zigzag layout: no rank would have a cache to go on from")
+    if attention.memory is not None and use_cache:
+        refuse(comm, "use_cache=True needs all keys at once: attention.memory must be None")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     sequence, wanted_by_any = _sequence(
-        comm, zigzag, inner, *x.shape[:2], position_ids, cu_seqlens, wanted, *stamp, kernel=kernel
+        comm,
+        zigzag,
+        inner,
+        *x.shape[:2],
+        position_ids,
+        cu_seqlens,
+        wanted,
+        *stamp,
+        kernel=kernel,
+        attention=attention,
     )
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank has learned tokens, which these see: where all else is frozen no backward would run here
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         input_ids, inputs_embeds = None, x if x.requires_grad else x.detach().requires_grad_()
+    if sequence.lengths is not None and attention.memory is not None:
+        refuse(comm, "packed sequences take all keys at once: attention.memory must be None")
     if sequence.lengths is not None and use_cache:
         refuse(comm, "packed sequences leave no cache: pass use_cache=False")
     if not sequence.own:  # one token of padding
@@ -358,7 +383,7 @@ KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolut
 
 
 def _sequence(
-    comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted, stamp=None, seen=None, kernel=0
+    comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted, stamp=None, seen=None, kernel=0, attention=WHOLE
 ) -> tuple[_Sequence, bool]:
     """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``,
     ``seen``: of the batch (batches.py); ``kernel``: tokens that the convolutions' states have, 0 without a cache."""
@@ -367,14 +392,18 @@ def _sequence(
         rises = None
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
-        answers = comm.exchange((B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel), "the tokens of each rank")
-        rows, tokens, _, _, _, _, stamps, contents, kernels = (list(column) for column in zip(*answers, strict=True))
+        told = B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel, list(attention)
+        answers = comm.exchange(told, "the tokens of each rank")
+        rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
         if tokens[-1] < max(kernels):  # the layers make the state of the last rank's tokens alone
             why = f"with a cache the last rank must have as many tokens as a convolution's kernel, got {tokens[-1]}"
             raise comm.order.raised_everywhere(ValueError(why))
         if len({answer[4] for answer in answers}) > 1:
             given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
+        if any(kind != kinds[0] for kind in kinds):
+            different = by_rank(Attention(*kind) for kind in kinds)
+            raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
         problem = misfit(comm, rows, tokens, "zigzag" if zigzag else "contiguous", stamps, contents)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
@@ -409,7 +438,7 @@ def _sequence(
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
-        return _Sequence(comm, tokens, cuts, inner, zigzag), any(answer[5] for answer in answers)
+        return _Sequence(comm, tokens, cuts, inner, zigzag, attention), any(answer[5] for answer in answers)
 
 
 def _rises(position_ids):
@@ -541,11 +570,13 @@ class _Keys:
         self.sequence, self.cache, self.others = sequence, cache, None
 
     def update(self, key, value, layer_idx, *arguments, **options):
-        sequence, self.given = self.sequence, (key.shape, value.shape)
+        sequence, self.given = self.sequence, (key, value)
         if sequence.comm.size > 1:
-            mine = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
-            others = Gather(sequence.comm, sequence.tokens, sequence.zigzag, *mine)
-            if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa":
+            merged, memory = sequence.attention
+            where = sequence.comm, sequence.tokens, sequence.zigzag
+            tensors = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
+            others = Gather(*where, *tensors) if memory is None else Later(*where, memory, *tensors)
+            if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa" and merged:
                 self.others = others
                 return key, value
             key, value = in_order(others)
@@ -555,15 +586,18 @@ class _Keys:
 
     def attend(self, module, query, key, value, scaling, dropout):
         """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
-        comm, expand = self.sequence.comm, None
-        if (key.shape, value.shape) != self.given:
+        sequence, expand = self.sequence, None
+        if [key.shape, value.shape] != [x.shape for x in self.given]:
             expand = getattr(module, "expand_kv", None)  # which makes them of latents
             if expand is None:
-                refuse(comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
-        if not self.sequence.own:
+                refuse(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
+        if not sequence.own:
             query, key, value = (x[:, :, :0] for x in (query, key, value))
         if not dropout and kernel_for(query, key, value) is not None:
-            return attend(query, key, value, self.others, scaling, expand), None, None
+            return attend(query, key, value, self.others, scaling, expand, self.given), None, None
+        if sequence.attention.memory is not None:
+            what = f"no kernel for {query.dtype} on {query.device.type} and a dropout of {dropout}"
+            refuse(sequence.comm, f"attention.memory needs merged blocks: {what}")
         key, value = in_order(self.others)
         return None, *((key, value) if expand is None else expand(key, value))
 

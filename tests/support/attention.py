@@ -61,15 +61,16 @@ def one_rank(given, expand, do):
 SCALE = 0.2
 
 
-def split(comm, tokens, zigzag, given, expand):
+def split(comm, tokens, zigzag, given, expand, memory=None):
     """o of this rank's part of what is given."""
     q, *own = given.values()
-    gather = softmax.Gather(comm, tokens, zigzag, *own)
+    gather = softmax.Gather(comm, tokens, zigzag, *own) if memory is None else attention.Later(
+        comm, tokens, zigzag, memory, *own)  # fmt: skip
     _, k, v = keys_of(given, expand)
-    return attention.attend(q.transpose(1, 2), k, v, gather, SCALE, expand)
+    return attention.attend(q.transpose(1, 2), k, v, gather, SCALE, expand, own)
 
 
-def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10):
+def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32, length=10, memory=None):
     """(relative errors of this rank's o and of the gradients against one rank's in float64, and one rank's in that
     dtype)."""
     zigzag = layout != "contiguous"
@@ -89,7 +90,7 @@ def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32,
         own = {name: x[:, mine].detach().requires_grad_() for name, x in whole.items()}
 
         def call(*tensors):
-            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand)
+            return split(comm, tokens, zigzag, dict(zip(own, tensors, strict=True)), expand, memory)
 
         if how == "no_grad":
             with torch.no_grad():
