@@ -86,10 +86,11 @@ def of_first(comm, call, fla, kind, model, whole, **options):
     return answers
 
 
-def model_case(group, tokens, kind, choices, packed, layout):
+def model_case(group, tokens, kind, choices, packed, layout, attention=()):
     """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's kernels, but where
     fla refuses their backward (Gated DeltaNet's on Hopper)."""
     fla = import_fla()
+    from allscan.integrations.attention import Attention
     from allscan.integrations.fla import sequence_parallel
 
     on_gpu = torch.cuda.is_available()
@@ -102,7 +103,7 @@ def model_case(group, tokens, kind, choices, packed, layout):
         calls = [RECURRENCES[kind]] if refused or not on_gpu else [RECURRENCES[kind], None]
         expected = [of_first(comm, call, fla, kind, model, whole, cu_seqlens=lengths) for call in calls]
         mine = place(comm, tokens, layout == "zigzag")
-        assert sequence_parallel(model, comm=comm, layout=layout) is model
+        assert sequence_parallel(model, comm=comm, layout=layout, attention=Attention(*attention)) is model
         model = copy.deepcopy(model)  # as for averaged weights
         logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
         for x in sums:
@@ -130,6 +131,16 @@ def test_models(run, choice, size, layout):
     for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], size == 4, layout):
         assert max(of_recurrence) < (5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5), of_recurrence
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("attention", [(False,), (True, 2000)])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_how_attention_runs(run, layout, attention, size=2):
+    """By one kernel over keys in the order of the sequence; in steps of limited memory."""
+    tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
+    for errors, *_ in run(size, model_case, tokens, "gla", dict(attn=SOFTMAX), False, layout, attention):
+        assert max(errors) < 1e-5, errors
 
 
 # A good batch, then ranks with fewer tokens than a convolution looks back at, or none

@@ -19,13 +19,15 @@ from ..gla import zeco_gla
 from ..halos import halo_of_ends
 from ..launching import dynamo_disabled
 from ..packing import Tables, boundaries_on_host
+from ..rendezvous import by_rank
 from ..ssd import Using
 from ..torch_compat import has_backward_hooks
 from . import needs
+from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, taken
-from .softmax import chunks, gathered, masks_nothing, refuse, shifted
+from .softmax import Gather, chunks, masks_nothing, refuse, shifted
 
 try:
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
@@ -39,7 +41,7 @@ _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # comm -> sh
 
 
 def sequence_parallel(
-    module: torch.nn.Module, *, comm: Communicator | None, layout: str = "contiguous"
+    module: torch.nn.Module, *, comm: Communicator | None, layout: str = "contiguous", attention: Attention = WHOLE
 ) -> torch.nn.Module:
     """Let ``module``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
@@ -53,6 +55,8 @@ def sequence_parallel(
     comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
     layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the whole is cut into, as for
         zeco_gla. All ranks of a softmax layer have the same work then.
+    attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`: without a window, a cache
+        and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the whole.
 
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
     convolutions look back at come from the ranks before. A rank may have few tokens or none: fla's norms and MLPs,
@@ -77,6 +81,9 @@ def sequence_parallel(
     if comm is not None:
         check_communicator(comm)
     zigzag = is_zigzag(layout)
+    check_attention(attention)
+    if attention.memory is not None and not attention.merged:
+        raise ValueError(f"attention.memory is for merged=True, got {attention}")
     layers = [m for m in module.modules() if _kind(m) is not None]
     others = {type(m).__name__ for m in module.modules() if _of_fla(type(m)) and _kind(m) is None}
     others |= {type(m).__name__ for m in layers if type(m).forward is not _kind(m).forward}
@@ -84,7 +91,7 @@ def sequence_parallel(
         kinds = ", ".join(kind.__name__ for kind in _CALLS)
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
     for layer in layers:
-        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout))
+        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout, attention))
     for model in module.modules():
         if type(model).__module__.startswith(_TOKENWISE):
             _replace(model, "forward", comm and functools.partial(_tokenwise, model))
@@ -130,7 +137,7 @@ def _kind(module):
 
 
 def _layer(
-    layer, comm, layout, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
+    layer, comm, layout, attention, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
     output_attentions=False, cu_seqlens=None, first_token=None, **options,
 ):  # fmt: skip
     """The forward of a layer, over this rank's tokens."""
@@ -146,7 +153,7 @@ def _layer(
         _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp))
     where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
     if kind is softmax_attention.Attention:  # which asks for the tokens of all ranks anyway
-        return _softmax(layer, hidden_states, cache, where, stamp), None, past_key_values
+        return _softmax(layer, hidden_states, cache, where, stamp, attention), None, past_key_values
     if stamp is not None:
         shape, seen = (hidden_states.shape[:2], layout, read(stamp)[:3]), _compared.setdefault(comm, set())
         if comm.debug or shape not in seen:
@@ -218,16 +225,18 @@ def _gated_delta_net(layer, x, cache, where):
     return _delta_rule(zeco_gated_delta_rule, layer, x, cache, where, layer.a_proj(x), layer.use_gate)
 
 
-def _softmax(layer, x, cache, where, stamp=None):
+def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     """Softmax attention of this rank's queries to the keys and values up to each."""
     comm, cu_seqlens, _, layout = where.values()
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
-    tokens = _tokens_of_all(
-        comm, x, layout, stamp
-    )  # always: what follows is the back end's collective, where nobody is refused
+    limited = attention.memory is not None
+    if limited and (cache is not None or lengths is not None or layer.window_size is not None):
+        refuse(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
+    # always: what follows is the back end's collective, where nobody is refused
+    tokens = _tokens_of_all(comm, x, layout, stamp, attention)
     if lengths is not None and sum(tokens) != lengths[-1]:
         refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
     parts = chunks(tokens, zigzag)
@@ -250,7 +259,17 @@ def _softmax(layer, x, cache, where, stamp=None):
         longest = max(part.longest, layer.max_position_embeddings or 0)
         rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed) if T else (y, z))
     queries, keys = zip(*rotated, strict=True)
-    k, v = (gathered(y, parts, comm) for y in (torch.cat(keys, 1), v))
+    k, others = torch.cat(keys, 1), None
+    if comm.size > 1 and sum(tokens):
+        where = comm, tokens, zigzag
+        others = Later(*where, attention.memory, k, v) if limited else Gather(*where, k, v)
+        whole = lengths is not None or cache is not None or layer.window_size is not None
+        given = [y.transpose(1, 2) for y in (torch.cat(queries, 1), k, v)]
+        if attention.merged and not whole and kernel_for(*given) is not None:
+            return layer.o_proj(attend(*given, others).flatten(-2))
+        if limited:
+            refuse(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
+        k, v = others.read(others.in_order())
     if cache is not None:
         last = own[-1][1]
         cache.update(
@@ -301,10 +320,14 @@ def _read(comm, cu_seqlens):
         return boundaries_on_host(boundaries(cu_seqlens))
 
 
-def _tokens_of_all(comm, x, layout, stamp):
+def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE):
     """How many each rank has, of one batch."""
     with comm.call():  # so that a rank that refuses the layer is not waited for
-        rows, tokens, stamps = zip(*comm.exchange((*x.shape[:2], stamp), "the tokens of each rank"), strict=True)
+        told = *x.shape[:2], stamp, list(attention)
+        rows, tokens, stamps, kinds = zip(*comm.exchange(told, "the tokens of each rank"), strict=True)
+        if any(kind != kinds[0] for kind in kinds):
+            different = by_rank(Attention(*kind) for kind in kinds)
+            raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
         problem = misfit(comm, rows, tokens, layout, stamps)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
