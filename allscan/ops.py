@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import ScanInputs, call_key, check_tensor, check_transition, decay_target, is_zigzag, restored
+from .checks import (
+    ScanInputs,
+    call_key,
+    check_tensor,
+    check_transition,
+    decay_target,
+    is_zigzag,
+    plain_or_traced,
+    restored,
+)
 from .collective import AllScan, PreparedScan, Work, check_out, leaves
 from .communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from .errors import Problem
@@ -374,6 +383,47 @@ def _gradient(backward, ctx, dprev, _):
 
 
 _traced = CustomOperator("allscan::scan", _forward, _fake, _backward, _fake_backward, _save, _gradient)
+
+
+class Using(torch.autograd.Function):
+    """x; its backward runs that of the others too, as each rank's has to."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        ctx.kinds = [(other.shape, other.dtype) for other in others]
+        ctx.save_for_backward(*others)  # so that activation checkpointing computes again here, on every rank alike
+        return x.detach()  # no view, which must not be written to; of the same memory
+
+    @staticmethod
+    def backward(ctx, dx):  # which may go to a kernel next
+        _ = ctx.saved_tensors
+        return plain_or_traced(dx)[0], *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
+
+
+def check_final(word: str, comm: Communicator, name: str = "output_final_state") -> bool:
+    """True; ValueError, of which the other ranks hear, for another word than "all"."""
+    if word == "all":
+        return True
+    what = f'{name} must be True, False or "all", got {word!r}'
+    if torch.compiler.is_compiling():
+        raise ValueError(what)
+    with comm.call():
+        raise ValueError(what)
+
+
+def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag: bool) -> tuple[Tensor, Tensor]:
+    """(o, on every rank the states that one of them has and the others have as zeros). Without ``packed`` it is the
+    last rank, in the zigzag layout the first. Each rank's backward runs, if it uses any of both."""
+    if comm.size == 1:
+        return o, final
+    found = final
+    if packed or not zigzag:
+        found = found + allscan(final, comm=comm, reverse=True)
+    if packed or zigzag:
+        found = found + allscan(final, comm=comm)
+    if found.requires_grad:
+        o = Using.apply(o, found)
+    return o, found
 
 
 def _foreign(comm, inputs: ScanInputs, reverse: bool):

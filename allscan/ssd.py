@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_dense, check_halves, check_tensor, integer, is_zigzag, plain
+from .checks import check_dense, check_halves, check_tensor, integer, is_zigzag
 from .communicator import Communicator, check_communicator
 from .errors import Problem
 from .first_call import (
@@ -25,7 +25,7 @@ from .first_call import (
 )
 from .launching import dynamo_disabled
 from .operators import check_saveable, product, wants_gradient
-from .ops import allscan
+from .ops import Using, allscan, check_final, final_of_all
 from .packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
 
@@ -35,7 +35,7 @@ def zeco_ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, *, comm: Communicator,
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool | str = False,
     first_token: int | None = None, layout: str = "contiguous", chunk_scan: Callable | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba2's scan (SSD) with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
@@ -54,7 +54,8 @@ def zeco_ssd(
     dt_softplus, dt_limit: the same on every rank; dt_limit: bounds of d_t, the lower one at least 0.
     initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on the
         rank that has a sequence's first token, without cu_seqlens on the first rank.
-    return_final_states: whether to return each sequence's state after its last token. Each rank may choose for itself.
+    return_final_states: whether to return each sequence's state after its last token. Each rank may choose for itself,
+        but for "all": on every rank, see output_final_state of :func:`allscan.zeco_gla`.
     cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
     chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
         return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or None
@@ -79,6 +80,9 @@ def zeco_ssd(
     """
     check_communicator(comm)
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    of_all = False
+    if isinstance(return_final_states, str):
+        of_all = return_final_states = check_final(return_final_states, comm, "return_final_states")
     with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
         zigzag, cu_seqlens, first_token = _prepare(
             comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, chunk_scan
@@ -131,7 +135,8 @@ def zeco_ssd(
             none = torch.zeros_like(last, dtype=torch.float32)
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
         comm.look_for_nan("zeco_ssd", y=y, final_states=final)
-        return y, Using.apply(final, *used)
+        final = Using.apply(final, *used)
+        return final_of_all(y, final, comm, cu_seqlens is not None, zigzag) if of_all else (y, final)
 
 
 class _Span(NamedTuple):
@@ -160,21 +165,6 @@ def _of_half(spans, half) -> list[_Span]:
 def _one_token(x: Tensor) -> Tensor:
     """Zeros for a token, which leave a state as it is, of no tokens [B, 0, ...]."""
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
-
-
-class Using(torch.autograd.Function):
-    """x; its backward runs that of the others too, as each rank's has to."""
-
-    @staticmethod
-    def forward(ctx, x, *others):
-        ctx.kinds = [(other.shape, other.dtype) for other in others]
-        ctx.save_for_backward(*others)  # so that activation checkpointing computes again here, on every rank alike
-        return x.detach()  # no view, which must not be written to; of the same memory
-
-    @staticmethod
-    def backward(ctx, dx):  # which may go to a kernel next
-        _ = ctx.saved_tensors
-        return plain(dx), *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
 
 
 class _Tokens(NamedTuple):

@@ -1,17 +1,19 @@
-"""A long prompt is read by all ranks together, and its states are handed to one rank, which goes on alone.
+"""A long prompt is read by all ranks together, and each goes on from its states with a text of its own.
 
     python examples/prefill_decode.py             # on all GPUs, or on 4 CPU processes in Triton's interpreter
 
-The model is that of train_text.py. Each rank reads its part of the prompt; the final state of every layer is on the
-rank that has the last token. From there that rank decodes, one token at a time, without the others and with no more
-memory than the states. The same prompt on one rank must give the same tokens. Prints the text and the relative
-difference of the logits; above 1e-4, or with another text, the exit status is 1.
+The model is that of train_text.py. Each rank reads its part of the prompt; the final state of every layer goes to all
+ranks, and so do the logits of the last token. From there each rank decodes, one token at a time, without the others
+and with no more memory than the states: rank r begins with the token that is r-th likely. The same prompt on one rank
+must give the same tokens. Prints the texts and the relative difference of the logits; above 1e-4, or with another text,
+the exit status is 1.
 """
 
 import argparse
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from train_text import Model, text_bytes
 
@@ -31,10 +33,10 @@ def finish(block, x, o):
 
 
 def prefill(model, tokens, comm):
-    """(logits of this rank's tokens, the final state of each layer [1, H, K, V], true on the last rank)."""
+    """(logits of this rank's tokens, the final state of each layer [1, H, K, V])."""
     x, states = model.embedding(tokens), []
     for block in model.blocks:
-        o, state = allscan.zeco_gla(*project(block, x), comm=comm, output_final_state=True)
+        o, state = allscan.zeco_gla(*project(block, x), comm=comm, output_final_state="all")
         x = finish(block, x, o)
         states.append(state)
     return model.head(x), states
@@ -53,23 +55,27 @@ def decode(model, token, states):
 
 
 @torch.no_grad()
-def generate(group, length, count):
-    """On the rank with the last token: (the tokens that follow, their logits)."""
+def generate(group, length, count, texts):
+    """(The tokens that follow, their logits) of some texts: on one rank of all, on more of each rank's own."""
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
         model = Model(64, 2).to(comm.device)
         begin, end = (rank * length // comm.size for rank in (comm.rank, comm.rank + 1))
         mine = text_bytes()[begin:end].to(comm.device)
-        logits, states = prefill(model, mine[None], comm)
+        logits, prompt = prefill(model, mine[None], comm)
+        first = logits[:, -1].clone()
+        dist.broadcast(first, dist.get_global_rank(comm.group, comm.size - 1), group=comm.group)
         comm.barrier()
-        if comm.rank != comm.size - 1:
-            return None
-        kept, tokens, logits = [], [], logits[:, -1]
-        for _ in range(count):
-            kept.append(logits)
-            tokens.append(logits.argmax(-1))
-            logits, states = decode(model, tokens[-1], states)
-        return [t.item() for t in tokens], torch.stack(kept).cpu()
+        found = []
+        for text in range(texts) if comm.size == 1 else [comm.rank]:
+            states, logits, kept = prompt, first, []
+            tokens = [logits.topk(texts).indices[:, text]]
+            for _ in range(count):
+                logits, states = decode(model, tokens[-1], states)
+                kept.append(logits)
+                tokens.append(logits.argmax(-1))
+            found.append(([t.item() for t in tokens], torch.stack(kept).cpu()))
+        return found
 
 
 def main() -> int:
@@ -80,12 +86,16 @@ def main() -> int:
     options = parser.parse_args()
     count = gpus if gpus > 1 else 4
     with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
-        alone, expected = ranks.run(on_first, 1, generate, options.length, options.tokens)[0]
-        together, logits = ranks.run(on_first, count, generate, options.length, options.tokens)[count - 1]
-    difference = ((logits - expected).norm() / expected.norm()).item()
-    print(f"prompt of {options.length} tokens on {count} ranks, then {options.tokens} on one: {bytes(together)!r}")
-    print(f"the same text as with the prompt on one rank: {together == alone}; logits differ by {difference:.1e}")
-    return int(together != alone or not difference < 1e-4)
+        expected = ranks.run(on_first, 1, generate, options.length, options.tokens, count)[0]
+        found = [x[0] for x in ranks.run(on_first, count, generate, options.length, options.tokens, count)]
+    print(f"prompt of {options.length} tokens on {count} ranks, then {options.tokens} on each of them:")
+    failed = False
+    for rank, ((tokens, logits), (alone, wanted)) in enumerate(zip(found, expected, strict=True)):
+        difference = ((logits - wanted).norm() / wanted.norm()).item()
+        failed |= tokens != alone or not difference < 1e-4
+        same = f"as on one rank: {tokens == alone}, logits differ by {difference:.1e}"
+        print(f"rank {rank}: {bytes(tokens)!r}; {same}")
+    return int(failed)
 
 
 if __name__ == "__main__":

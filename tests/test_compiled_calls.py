@@ -105,6 +105,29 @@ def test_every_call_is_made_once(run, name, layout):
 LOG: list[int] = []
 
 
+def final_case(group, layout):
+    """Largest difference between gradients of a compiled function and of the same as it is. Rank 1 does not use the
+    final state that all have."""
+    with allscan.Communicator(group) as comm:
+        given = [torch.randn(1, 8, 2, 16) for _ in range(3)]
+        given.append(-given[0].abs())
+
+        def function(q, k, v, g):
+            o, state = allscan.zeco_gla(q, k, v, g, comm=comm, output_final_state="all", layout=layout)
+            return o.sin().sum() + (0 if comm.rank == 1 else state.sin().sum())
+
+        answers = []
+        for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+            leaves = [x.to(comm.device).requires_grad_() for x in given]
+            answers.append(torch.autograd.grad(call(*leaves), leaves))
+        return max(error(*pair) for pair in zip(*answers, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_final_states_on_every_rank(run, layout, size=2):
+    assert max(run(size, final_case, layout)) < 1e-6
+
+
 def toy_forward(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of an operator that doubles x: the number of each call comes into LOG, minus the number of a backward."""
     LOG.append(number)

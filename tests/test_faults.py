@@ -468,6 +468,7 @@ def refused_case(group, kind, name):
         "sparse q": (x.to_sparse(), x, x, -x),
         "a string for q": ("q", x, x, -x),
         "scale": (x, x, x, -x, dict(scale="1")),
+        "output_final_state": (x, x, x, -x, dict(output_final_state="last")),
         "a string for cu_seqlens": (x, x, x, -x, dict(cu_seqlens="0, 18")),
         "ragged cu_seqlens": (x, x, x, -x, dict(cu_seqlens=[[0], [1, 2]])),
         "nested cu_seqlens": (x, 2, dict(cu_seqlens=[[0, 18]])),
@@ -501,7 +502,7 @@ def refused_case(group, kind, name):
     "kind, name",
     [("allscan", n) for n in ("negative strides", "foreign byte order", "no array", "no shape", "sparse", "float64")]
     + [("zeco_gla", n) for n in ("0-d q", "sparse q", "a string for q", "scale", "a string for cu_seqlens",
-                                 "ragged cu_seqlens")]
+                                 "ragged cu_seqlens", "output_final_state")]
     + [("halo", n) for n in ("nested cu_seqlens", "float cu_seqlens", "cu_seqlens on one rank", "n")],
 )  # fmt: skip
 def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):

@@ -25,6 +25,7 @@ from ..communicator import Communicator, check_communicator, communicator_of, sa
 from ..errors import Problem
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..operators import Operator, check_saveable, refuse_second_derivative
+from ..ops import check_final, final_of_all
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from ..tickets import TICKETS
@@ -81,7 +82,7 @@ _kept_fields = functools.lru_cache(maxsize=256)(_fields)
 
 def zeco_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    initial_state: Tensor | None = None, output_final_state: bool | str = False, use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, state_v_first: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -131,7 +132,7 @@ def zeco_kda(
 
 def zeco_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    initial_state: Tensor | None = None, output_final_state: bool | str = False, use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, state_v_first: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
@@ -170,6 +171,9 @@ def _delta(
     rule, before: Before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token,
     layout,
 ):  # fmt: skip
+    of_all = False
+    if isinstance(output_final_state, str):
+        of_all = output_final_state = check_final(output_final_state, comm)
     problem, boundaries = None, cu_seqlens
     try:
         zigzag = is_zigzag(layout)
@@ -208,6 +212,8 @@ def _delta(
     )  # fmt: skip
     if not output_final_state:
         return o, None
+    if of_all:
+        o, final_state = final_of_all(o, final_state, comm, cu_seqlens is not None, zigzag)
     return o, final_state.mT if before.state_v_first else final_state
 
 

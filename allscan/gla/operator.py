@@ -41,6 +41,7 @@ from ..operators import (
     wants_gradient,
     watched,
 )
+from ..ops import check_final, final_of_all
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from ..plan import Plan
@@ -54,7 +55,7 @@ KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a
 
 def zeco_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, comm: Communicator, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
+    initial_state: Tensor | None = None, output_final_state: bool | str = False,
     cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
     recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -72,6 +73,8 @@ def zeco_gla(
     initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token. Its
         gradient is non-zero on the rank that has this token, without cu_seqlens on the first rank.
     output_final_state: whether to return each sequence's state after its last token. Each rank may choose for itself.
+        "all", on all ranks or on none: true on every rank, for decoding behind a split prefill. It goes from the rank
+        that has it to the others, by one scan more, with cu_seqlens by two; its gradient is the sum over the ranks.
     cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
         i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
         the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one communicator a cu_seqlens has
@@ -92,8 +95,8 @@ def zeco_gla(
         choose for itself.
 
     Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
-    the sequence's last token, without cu_seqlens on the last rank, even if that has none, and zeros on the others; or
-    None.
+    the sequence's last token, without cu_seqlens on the last rank, even if that has none, and zeros on the others, with
+    "all" on every rank; or None.
 
     Differentiable in q, k, v, g and initial_state. One scan forward and one in reverse in backward, each moving one
     state of B*H*K*V float32 words from a rank to the next, while the kernels that need nothing remote run. The result
@@ -109,10 +112,14 @@ def zeco_gla(
     """
     if type(comm) is not Communicator:
         check_communicator(comm)
-    return zeco_gla_by(
+    of_all = False
+    if isinstance(output_final_state, str):
+        of_all = output_final_state = check_final(output_final_state, comm)
+    found = zeco_gla_by(
         comm.attributes.get("carrier") or AllScanCarrier.of(comm), q, k, v, g, scale, initial_state,
         output_final_state, cu_seqlens, first_token, layout, recompute,
     )  # fmt: skip
+    return final_of_all(*found, comm, cu_seqlens is not None, layout == "zigzag") if of_all else found
 
 
 def zeco_gla_by(

@@ -18,15 +18,15 @@ from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..halos import halo_of_ends
 from ..launching import dynamo_disabled
+from ..ops import Using
 from ..packing import Tables, boundaries_on_host
 from ..rendezvous import by_rank
-from ..ssd import Using
 from ..torch_compat import has_backward_hooks
 from . import needs
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
-from .recurrent import Tokens, taken
+from .recurrent import Tokens, of_last_tokens, taken
 from .softmax import Gather, chunks, masks_nothing, refuse, shifted
 
 try:
@@ -69,8 +69,9 @@ def sequence_parallel(
     ``criterion`` of the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the
     tokens, by their ``weight`` if it has one) or "sum".
 
-    With ``use_cache=True`` the cache of the rank with the last token, in zigzag the first rank, is what the ordinary
-    model goes on from, as a single process: ``sequence_parallel(model, comm=None)``. The others' is not to be used.
+    With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the whole, which the ordinary model
+    goes on from, each rank by itself: ``sequence_parallel(model, comm=None)``. The logits of the last token are on the
+    rank that has it, in zigzag the first.
 
     Raises ValueError if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
     class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack with
@@ -191,7 +192,7 @@ def _gla(layer, x, cache, where):
         g = g.clamp_min(layer.clamp_min)
     if layer.feature_map_fn is not None:
         q, k = layer.feature_map_fn(q), layer.feature_map_fn(k)
-    o, state = zeco_gla(q, k, v, g, output_final_state=cache is not None, **where)
+    o, state = zeco_gla(q, k, v, g, output_final_state="all" if cache is not None else False, **where)
     _remember(layer, cache, state if state is None else state.mT, conv_states)
     if not layer.use_output_gate:
         o = layer.g_norm(o).flatten(-2)
@@ -206,9 +207,10 @@ def _delta_rule(rule, layer, x, cache, where, g, gated, **options):
     """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
     q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
     o, state = rule(
-        q, k, v, g, layer.b_proj(x), output_final_state=cache is not None, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=layer.allow_neg_eigval,
-        A_log=layer.A_log, dt_bias=layer.dt_bias, state_v_first=True, **where, **options,
+        q, k, v, g, layer.b_proj(x), output_final_state="all" if cache is not None else False,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=layer.allow_neg_eigval, A_log=layer.A_log, dt_bias=layer.dt_bias, state_v_first=True,
+        **where, **options,
     )  # fmt: skip
     _remember(layer, cache, state, conv_states)
     gate = (layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim)),) if gated else ()
@@ -271,9 +273,8 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
             refuse(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
         k, v = others.read(others.in_order())
     if cache is not None:
-        last = own[-1][1]
         cache.update(
-            attn_state=(k[:, :last].flatten(-2), v[:, :last].flatten(-2)), layer_idx=layer.layer_idx,
+            attn_state=(k.flatten(-2), v.flatten(-2)), layer_idx=layer.layer_idx,
             offset=_prefilled[cache], cache_kwargs=dict(window_size=layer.window_size),
         )  # fmt: skip
     # where there are more keys than queries, the last query is that of the last key
@@ -347,7 +348,7 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     if not T:
         ys = [c(y)[0][:, halves * n :] for c, y in zip(convolutions, before if n else xs, strict=True)]
-        return ys, tuple(y[halves - 1 :: halves] for y in states) if use_cache else (None,) * len(xs)
+        return ys, _last_states(states, use_cache, comm, halves)
     if lengths is not None:
         first = partition_start(comm, lengths, T, first_token, halves == 2)
         key = ("convolution", first, T, lengths, halves)
@@ -363,7 +364,14 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
     ys, states = zip(*made)
     if cu_seqlens is None:
         ys = [y.unflatten(0, (-1, halves)).flatten(1, 2) for y in ys]
-    return ys, tuple(x if x is None else x[halves - 1 :: halves] for x in states)
+    return ys, _last_states(states, use_cache, comm, halves)
+
+
+def _last_states(states, wanted, comm, halves):
+    """Those behind the last token of all ranks, on every rank, of the states of each half."""
+    if not wanted:
+        return (None,) * len(states)
+    return of_last_tokens([x[halves - 1 :: halves] for x in states], comm, halves == 2)
 
 
 def _before(convolutions, xs, n, halves, where):

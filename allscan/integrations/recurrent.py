@@ -16,9 +16,8 @@ from ..first_call import cached_table
 from ..halos import halo, halo_of_ends
 from ..launching import dynamo_disabled
 from ..operators import product
-from ..ops import allscan
+from ..ops import Using, allscan, final_of_all
 from ..packing import Tables
-from ..ssd import Using
 
 
 class Piece(NamedTuple):
@@ -148,7 +147,7 @@ def _kept(y) -> bool:
 
 
 def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False):
-    """(o, with ``final`` the state after these tokens, in the contiguous layout) of Gated DeltaNet and KDA.
+    """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
     operator: called as fla's are, with initial_state and output_final_state, for each piece. Outputs and last states
     are linear in values and first states together: K columns of zeros behind the values, with the unit matrix for their
@@ -186,7 +185,23 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
             added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
     o = Using.apply(joined(outputs), *prevs)
-    return o, leaves(left[0], None, through[0], prevs[0]) if final else None
+    if not final:
+        return o, None
+    if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
+        state = leaves(left[-1], None, through[-1], prevs[-1])
+    else:
+        state = torch.zeros_like(left[-1])
+    return final_of_all(o, Using.apply(state, *prevs), comm, False, len(halves) > 1)
+
+
+@torch.no_grad()
+def of_last_tokens(states, comm, zigzag: bool):
+    """Convolutions' states [B, C, W] on every rank, of the one that has the last tokens of all."""
+    together = torch.cat([x.float() for x in states], 1)
+    if comm.rank != (0 if zigzag else comm.size - 1):
+        together = torch.zeros_like(together)
+    found = final_of_all(together, together, comm, False, zigzag)[1].split([x.shape[1] for x in states], 1)
+    return tuple(y.to(x.dtype).contiguous() for x, y in zip(states, found, strict=True))
 
 
 def joined(parts):

@@ -27,7 +27,7 @@ from . import needs
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for
 from .batches import STAMP, looked_at, misfit
 from .batches import cut_batch as cut_batch
-from .recurrent import Piece, convolved, delta_rule
+from .recurrent import Piece, convolved, delta_rule, of_last_tokens
 from .softmax import Gather, chunks, masks_nothing, refuse, shifted
 
 try:
@@ -71,7 +71,7 @@ def sequence_parallel(
     layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
         number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
         chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
-        same on every rank; one sequence, without a cache.
+        same on every rank; one sequence.
     attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`.
 
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
@@ -97,17 +97,18 @@ def sequence_parallel(
     (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
     Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
 
-    ``use_cache`` is False unless it is given. With ``use_cache=True`` the last rank's cache is what the ordinary model
-    goes on from, as a single process: ``sequence_parallel(model, comm=None)``. The others' is not to be used.
+    ``use_cache`` is False unless it is given. With ``use_cache=True``, on all ranks or on none, every rank's cache is
+    that of the whole, which the ordinary model goes on from, each rank by itself: ``sequence_parallel(model,
+    comm=None)``. The logits of the last token are on the rank that has it: the last one, in zigzag the first.
 
     Raises ValueError for models of another kind or around one, with a forward that was replaced (hooks that do so come
     after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
     length ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa"; when called, for
     an attention mask that masks anything (pack instead), for a cache that is not empty or of packed sequences, for
-    ``use_cache=True`` where the last rank has fewer tokens than a convolution's kernel, for ``output_attentions`` and
-    ``output_router_logits``; with a limit of memory for ``use_cache=True``, packed sequences, dropout and dtypes
-    without a kernel; in zigzag for packed sequences, for ``use_cache=True``, for an odd number of tokens or one that
-    differs between ranks.
+    ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a convolution's kernel, for
+    ``output_attentions`` and ``output_router_logits``; with a limit of memory for ``use_cache=True``, packed sequences,
+    dropout and dtypes without a kernel; in zigzag for packed sequences, for an odd number of tokens or one that differs
+    between ranks.
     """
     if comm is not None:
         check_communicator(comm)
@@ -318,8 +319,6 @@ def _model(
         refuse(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
     if zigzag and cu_seqlens is not None:
         refuse(comm, f"cu_seq_lens_q: {PACKED_ZIGZAG}")
-    if zigzag and use_cache:
-        refuse(comm, "use_cache=True is not covered in the zigzag layout: no rank would have a cache to go on from")
     if attention.memory is not None and use_cache:
         refuse(comm, "use_cache=True needs all keys at once: attention.memory must be None")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
@@ -361,7 +360,19 @@ def _model(
         model, input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=bool(use_cache),
         **{_name_of_cache(type(model)): cache, SEQUENCE: sequence}, **options,
     )  # fmt: skip
+    if use_cache:
+        _of_last_tokens(outputs if isinstance(outputs, tuple) else outputs.values(), sequence)
     return outputs if sequence.own else _without_padding(outputs)
+
+
+def _of_last_tokens(outputs, sequence):
+    """Let the cache among a model's outputs have the convolutions' states of the whole."""
+    for cache in (x for x in outputs if hasattr(x, "layers")):
+        for layer in cache.layers:
+            for state in getattr(layer, "conv_states", {}).values():
+                if state is not None:
+                    with torch.no_grad():
+                        state.copy_(of_last_tokens([state], sequence.comm, sequence.zigzag)[0])
 
 
 def _without_padding(outputs):
@@ -395,8 +406,13 @@ def _sequence(
         told = B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel, list(attention)
         answers = comm.exchange(told, "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
-        if tokens[-1] < max(kernels):  # the layers make the state of the last rank's tokens alone
-            why = f"with a cache the last rank must have as many tokens as a convolution's kernel, got {tokens[-1]}"
+        if len(set(kernels)) > 1:
+            why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"
+            raise comm.order.raised_everywhere(ValueError(why))
+        last = tokens[0] // 2 if zigzag else tokens[-1]
+        if last < kernel:  # the layers make the state of these tokens alone
+            where = "half of the first rank's tokens" if zigzag else "the last rank"
+            why = f"with a cache {where} must have as many tokens as a convolution's kernel, got {last}"
             raise comm.order.raised_everywhere(ValueError(why))
         if len({answer[4] for answer in answers}) > 1:
             given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
@@ -505,7 +521,8 @@ def _state_space(
     x, dt, B, C, z = _own(sequence, x, dt, B, C, z)
     found = zeco_ssd(
         x, dt, A, B, C, chunk_size, comm=sequence.comm, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-        dt_limit=dt_limit, return_final_states=return_final_states, chunk_scan=scan, **sequence.where(),
+        dt_limit=dt_limit, return_final_states="all" if return_final_states else False, chunk_scan=scan,
+        **sequence.where(),
     )  # fmt: skip
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
@@ -542,7 +559,7 @@ def _delta_rule(
     if operator is not None:
         taken = inspect.signature(operator).parameters
         o, state = operator(
-            *tensors, comm=sequence.comm, output_final_state=output_final_state,
+            *tensors, comm=sequence.comm, output_final_state="all" if output_final_state else False,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **sequence.where(),
             **{name: x for name, x in options.items() if name in taken},
         )  # fmt: skip
