@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checks import boundaries
 from .communicator import Communicator, cached_on, check_communicator, communicator_of
 from .errors import REMEDY, Problem
 from .first_call import KEPT, ask_all
 from .operators import CustomOperator
+from .packing import boundaries_on_host
 
 
 def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
@@ -36,15 +40,36 @@ def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
     return _move(x, comm, False)
 
 
-def zigzag_positions(T: int, *, comm: Communicator) -> Tensor:
-    """[T] int64: where in the whole sequence the tokens of this rank lie in the zigzag layout, T tokens a rank.
-    Raises ValueError for an odd T."""
+def zigzag_positions(
+    T: int, *, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None = None, per_document: bool = False
+) -> Tensor:
+    """[T] int64: where in the whole row the tokens of this rank lie in the zigzag layout, T tokens a rank.
+
+    cu_seqlens: [N + 1] from 0 to P T, where packed sequences begin and end in the whole row; the host waits for one
+        that is on a GPU.
+    per_document: False: the row is cut into 2P chunks, wherever sequences begin. True, with cu_seqlens: each sequence
+        is cut into 2P chunks of its own, of which a rank has r and 2P - 1 - r, one sequence behind the other, as
+        Megatron-core, Transformer Engine and torch's context parallelism have them. Its length is a multiple of 2P.
+
+    This rank's part of anything [B, P T, ...] of the whole row, such as position_ids, is ``x[:, places]``.
+    Raises TypeError for another type, ValueError for an odd T and for cu_seqlens that do not go with it.
+    """
     check_communicator(comm)
     if T % 2 or T < 0:
         raise ValueError(f"T must be even, got {T}")
-    piece = torch.arange(T // 2, device=comm.device)
-    first, second = _pieces(comm.rank, comm.size, True)
-    return torch.cat([first * (T // 2) + piece, second * (T // 2) + piece])
+    lengths = [0, comm.size * T] if cu_seqlens is None else [*boundaries_on_host(boundaries(cu_seqlens))]
+    if lengths[0] or lengths[-1] != comm.size * T or lengths != sorted(lengths):
+        raise ValueError(f"cu_seqlens must rise from 0 to {comm.size} ranks' {T} tokens, got {lengths}")
+    if per_document and cu_seqlens is None:
+        raise ValueError("per_document=True needs cu_seqlens")
+    cuts, chunks = list(itertools.pairwise(lengths if per_document else [0, lengths[-1]])), 2 * comm.size
+    if any((end - first) % chunks for first, end in cuts):
+        raise ValueError(
+            f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got {lengths}"
+        )
+    pieces = [(first + i * n, first + (i + 1) * n) for first, end in cuts for n in ((end - first) // chunks,)
+              for i in _pieces(comm.rank, comm.size, True)]  # fmt: skip
+    return torch.cat([torch.arange(*piece, device=comm.device) for piece in pieces])
 
 
 def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.cpu  # the functions for GPUs are not torch's own
 TOKENS = {1: [20], 2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank
 EVEN = {1: [20], 2: [14, 14], 4: [10] * 4}  # in the zigzag layout: halves of an odd number, too
 CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18, 29]}  # some at the ranks' cuts
+IN_ZIGZAG = {2: [0, 1, 7, 16, 21, 28], 4: [0, 3, 5, 14, 18, 29, 40]}  # of halves of 7 and 5
 VOCABULARY = 53
 COMMON = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, pad_token_id=0)
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6)
@@ -108,18 +109,22 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)))
         labels = whole.clone()
         labels[:, 3] = -100
-        lengths = CUTS[comm.size] if packed and not zigzag else [0, sum(tokens)]
+        lengths = (IN_ZIGZAG if zigzag else CUTS)[comm.size] if packed and "one" not in packed else [0, sum(tokens)]
         labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
         logits, loss, grads = expected(model, whole, labels, lengths)
         model.zero_grad()
         mine = place(comm, tokens, zigzag)
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
-        how = {None: {}, "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
-               "position_ids": dict(position_ids=positions[:, mine])}[packed]  # fmt: skip
+        how = {
+            None: {},
+            "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
+            "position_ids": dict(position_ids=positions[:, mine]),
+            "one": dict(position_ids=positions[:, mine]),
+        }
         assert sequence_parallel(model, comm=comm, layout=layout, attention=Attention(*attention)) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
-        output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
+        output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how[packed])
         output.loss.backward()
         share = output.loss.detach()
         dist.all_reduce(share, group=comm.group)
@@ -206,10 +211,12 @@ def test_few_tokens(run, family, inner, layout, size=3):
 
 @pytest.mark.parametrize(
     "family, size, given, inner",
-    [("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "position_ids", "eager"), ("kimi_linear", 1, None, "sdpa"),
-     ("qwen3_next", 2, "position_ids", "sdpa"), ("qwen3_next", 4, None, "sdpa"), ("qwen3_next", 2, None, "eager"),
-     ("qwen3_5", 2, "position_ids", "sdpa"), ("nemotron_h", 2, None, "eager"), ("nemotron_h", 4, None, "sdpa"),
-     ("bamba", 2, None, "sdpa"), ("granitemoehybrid", 2, None, "eager"), ("falcon_h1", 4, None, "sdpa")],
+    [("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "one", "eager"), ("kimi_linear", 1, None, "sdpa"),
+     ("kimi_linear", 4, "cu_seq_lens", "sdpa"), ("nemotron_h", 2, "position_ids", "sdpa"),
+     ("qwen3_next", 4, "position_ids", "eager"), ("qwen3_next", 2, "one", "sdpa"), ("qwen3_next", 4, None, "sdpa"),
+     ("qwen3_next", 2, None, "eager"), ("qwen3_5", 2, "one", "sdpa"), ("nemotron_h", 2, None, "eager"),
+     ("nemotron_h", 4, None, "sdpa"), ("bamba", 2, None, "sdpa"), ("granitemoehybrid", 2, None, "eager"),
+     ("falcon_h1", 4, None, "sdpa")],
 )  # fmt: skip
 def test_models_in_zigzag(run, family, size, given, inner):
     for errors, unused in run(size, model_case, family, given, inner, False, "zigzag"):
@@ -285,11 +292,10 @@ def in_one_call_case(group, layout):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "of_package", lambda function: function)
-        packed = None if layout == "zigzag" else "cu_seq_lens"
-        return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, packed, layout=layout)
+        return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens", layout=layout)
 
 
-@pytest.mark.parametrize("size, layout", [(3, "contiguous"), (2, "zigzag")])
+@pytest.mark.parametrize("size, layout", [(3, "contiguous"), (2, "zigzag"), (4, "zigzag")])
 def test_functions_that_take_packed_sequences(run, size, layout):
     for errors, _ in run(size, in_one_call_case, layout):
         assert max(errors.values()) < 2e-5, errors
@@ -336,7 +342,8 @@ def ours_case(group, family, packed, layout):
 @pytest.mark.parametrize(
     "family, packed, size, layout",
     [("kimi_linear", None, 2, "contiguous"), ("qwen3_next", "cu_seq_lens", 2, "contiguous"),
-     ("qwen3_next", None, 3, "contiguous"), ("kimi_linear", None, 4, "zigzag"), ("qwen3_next", None, 2, "zigzag")],
+     ("qwen3_next", None, 3, "contiguous"), ("kimi_linear", None, 4, "zigzag"), ("qwen3_next", None, 2, "zigzag"),
+     ("kimi_linear", "position_ids", 2, "zigzag"), ("qwen3_next", "cu_seq_lens", 4, "zigzag")],
 )  # fmt: skip
 def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
     pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
@@ -700,9 +707,10 @@ def zigzag_case(group):
         model.model.forward, last = ordinary, comm.rank == comm.size - 1
         contiguous = torch.arange(12)[None] + 12 * comm.rank
         refused = {
-            "cu_seq_lens_q: packed sequences are not covered": dict(cu_seq_lens_q=torch.tensor([0, 8, sum(tokens)])),
-            "position_ids begin sequences at tokens": dict(position_ids=torch.where(mine < 9, mine, mine - 9)[None]),
-            "packed sequences are not covered": dict(position_ids=contiguous if last else mine[None]),
+            "begin with 0, got (0, 9) of the whole at positions [0, 1]": dict(
+                position_ids=torch.where(mine < 9, mine, mine - 8)[None]
+            ),
+            "of the whole at positions [0, 12, 18]": dict(position_ids=contiguous if last else mine[None]),
             "on every rank or on none": dict(position_ids=mine[None]) if last else {},
             "got rank 0: 12; rank 1: 10": dict(input_ids=part[:, :10] if last else part),
             "wants an even number of tokens": dict(input_ids=part[:, :11]),

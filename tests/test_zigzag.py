@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -40,6 +42,21 @@ def zigzag_case(group, T):
             to_zigzag(own[:, 1:], comm=comm)
         with pytest.raises(ValueError, match="T must be even"):
             zigzag_positions(T + 1, comm=comm)
+        total = torch.arange(P * T)
+        lengths = [0, 0, 2 * P, P * T] if T > 2 else [0, P * T]
+        for cu_seqlens in (lengths, torch.tensor(lengths, dtype=torch.int32, device=comm.device)):
+            found = zigzag_positions(T, comm=comm, cu_seqlens=cu_seqlens)
+            assert torch.equal(found, zigzag_positions(T, comm=comm))
+            found = zigzag_positions(T, comm=comm, cu_seqlens=cu_seqlens, per_document=True)
+            documents = [total[a:b].chunk(2 * P) for a, b in itertools.pairwise(lengths) if b > a]
+            wanted = torch.cat([x for chunks in documents for x in (chunks[rank], chunks[2 * P - 1 - rank])])
+            assert torch.equal(found.cpu(), wanted)
+        wrong = {"needs cu_seqlens": dict(per_document=True), "must rise from 0": dict(cu_seqlens=[0, P * T + 2]),
+                 "cu_seqlens must be": dict(cu_seqlens=[0.5]),
+                 "multiples of": dict(cu_seqlens=[0, 1, P * T], per_document=True)}  # fmt: skip
+        for text, given in wrong.items():
+            with pytest.raises((TypeError, ValueError), match=text):
+                zigzag_positions(T, comm=comm, **given)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import sys
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ def sequence_parallel(
     layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
         number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
         chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
-        same on every rank; one sequence.
+        same on every rank.
     attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`.
 
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
@@ -107,8 +108,8 @@ def sequence_parallel(
     an attention mask that masks anything (pack instead), for a cache that is not empty or of packed sequences, for
     ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a convolution's kernel, for
     ``output_attentions`` and ``output_router_logits``; with a limit of memory for ``use_cache=True``, packed sequences,
-    dropout and dtypes without a kernel; in zigzag for packed sequences, for an odd number of tokens or one that differs
-    between ranks.
+    dropout and dtypes without a kernel; in zigzag for an odd number of tokens or one that differs between ranks, and
+    for ``position_ids`` that begin a sequence with another number than 0.
     """
     if comm is not None:
         check_communicator(comm)
@@ -257,8 +258,8 @@ class _Sequence:
 
     @property
     def first(self) -> int:
-        """Of the contiguous layout."""
-        return sum(self.tokens[: self.comm.rank])
+        """Where in the whole this rank's tokens begin."""
+        return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
 
     @property
     def own(self) -> int:
@@ -270,17 +271,16 @@ class _Sequence:
 
     def parts(self) -> list[_Part]:
         """Of the sequences on this rank that are not empty."""
-        if self.lengths is None:
-            parts, start = [], 0
-            for half, (first, end) in enumerate((a, b) for rank, a, b in self.chunks() if rank == self.comm.rank):
-                parts.append(_Part(start, start + end - first, half, 0, end))
-                start += end - first
-            return parts
-        lengths, first = boundaries_on_host(self.lengths), self.first
-        pieces = [p for p in cut(lengths, first, self.own) if p.end > p.start]
-        if not self.own:
-            return [_Part(0, 0, 0, 0, first)]  # what comes goes on
-        return [_Part(p.start, p.end, 0, lengths[p.sequence], first + p.end) for p in pieces]
+        own, parts, start = [(a, b) for rank, a, b in self.chunks() if rank == self.comm.rank], [], 0
+        lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
+        for half, (first, end) in enumerate(own):
+            if lengths is None or not self.own:
+                parts.append(_Part(start, start + end - first, half, 0, end))  # what comes goes on
+            else:
+                parts += [_Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
+                          for p in cut(lengths, first, end - first) if p.end > p.start]  # fmt: skip
+            start += end - first
+        return parts
 
     def cut(self) -> list[Piece]:
         return [Piece(part.end - part.start, part.half, part.before > 0) for part in self.parts()]
@@ -317,8 +317,6 @@ def _model(
     cu_seqlens = options.pop("cu_seq_lens_q", None)
     if cu_seqlens is None and any(options.get(name) is not None for name in ("seq_idx", "cu_seq_lens_k")):
         refuse(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
-    if zigzag and cu_seqlens is not None:
-        refuse(comm, f"cu_seq_lens_q: {PACKED_ZIGZAG}")
     if attention.memory is not None and use_cache:
         refuse(comm, "use_cache=True needs all keys at once: attention.memory must be None")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
@@ -387,9 +385,6 @@ def _without_padding(outputs):
     return tuple(_without_padding(x) if isinstance(x, (torch.Tensor, tuple)) else x for x in outputs)
 
 
-PACKED_ZIGZAG = 'packed sequences are not covered in the zigzag layout: cut them with layout="contiguous"'
-
-
 KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolutions, in configs
 
 
@@ -400,7 +395,7 @@ def _sequence(
     ``seen``: of the batch (batches.py); ``kernel``: tokens that the convolutions' states have, 0 without a cache."""
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
-        rises = None
+        rises, begun = None, []  # with which position_ids sequences begin
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         told = B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel, list(attention)
@@ -437,14 +432,17 @@ def _sequence(
             for rank, first, last in chunks(tokens, zigzag):
                 if first == last:
                     continue
-                here, (start, end) = next(halves[rank])
+                here, positions, (start, end) = next(halves[rank])
                 if before is None or any(a != b + 1 for a, b in zip(start, before, strict=True)):
                     found.append(first)
+                    begun += start
                 found += [first + i for i in here]
+                begun += itertools.chain(*positions)
                 before = end
             lengths = (*found, sum(tokens)) if len(found) > 1 else None
-        if lengths is not None and zigzag:
-            problem = f"position_ids begin sequences at tokens {lengths[:-1]} of the whole: {PACKED_ZIGZAG}"
+        if lengths is not None and zigzag and any(begun):  # as where they are those of another layout
+            problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
+            problem = f"{problem} of the whole at positions {begun}: see allscan.zigzag.zigzag_positions"
         elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
             problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
         elif lengths is not None and lengths[-1] != sum(tokens):
@@ -458,9 +456,9 @@ def _sequence(
 
 
 def _rises(position_ids):
-    """(where they do not rise by 1, (the first of each row, the last)); waits for the GPU."""
+    """(where they do not rise by 1, what each row has there, (the first of each row, the last)); waits for the GPU."""
     breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
-    return breaks.tolist(), position_ids[:, [0, -1]].mT.tolist()
+    return breaks.tolist(), position_ids[:, breaks].mT.tolist(), position_ids[:, [0, -1]].mT.tolist()
 
 
 class _Operator:
