@@ -75,12 +75,12 @@ def mapped(handle: Sequence[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(*handle)
 
 
-def operator(name: str, arguments: str) -> Any:
-    """torch.ops.aten's of this name, None unless it takes these arguments: attention that takes and gives log-sum-exps,
-    which nothing public does."""
-    found = getattr(torch.ops.aten, name, None)
-    known = found is not None and [x.name for x in found.default._schema.arguments] == arguments.split()
-    return found if known else None
+def operator(name: str, arguments: str, more: bool = False) -> Any:
+    """torch.ops.aten's of this name, None unless it takes these arguments, ``more``: and others behind them: attention
+    that takes and gives log-sum-exps, which nothing public does."""
+    found, wanted = getattr(torch.ops.aten, name, None), arguments.split()
+    taken = [] if found is None else [x.name for x in found.default._schema.arguments]
+    return found if (taken[: len(wanted)] if more else taken) == wanted else None
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -16,11 +16,13 @@ Beside each other:
 
 * allscan: allscan.integrations.transformers; a state travels, softmax layers gather their keys and values or latents;
 * allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states travel;
-* heads: all-to-all turns tokens into heads around fla's rule and around sdpa (Ulysses; as Megatron-core and ms-swift
-  do); gates travel in the model's dtype, and convolutions take the integration's, which is less than those send;
+* heads: all-to-all turns tokens into heads around fla's rule and around attention (Ulysses; as Megatron-core and
+  ms-swift do); gates travel in the model's dtype, and convolutions take the integration's: less than those send;
 * gathered: each recurrent layer has the hidden states of the whole sequence on every rank and keeps its part (as slime
   and NeMo-Automodel do); softmax layers as for allscan;
 * data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers look back at less.
+
+Attention kernels of all methods are those of allscan.integrations.attention, in the place of sdpa.
 
 The methods take turns, step by step, in another order each time; a time is the median step of the slowest rank. They
 are checked first on a small model: loss and gradients against one rank with the whole sequence; and proven afterwards
@@ -46,10 +48,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import allscan
+from allscan.integrations import attention
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench.baselines import Turn
@@ -189,13 +191,15 @@ def attention_of_heads(module, query, key, value, attention_mask, scaling=None, 
 
     def attend(q, k, v):
         q, k, v = (t.transpose(1, 2) for t in (q.unflatten(3, (together, width)).flatten(2, 3), k, v))
-        options = dict(is_causal=True, scale=scaling, enable_gqa=together > 1)
-        return (
-            F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).unflatten(2, (-1, together)).flatten(3)
-        )
+        return attention.causal(q, k, v, scaling).unflatten(2, (-1, together)).flatten(3)
 
     o = turned(comm, [query.unflatten(2, (-1, together)).flatten(3), key, value], attend)
     return o.unflatten(3, (together, -1)).flatten(2, 3), None
+
+
+def attention_of_one(module, query, key, value, attention_mask, scaling=None, **_):
+    """In place of sdpa, so that data parallel and heads have the kernels that blocks have."""
+    return attention.causal(query, key, value, scaling), None
 
 
 def gathering(layer, hidden_states, *, allscan_sequence, **options):
@@ -211,6 +215,7 @@ def gathering(layer, hidden_states, *, allscan_sequence, **options):
 def method(name, hybrid, model, comm, one):
     """The model as that method has it. one: the communicator of this rank alone."""
     from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from allscan.integrations import transformers as integration
 
@@ -234,8 +239,10 @@ def method(name, hybrid, model, comm, one):
                 layer.forward = functools.partial(gathering, layer)
         if name == "data parallel":
             setattr(modeling, hybrid.rule, own)
+            AttentionInterface.register("sdpa", attention_of_one)
         yield
     finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
         setattr(modeling, hybrid.rule, rule)
         AttentionInterface.register(integration.NAME, integration._attention)
         for layer in recurrent:

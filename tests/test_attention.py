@@ -9,7 +9,7 @@ import torch
 
 import allscan
 from allscan.integrations import attention, softmax
-from support.attention import attention_case, split, whole_case
+from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
 
 pytestmark = pytest.mark.cpu  # tests/gpu/test_attention_gpu.py is for GPUs
@@ -149,6 +149,31 @@ def test_sums_in_float32(run, size=8):
 def test_what_the_operators_take(name):
     """The arguments that our calls give are those that this PyTorch's operators have."""
     assert dict(cudnn=attention.CUDNN_IS_KNOWN, flash=attention.FLASH_IS_KNOWN)[name]
+
+
+def packed_on_cpu_case(group, zigzag, kind):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "flash_packed", varlen)
+        return packed_case(group, zigzag, kind, torch.float32)
+
+
+@pytest.mark.parametrize("size, zigzag, kind", [(1, False, "heads"), (4, False, "groups"), (4, True, "narrow")])
+def test_packed_sequences_in_one_call(run, size, zigzag, kind):
+    """By a stand-in for the kernels of GPUs, whose arguments are checked."""
+    assert attention.flash_packed is not None
+    for errors in run(size, packed_on_cpu_case, zigzag, kind):
+        assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whole_sequences(dtype):
+    q, k, v = (torch.randn(2, heads, 9, width, dtype=dtype, requires_grad=True)
+               for heads, width in ((4, 12), (2, 12), (2, 8)))  # fmt: skip
+    answers = []
+    for o in (attention.causal(q, k, v), torch.nn.functional.scaled_dot_product_attention(
+        q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True).transpose(1, 2)):  # fmt: skip
+        answers.append([o, *torch.autograd.grad((o * torch.arange(8)).sum(), (q, k, v))])
+    assert all(relative(a, b) < 1e-6 for a, b in zip(*answers, strict=True))
 
 
 def test_the_kernels_results():

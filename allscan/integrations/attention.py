@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 import triton
 
 from ..bindings.triton_compat import OPTIONS
+from ..first_call import cached_table
+from ..packing import Tables
 from ..shmem_kernels.merge import merge_kernel
 from ..torch_compat import operator
 from .softmax import Gather
@@ -165,23 +168,25 @@ def _cpu_backward(do, q, k, v, o, lse, _, causal, scale):
 
 
 def _cpu_fits(q, k, v) -> bool:
-    return q.device.type == "cpu"
+    return q.device.type == "cpu" and None not in (on_cpu, on_cpu_backward)
+
+
+def _wide(*tensors):
+    """The same of one width, a multiple of 8."""
+    width = max(x.shape[-1] for x in tensors)
+    width += -width % 8
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
 def _of_one_width(forward, backward) -> tuple[Callable, Callable]:
     """The same where the kernels want q, k and v of one width, a multiple of 8."""
 
-    def wide(*tensors):
-        width = max(x.shape[-1] for x in tensors)
-        width += -width % 8
-        return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
-
     def forward_of_any(q, k, v, causal, scale):
-        o, lse, more = forward(*wide(q, k, v), causal, scale)
+        o, lse, more = forward(*_wide(q, k, v), causal, scale)
         return tokens_first(o[..., : v.shape[-1]]), lse, more
 
     def backward_of_any(do, q, k, v, o, lse, more, causal, scale):
-        do, q_, k_, v_, o = wide(do, q, k, v, o)
+        do, q_, k_, v_, o = _wide(do, q, k, v, o)
         found = backward(do, q_, k_, v_, o, lse, more, causal, scale)
         return tuple(dx[..., : x.shape[-1]] for dx, x in zip(found, (q, k, v), strict=True))
 
@@ -193,6 +198,54 @@ KERNELS = (
     Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), _flash_fits),
     Kernel("cpu", *_of_one_width(_cpu_forward, _cpu_backward), _cpu_fits),
 )
+
+
+# Packed sequences, by FlashAttention 2, whose causal mask ends with the last query at the last key
+
+flash_packed = operator(
+    "_flash_attention_forward",
+    "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale",
+    more=True,
+)
+
+
+class Pieces(Tables):
+    """Of packed sequences that have tokens first .. end - 1 of the whole, a part of a rank: cu_seqlens of their queries
+    there, and of their keys up to its end; how many tokens of each are before it; where the first one begins; and how
+    long the longest is."""
+
+    def __init__(self, device, first, end, lengths) -> None:
+        here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
+        self.begin, self.longest = here[0][0] if here else first, max((b - a for a, b in here), default=0)
+        queries, keys = ([0, *(min(b, end) - start for _, b in here)] for start in (first, self.begin))
+        tables = queries, keys, [max(first - a, 0) for a, _ in here]
+        super().__init__([torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables], device)
+        self.queries, self.keys, _ = self.tensors
+
+
+def pieces_of(comm, first, end, lengths) -> Pieces:
+    key = "softmax", first, end, lengths
+    return cached_table(comm, key, lambda: Pieces(comm.device, first, end, lengths))
+
+
+def takes_packed(q, k, v) -> bool:
+    return flash_packed is not None and _flash_fits(q, k, v)
+
+
+def packed(q, k, v, comm, parts, lengths, scale=None):
+    """o [1, T, H, V] of this rank's queries [1, H, T, D] to the keys [1, G, S, D] and values of all ranks, in the order
+    of the whole. parts: (first token, end) of its tokens, one behind the other; lengths: cu_seqlens of the whole."""
+    scale, outputs = q.shape[-1] ** -0.5 if scale is None else scale, []
+    width = v.shape[-1]
+    q, k, v = (x[0].transpose(0, 1) for x in _wide(q, k, v))
+    for mine, (first, end) in zip(q.split([end - first for first, end in parts]), parts, strict=True):
+        pieces = pieces_of(comm, first, end, lengths)
+        here = slice(pieces.begin, end)
+        outputs.append(flash_packed(
+            mine, k[here], v[here], pieces.queries, pieces.keys, end - first, pieces.longest, 0.0, True, False,
+            scale=scale,
+        )[0])  # fmt: skip
+    return torch.cat(outputs)[None, ..., :width]
 
 
 # The blocks
@@ -294,6 +347,18 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()):
         keys = _keys(keys, project, q.dtype) if rows else keys
         o = _Others.apply(shared, kernel, scale, rows, q.detach(), o, lse, *keys)
     return o.transpose(1, 2).unflatten(0, (halves, batch)).movedim(0, 1).flatten(1, 2)
+
+
+def causal(q, k, v, scale=None):
+    """o [B, T, H, V] of whole sequences, q [B, H, T, D], k and v [B, G, T, ...], by the kernel that blocks have."""
+    kernel, shared = kernel_for(q, k, v), _Shared()
+    if kernel is None:
+        grouped = q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return o.transpose(1, 2)
+    q, scale = tokens_first(q), q.shape[-1] ** -0.5 if scale is None else scale
+    o, lse = _Own.apply(shared, kernel, scale, q, k, v)
+    return _Others.apply(shared, kernel, scale, [], q.detach(), o, lse).transpose(1, 2)
 
 
 def _rows(gather, q, batch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from ..packing import Tables, boundaries_on_host
 from ..rendezvous import by_rank
 from ..torch_compat import has_backward_hooks
 from . import needs
-from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for
+from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, of_last_tokens, taken
@@ -247,11 +246,7 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     if layer.qk_norm:
         q, k = layer.q_norm(q), layer.k_norm(k)
 
-    def pieces_of(first, end):
-        key = "softmax", first, end, lengths
-        return cached_table(comm, key, lambda: _Pieces(comm.device, first, end, lengths or (0, sum(tokens))))
-
-    pieces = [pieces_of(*part) for part in own]
+    pieces = [pieces_of(comm, *part, lengths or (0, sum(tokens))) for part in own]
     rotated = []
     for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
         packed = dict(seqlen_offset=first)
@@ -291,20 +286,6 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
                 cu_seqlens_k=part.keys, max_seqlen_q=end - first, max_seqlen_k=part.longest, **options,
             )[None])  # fmt: skip
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
-
-
-class _Pieces(Tables):
-    """Of packed sequences that have tokens first .. end - 1 of the whole, a part of a rank: cu_seqlens of their queries
-    there, and of their keys up to its end; how many tokens of each are before it; where the first one begins; and how
-    long the longest is."""
-
-    def __init__(self, device, first, end, lengths) -> None:
-        here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
-        self.begin, self.longest = here[0][0] if here else first, max((b - a for a, b in here), default=0)
-        queries, keys = ([0, *(min(b, end) - start for _, b in here)] for start in (first, self.begin))
-        tables = queries, keys, [max(first - a, 0) for a, _ in here]
-        super().__init__([torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables], device)
-        self.queries, self.keys, _ = self.tensors
 
 
 _CALLS = {

@@ -25,7 +25,7 @@ from ..rendezvous import by_rank
 from ..ssd import Using, zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needs
-from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for
+from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, packed, takes_packed
 from .batches import STAMP, looked_at, misfit
 from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule, of_last_tokens
@@ -687,6 +687,10 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if not sequence.own:  # takes part in the others' backward
         o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
         return _padded(Using.apply(o, key, value), sequence), None
+    if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
+        own = [(first, end) for rank, first, end in sequence.chunks() if rank == sequence.comm.rank]
+        lengths = boundaries_on_host(sequence.lengths)
+        return packed(query, key, value, sequence.comm, own, lengths, scaling), None
     for part in sequence.parts():
         T, before, mask = part.end - part.start, part.before, None
         if inner == "eager" and T > 1:

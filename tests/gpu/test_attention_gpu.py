@@ -7,7 +7,7 @@ import torch
 
 from allscan.integrations import attention
 from bench import attention as bench
-from support.attention import attention_case
+from support.attention import attention_case, packed_case
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +67,10 @@ def test_over_the_gpus(run, kind, layout, size=2):
     """Gathers and sums by NCCL."""
     for ours, alone in run(size, attention_case, kind, layout, 1, "plain", torch.bfloat16, 1024):
         assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
+
+
+@pytest.mark.parametrize("size, zigzag", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
+def test_packed_sequences_in_one_call(run, kind, zigzag, size):
+    for errors in run(size, packed_case, zigzag, kind, torch.bfloat16):
+        assert max(errors) < 1e-2, errors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -59,6 +61,51 @@ def one_rank(given, expand, do):
 
 
 SCALE = 0.2
+
+
+def varlen(q, k, v, q_cuts, k_cuts, longest_q, longest_k, dropout, causal, debug, scale):
+    """aten's _flash_attention_forward of packed sequences: the last query of each at its last key."""
+    outputs = []
+    assert q_cuts.dtype == k_cuts.dtype == torch.int32 and causal and len(q) == longest_q == q_cuts[-1]
+    for (a, b), (c, d) in zip(*(itertools.pairwise(x.tolist()) for x in (q_cuts, k_cuts)), strict=True):
+        Q, K, V = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+        K, V = (x.repeat_interleave(Q.shape[0] // K.shape[0], 0) for x in (K, V))
+        seen = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - b + a)
+        assert d - c <= longest_k
+        outputs.append(F.scaled_dot_product_attention(Q, K, V, seen, scale=scale).transpose(0, 1))
+    return torch.cat(outputs), None
+
+
+LENGTHS = [0, 0, 3, 37, 40, 41, 64]  # of packed sequences
+
+
+def packed_case(group, zigzag, kind, dtype):
+    """Relative errors of o and of the gradients of q, k and v, all over the ranks, to each sequence in float64."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        total, (H, G, D, V) = LENGTHS[-1], SIZES[kind]
+        tokens = [total // comm.size] * comm.size
+        mine = place(comm, tokens, zigzag)
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, do = (torch.randn(1, total, *shape, generator=generator).to(comm.device, dtype)
+                       for shape in ((H, D), (G, D), (G, V), (H, V)))  # fmt: skip
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        K, V = (x.repeat_interleave(H // G, 2) for x in exact[1:])
+        o = torch.cat([
+            F.scaled_dot_product_attention(
+                *(x[:, a:b].transpose(1, 2) for x in (exact[0], K, V)), is_causal=True, scale=SCALE).transpose(1, 2)
+            for a, b in itertools.pairwise(LENGTHS)], 1)  # fmt: skip
+        o.backward(do.double())
+        leaves = [x.detach().requires_grad_() for x in (q[:, mine], k, v)]
+        parts = [(first, end) for rank, first, end in softmax.chunks(tokens, zigzag) if rank == comm.rank]
+        given = [x.transpose(1, 2) for x in leaves]
+        assert comm.device.type == "cpu" or attention.takes_packed(*given)
+        found = attention.packed(*given, comm, parts, tuple(LENGTHS), SCALE)
+        found.backward(do[:, mine])
+        sums = [x.grad.float() for x in leaves[1:]]
+        for x in sums:
+            dist.all_reduce(x, group=comm.group)
+        wanted = [o[:, mine], exact[0].grad[:, mine], *(x.grad for x in exact[1:])]
+        return [relative(a, b) for a, b in zip((found, leaves[0].grad, *sums), wanted, strict=True)]
 
 
 def split(comm, tokens, zigzag, given, expand, memory=None):
