@@ -201,7 +201,8 @@ def _with_packed(name: str, function: Callable[..., Any], fake: Callable[..., An
     if at is None:
         return operators, lambda *inputs: operators[0](*inputs)[:-1]
     operators.append(_custom_operator(f"{name}_packed", function, fake, no_cuda_graph))
-    return operators, lambda *inputs: operators[inputs[at] is not None](*inputs)[:-1]
+    plain, packed = operators  # torch.compile of torch 2.11 takes no boolean for a number of one
+    return operators, lambda *inputs: (plain if inputs[at] is None else packed)(*inputs)[:-1]
 
 
 class CustomOperator:

@@ -250,8 +250,10 @@ def method(name, hybrid, model, comm, one):
         integration.sequence_parallel(model, comm=None)
 
 
-def alone(one, *tensors, use_qk_l2norm_in_kernel=False, **_):
-    return allscan.zeco_gated_delta_rule(*tensors, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+def alone(one, query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    return allscan.zeco_gated_delta_rule(
+        query, key, value, g, beta, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
 
 
 @contextlib.contextmanager

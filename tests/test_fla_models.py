@@ -315,7 +315,7 @@ def cut_case(group, choice):
         batch, first = dict(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False), 22 * rank
         part = cut_batch(batch, comm=comm)
         assert torch.equal(part["input_ids"], whole[:, first : first + 22 - rank])
-        dealt = whole.cpu() + rank
+        dealt = whole + rank
         answers = {"have cut different batches": raised(model, **cut_batch(batch | dict(input_ids=dealt), comm=comm))}
         found = model(**part).logits
         answers["has 2 rows, tokens [43, 43]"] = raised(model, **part | dict(input_ids=whole))

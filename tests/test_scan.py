@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import allscan
+from allscan.collective import PreparedScan
 from allscan.reference import allscan_reference
 from allscan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from allscan.tiling import transition_tile
@@ -671,7 +672,7 @@ def tickets_case(group):
         leaf = torch.ones(2, 8, device=comm.device, requires_grad=True)
         for _ in range(2):
             kept = [allscan.allscan(leaf, comm=comm) for _ in range(TICKETS_AT_ONCE + 2)]
-            tickets = [prev.grad_fn.given[2] for prev in kept]
+            tickets = [prev.grad_fn.given[1] for prev in kept]
             assert len({x.data_ptr() for x in tickets}) == len(kept) and not any(x.data_ptr() % 16 for x in tickets)
             for prev in reversed(kept):
                 (gradient,) = torch.autograd.grad(prev, leaf, torch.ones_like(prev))
@@ -681,12 +682,12 @@ def tickets_case(group):
         prev = allscan.allscan(leaf, comm=comm)
         for _ in range(2):  # a backward that may run again has its ticket
             torch.autograd.grad(prev, leaf, torch.ones_like(prev), retain_graph=True)
-            assert prev.grad_fn.given[2].data_ptr() not in [x.data_ptr() for x in comm.tickets]
+            assert prev.grad_fn.given[1].data_ptr() not in [x.data_ptr() for x in comm.tickets]
         comm.resync()
         del prev
         assert all_are_back(comm)
         with (
-            mock.patch.object(allscan.AllScan, "_scan", side_effect=torch.OutOfMemoryError),
+            mock.patch.object(PreparedScan, "run", side_effect=torch.OutOfMemoryError),
             pytest.raises(torch.OutOfMemoryError),
         ):
             allscan.allscan(leaf, comm=comm)
