@@ -1,6 +1,7 @@
 """Softmax attention of one rank of a split sequence, in blocks, on one GPU: errors and times beside one kernel's.
 
     python -m bench.attention           # writes bench/results/attention.csv; without a GPU only checks, on the CPU
+    python -m bench.attention --kernels # each kernel by itself, also where the table does not choose it
 
 Checked first: all ranks' parts, one after the other, against float64 on the whole sequence, beside the error of one
 kernel over the whole in the same dtype; and gradients of both layouts, twice each, whose graphs cuDNN may mix up.
@@ -11,6 +12,7 @@ beside one kernel with causal_lower_right, as PyTorch chooses it. Keys are there
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -205,16 +207,95 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
     return rows
 
 
+def compare_kernels(device, dtype) -> None:
+    """Print what each kernel takes for a block, forward and backward."""
+    by_name = {kernel.name: kernel for kernel in attention.KERNELS}
+
+    def padded(kernel, width):
+        """With all heads of that width, zeros behind."""
+
+        def pad(x):
+            return F.pad(x, (0, width - x.shape[-1]))
+
+        def forward(q, k, v, causal, scale):
+            o, lse, more = kernel.forward(pad(q), pad(k), pad(v), causal, scale)
+            return o, lse, more
+
+        def backward(do, q, k, v, o, lse, more, causal, scale):
+            return kernel.backward(pad(do), pad(q), pad(k), pad(v), o, lse, more, causal, scale)
+
+        return kernel._replace(name=f"{kernel.name}, padded to {width}", forward=forward, backward=backward)
+
+    def by_triangles(kernel):
+        """With the backward of square blocks without a mask as that of two causal ones: keys up to each query, and in
+        reverse order those behind it."""
+
+        def backward(do, q, k, v, o, lse, more, causal, scale):
+            n, m = q.shape[2], k.shape[2]
+            if causal or m % n:
+                return kernel.backward(do, q, k, v, o, lse, more, causal, scale)
+            total, sums = torch.zeros_like(q, dtype=torch.float32), []
+            behind = [attention.tokens_first(x.flip(2)[:, :, 1:]) for x in (do, q, o)]
+            behind_lse = lse.flip(2)[:, :, 1:].contiguous()
+            for first in range(0, m, n):
+                K, V = (x[:, :, first : first + n] for x in (k, v))
+                dq, *one = kernel.backward(do, q, K, V, o, lse, more, True, scale)
+                reverse = [attention.tokens_first(x.flip(2)[:, :, :-1]) for x in (K, V)]
+                more_dq, *other = kernel.backward(
+                    behind[0], behind[1], *reverse, behind[2], behind_lse, more, True, scale
+                )
+                total += dq
+                total[:, :, :-1] += more_dq.flip(2)
+                for x, y in zip(one, other, strict=True):
+                    x[:, :, 1:] += y.flip(2)
+                sums.append(one)
+            return total.to(q.dtype), *(torch.cat(some, 2) for some in zip(*sums, strict=True))
+
+        return kernel._replace(name=f"{kernel.name}, by triangles", backward=backward)
+
+    for H, G, D, V in ((16, 16, 128, 128), (16, 16, 192, 128), (16, 2, 256, 256)):
+        kernels = [by_name["cudnn"], by_name["flash"]]
+        kernels += [by_triangles(kernels[0])] if D != V else []
+        kernels += [padded(kernels[0], width) for width in (192, 256) if V < width and D <= width and D != V]
+        for queries, keys, causal in ((8192, 8192, True), (8192, 8192, False), (8192, 24576, False)):
+            q, k, v, do = drawn(device, dtype, 1, keys, H, G, D, V)
+            q, do = (x[:, :queries].clone() for x in (q, do))
+            for kernel, heads_first in itertools.product(kernels, (False, True)):
+                given = [x.transpose(1, 2) for x in (q, k, v, do)]
+                given = [x.contiguous() if heads_first else x for x in given]
+                scale, flops = D**-0.5, 2 * H * queries * keys / (1 + causal)
+                try:
+                    o, lse, more = kernel.forward(*given[:3], causal, scale)
+                    found = kernel.backward(given[3], *given[:3], o, lse, more, causal, scale)
+                    wanted = by_name["flash"].forward(*given[:3], causal, scale)
+                    wanted = by_name["flash"].backward(given[3], *given[:3], *wanted, causal, scale)
+                    apart = max(errors([x[..., : y.shape[-1]] for x, y in zip(found, wanted)], wanted))
+                    ahead = functools.partial(kernel.forward, *given[:3], causal, scale)
+                    back = functools.partial(kernel.backward, given[3], *given[:3], o, lse, more, causal, scale)
+                    ms = [min(sample(call, 5) for _ in range(2)) / 1e3 for call in (ahead, back)]
+                except RuntimeError as error:
+                    print(f"{kernel.name}, {(H, G, D, V)}: {str(error).splitlines()[0][:140]}", flush=True)
+                    continue
+                speeds = flops * (D + V) / ms[0] / 1e9, flops * (3 * D + 2 * V) / ms[1] / 1e9
+                how = f"{queries} x {keys} {'causal' if causal else 'unmasked'}{', heads first' * heads_first}"
+                print(f"{(H, G, D, V)} {how}, {kernel.name}: {ms[0]:.3f} and {ms[1]:.3f} ms, "
+                      f"{speeds[0]:.0f} and {speeds[1]:.0f} TFLOP/s, {apart:.1e} from flash", flush=True)  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--csv", default=results("attention.csv"))
     parser.add_argument("--checks-only", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         wrong = [w for shape in CHECKED for w in check(torch.device("cpu"), torch.float32, 24, shape, 2)]
         assert not wrong, wrong
         return 0
     device, dtype, wrong = torch.device("cuda"), torch.bfloat16, []
+    if arguments.kernels:
+        compare_kernels(device, dtype)
+        return 0
     for shape in CHECKED:
         wrong += check(device, dtype, 1024, shape)
         wrong += check_layouts(device, dtype, 1024, shape)

@@ -74,10 +74,10 @@ def _cudnn_forward(q, k, v, causal, scale):
 
 
 def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale):
-    shape, lengths, seeds = more
+    shape, (cum_q, cum_k, *_), seeds = more
     return cudnn_backward(
-        _like(do, o), tokens_first(q), _aligned(k), _aligned(v), o, lse.reshape(shape), *seeds, None, *lengths, 0.0,
-        causal, scale=scale,
+        _like(do, o), tokens_first(q), _aligned(k), _aligned(v), o, lse.reshape(*q.shape[:3], *shape[3:]), *seeds, None,
+        cum_q, cum_k, q.shape[2], k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
 
 
