@@ -2,16 +2,19 @@
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
+# make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
 # make bench     what this machine can hold
 # make docs      the documentation into site/, its examples run
 # make venv      the environment alone
 #
-# With CUDA, set PYTHON to the interpreter that has your torch, e.g. make test-gpu PYTHON=python3: no environment is made.
+# With PYTHON=python3, say, they run with that interpreter and what it has, and no environment is made. test-gpu takes
+# python3 by itself where that has all it needs, else an environment with CUDA's packages.
 
 VENV := .venv
 # of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (8 filled 80 GB)
 JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 0 ? n : 1)}')
 ifdef PYTHON
+  GIVEN := $(PYTHON)
   READY :=
 else
   PYTHON := $(VENV)/bin/python
@@ -21,7 +24,7 @@ endif
 # a bare checkout needs no installation, nor do the processes that are started from here
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: venv demo check test test-gpu bench docs clean
+.PHONY: venv demo check test test-gpu on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
@@ -50,10 +53,27 @@ test: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -n 2 --dist worksteal
 
+HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
+test-gpu:
+ifdef GIVEN
+	@$(MAKE) --no-print-directory on-gpu PYTHON=$(GIVEN)
+else
+	@if python3 -c '$(HAS_ALL)' 2>/dev/null; then $(MAKE) --no-print-directory on-gpu PYTHON=python3; \
+	else $(MAKE) --no-print-directory $(VENV)/ready-gpu on-gpu PYTHON=$(VENV)/bin/python; fi
+endif
+
 # First, several at once with ranks of their own on the same GPUs, all but what others would disturb
-test-gpu: $(READY)
+on-gpu:
 	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) --dist worksteal; first=$$?; \
 	$(PYTHON) -m pytest --gpu -m alone && exit $$first
+
+$(VENV)/ready-gpu: $(VENV)/ready
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[cuda13]'
+	touch $@
+
+# One environment at a time, removed afterwards; ONLY: one of those that `nox -f tests/matrix/noxfile.py -l` lists
+matrix: $(READY)
+	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd:) $(PYTHON) -m nox -f tests/matrix/noxfile.py $(if $(ONLY),-s $(ONLY))
 
 bench: $(READY)
 	$(PYTHON) -m bench.scan

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
+from allscan.bindings.versions import number, nvshmem_version
 from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.packing import Layout, Piece
@@ -123,7 +124,8 @@ def test_a_tile_too_small_for_its_warps_is_refused():
 
 def test_scan_over_nvshmem_links_the_device_library():
     compiled = compile_scan(PUT, PUT)
-    assert compiled.spilled_bytes == 0
+    # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack
+    assert compiled.spilled_bytes <= (0 if number(nvshmem_version()) < (3, 6) else 144)
     assert "nvshmemi_device_state_d" in compiled.ptx
     assert compiled.count(r"acquire") >= 4  # credit and arrival, first look and loop
 
