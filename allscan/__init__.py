@@ -3,15 +3,26 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import device, zigzag
-from .collective import AllScan, Work
-from .communicator import Communicator
-from .errors import AllScanOutOfStep, AllScanTimeout
-from .gla import zeco_gla
-from .halos import halo
-from .ops import allscan
-from .runtime import finalize, init
-from .ssd import zeco_ssd
+from .bindings import versions as _versions
+
+_refused = _versions.refusal(*_versions.ALL)
+_cause: Exception | None = None
+if not _refused:
+    try:
+        import torch as _torch  # noqa: F401
+        import triton as _triton  # noqa: F401
+    except Exception as error:  # OSError of libraries that are not there, for one
+        _refused, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
+if not _refused:
+    from . import device, zigzag
+    from .collective import AllScan, Work
+    from .communicator import Communicator
+    from .errors import AllScanOutOfStep, AllScanTimeout
+    from .gla import zeco_gla
+    from .halos import halo
+    from .ops import allscan
+    from .runtime import finalize, init
+    from .ssd import zeco_ssd
 
 if TYPE_CHECKING:
     from .delta import zeco_gated_delta_rule, zeco_kda
@@ -27,6 +38,8 @@ _ON_DEMAND = "delta", "integrations", "reference", "tools"  # modules that take 
 
 
 def __getattr__(name: str) -> Any:
+    if _refused and name[:2] != "__":  # `allscan doctor` works all the same
+        raise ImportError(f"allscan {__version__} does not run here: {_refused}") from _cause
     if name in ("zeco_gated_delta_rule", "zeco_kda"):
         from . import delta
 

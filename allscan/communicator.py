@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .algorithms import check_algorithm, choose, runs
+from .bindings import versions
 from .bindings.interpreter import prepare_interpreter
 from .checks import has_tangents, integer, switch
 from .compiling import watch
@@ -119,6 +120,8 @@ class Communicator:
         rendezvous = Rendezvous((0,) if self.group is None else dist.get_process_group_ranks(self.group))
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.transport = resolve_transport(transport)
+        if self.rank == 0:
+            versions.warn_of_newer(*versions.ALL, *["NVSHMEM"] * (self.transport == "nvshmem"))
         cuda = self.transport != "shm"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.transport == "shm":

@@ -8,5 +8,6 @@
 ``nvshmem_device``  NVSHMEM's device functions for stock Triton. Useful by itself.
 ``cuda_driver``     the CUDA driver: streams of one's own, and graphs that are built of nodes.
 ``triton_compat``   how Triton's compiled kernels are handed their arguments.
+``versions``        which versions of them were tested, in one table.
 ``interpreter``     Triton's interpreter, which runs the kernels of ranks on CPUs, with less work repeated.
 """

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .arena import Arena, arena_bytes, check_alike
+from .versions import refusal
 
 INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # what an error advises
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
@@ -47,6 +48,8 @@ class _CudaArray:
 
 def load():
     """nvshmem4py's thin bindings with the host library loaded. Raises RuntimeError naming what to install."""
+    if refused := refusal("NVSHMEM", "nvshmem4py"):
+        raise RuntimeError(refused)
     try:
         import nvshmem.bindings as bindings
         from cuda.pathfinder import load_nvidia_dynamic_lib

@@ -9,6 +9,7 @@ import triton
 
 from .nvshmem_host import INSTALL, initialized_modules, load
 from .triton_compat import module_of
+from .versions import device_library_refusal
 
 DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
 
@@ -23,6 +24,8 @@ def device_library() -> str:
         import nvidia.nvshmem as package
     except ImportError:
         raise RuntimeError(f"NVSHMEM's device library is missing: {INSTALL}") from None
+    if refused := device_library_refusal():
+        raise RuntimeError(refused)
     folder = os.path.join(list(package.__path__)[0], "lib")
     for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_90.bc"):
         if os.path.exists(os.path.join(folder, name)):

@@ -29,7 +29,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Each file imports those above it only
 LAYERS = """
 torch_compat
-bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
+bindings.versions bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
 bindings.interpreter_operations bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module
 bindings.nvshmem_device bindings.shared_memory bindings.cuda_ipc
 bindings
@@ -289,6 +289,7 @@ def test_public_things_have_types():
 
 @pytest.mark.cpu
 def test_types_are_consistent():
+    pytest.importorskip("mypy")
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -299,7 +300,7 @@ def test_doctor():
         [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    words = "torch", "triton", "NVSHMEM", "transport   shm", "CUDA graphs on", "ALLSCAN_CUDA_GRAPHS", "ALLSCAN_REPLAY"
+    words = "torch", "Triton", "NVSHMEM", "transport   shm", "CUDA graphs on", "ALLSCAN_CUDA_GRAPHS", "ALLSCAN_REPLAY"
     for word in (*words, "GPU tests", "self-test   2 ranks on cpu"):
         assert word in done.stdout
     assert subprocess.run([sys.executable, "-m", "allscan"], cwd=ROOT, capture_output=True).returncode == 2
@@ -361,6 +362,28 @@ def test_make_test_gpu_fails_where_either_part_does(tmp_path, first, second):
     python.chmod(0o755)
     made = subprocess.run(["make", "-s", "test-gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
     assert "second" in made.stdout and bool(made.returncode) == bool(first or second)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("has_all", [True, False])
+def test_make_test_gpu_finds_its_python(tmp_path, has_all):
+    """python3 where that has what GPU tests need; else an environment with CUDA's packages is made."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name, path in (("python3", tmp_path / "python3"), ("of venv", venv / "bin" / "python")):
+        check = f'case "$*" in "-c import pytest"*"assert torch.cuda"*) exit {int(not has_all)};; esac'
+        path.write_text(f'#!/bin/sh\n{check}\necho "{name}: $*"\n')
+        path.chmod(0o755)
+    (venv / "ready").touch()  # newer than setup.py
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHON"}
+    environment["PATH"] = os.pathsep.join((str(tmp_path), environment["PATH"]))
+    command = ["make", "-s", "test-gpu", f"VENV={venv}"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    lines = made.stdout.splitlines()
+    assert made.returncode == 0 and len(lines) == (2 if has_all else 3), made
+    assert all(line.startswith("python3: " if has_all else "of venv: ") for line in lines), lines
+    assert has_all or "-e .[cuda13]" in lines[0]
+    assert "-m pytest --gpu -m alone" in lines[-1]
 
 
 @pytest.mark.cpu

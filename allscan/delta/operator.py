@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bindings.versions import refusal
 from ..checks import (
     check_for_an_operator,
     check_halves,
@@ -324,6 +325,8 @@ def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag):
 
 
 def _import_fla() -> None:
+    if refused := refusal("flash-linear-attention"):
+        raise ImportError(refused)
     try:
         import fla.ops.kda  # noqa: F401
     except Exception as error:  # a package that is there in part raises anything

@@ -1,15 +1,30 @@
 """All-Scan inside other people's models; each module needs the package that it is named after, and is imported when it
 is asked for: ``allscan.integrations.fla.sequence_parallel(model, comm=comm)``."""
 
+import contextlib
 import importlib
-import re
+from collections.abc import Iterator
 from typing import Any
 
+from ..bindings import versions
 
-def needs(module: str, package: str) -> ImportError:
-    """The error of a module whose ``package`` is not installed."""
-    name = re.split("[<>=]", package)[0]
-    return ImportError(f"{module} needs {name}, which is not installed: pip install '{package}'")
+if refused := versions.refusal(*versions.ALL):
+    raise ImportError(refused)
+
+
+@contextlib.contextmanager
+def needing(module: str, *packages: str) -> Iterator[None]:
+    """Around the imports of ``module`` from ``packages`` of versions.PACKAGES: an ImportError that names what is
+    missing or too old, and a warning of what is newer than known."""
+    if refused := versions.refusal(*packages):
+        raise ImportError(f"{module}: {refused}")
+    versions.warn_of_newer(*packages)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = [name for name in packages if versions.version_of(name) is None] or packages
+        names, install = " and ".join(missing), " ".join(f"'{versions.package(name).requirement}'" for name in missing)
+        raise ImportError(f"{module} needs {names}, not installed: pip install {install}") from error
 
 
 def __getattr__(name: str) -> Any:

@@ -21,19 +21,17 @@ from ..ops import Using
 from ..packing import Tables, boundaries_on_host
 from ..rendezvous import by_rank
 from ..torch_compat import has_backward_hooks
-from . import needs
+from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of
 from .batches import STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, of_last_tokens, taken
 from .softmax import Gather, chunks, masks_nothing, refuse, shifted
 
-try:
+with needing(__name__, "flash-linear-attention"):
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
     from fla.layers import attn as softmax_attention
     from fla.layers.utils import get_layer_cache, update_layer_cache
-except ModuleNotFoundError as error:
-    raise needs(__name__, "flash-linear-attention>=0.6,<0.7") from error
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # comm -> shapes that all ranks have cut

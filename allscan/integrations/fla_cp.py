@@ -15,13 +15,11 @@ from ..first_call import cached_table, get_or_create_scan
 from ..halos import halo
 from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from ..tiling import transition_tile
-from . import needs
+from . import needing
 
-try:
+with needing(__name__, "flash-linear-attention"):
     import fla.ops.cp.comm
     from fla.ops.cp import chunk_delta_h
-except ModuleNotFoundError as error:
-    raise needs(__name__, "flash-linear-attention>=0.6,<0.7") from error
 
 _FORWARD, _BACKWARD = "chunk_gated_delta_rule_fwd_h_pre_process", "chunk_gated_delta_rule_bwd_dhu_pre_process"
 _TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"

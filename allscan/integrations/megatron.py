@@ -19,11 +19,11 @@ from ..first_call import partition_start
 from ..packing import boundaries_on_host, cut, zigzag_cut
 from ..shmem_kernels.gla_blocks import FIRST
 from ..ssd import zeco_ssd
-from . import needs
+from . import needing
 from .recurrent import Piece, convolved, delta_rule, joined
 from .softmax import refuse
 
-try:
+with needing(__name__, "megatron-core", "flash-linear-attention"):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from megatron.core.inference.utils import InferenceMode
     from megatron.core.ssm import mamba_mixer
@@ -31,8 +31,6 @@ try:
     from megatron.core.ssm.mamba_mixer import MambaMixer
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer.spec_utils import ModuleSpec, get_module
-except ModuleNotFoundError as error:
-    raise needs(__name__, "megatron-core>=0.19,<0.20") from error
 
 _communicators: dict[Any, Communicator] = {}  # by process group
 

@@ -24,20 +24,18 @@ from ..packing import boundaries_on_host, cut
 from ..rendezvous import by_rank
 from ..ssd import Using, zeco_ssd
 from ..zigzag import zigzag_positions
-from . import needs
+from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, packed, takes_packed
 from .batches import STAMP, looked_at, misfit
 from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule, of_last_tokens
 from .softmax import Gather, chunks, masks_nothing, refuse, shifted
 
-try:
+with needing(__name__, "transformers"):
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import ModelOutput
-except ModuleNotFoundError as error:
-    raise needs(__name__, "transformers>=5.18") from error
 
 NAME = "allscan"  # of the attention function
 SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers

@@ -9,17 +9,15 @@ import torch
 import torch.distributed as dist
 
 from ..rendezvous import by_rank
-from . import needs
+from . import needing
 from .batches import CUT, checksum, cut_batch, tokens_of_ranks
 from .softmax import chunks
 from .transformers import split_of
 
-try:
+with needing(__name__, "accelerate", "transformers"):
     from accelerate.data_loader import prepare_data_loader
     from accelerate.utils import recursively_apply
     from transformers import Trainer
-except ModuleNotFoundError as error:
-    raise needs(__name__, "accelerate") from error
 
 # what all ranks have alike, since it says how many steps are made of which rows, and with which numbers
 ALIKE = (

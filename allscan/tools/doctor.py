@@ -8,16 +8,10 @@ import os
 import sys
 import time
 
-import torch
-
 from .. import __version__
-from ..bindings.arena import arena_bytes
-from ..bindings.nvshmem_module import device_library
-from ..checks import switch
-from ..reference import allscan_reference
-from .provenance import installed_version, nvshmem_version, source_hash
-from .ranks import Ranks
-from .timing import copy_kernel, replay_us
+from ..bindings import versions
+
+# what is imported in functions may fail where something is missing or too old, which is what this is to tell
 
 STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
 
@@ -37,24 +31,44 @@ def main() -> int:
     if sys.argv[1:] != ["doctor"]:
         print(USAGE, file=sys.stderr)
         return 2
-    missing = report()
-    ok = self_test()
-    return 0 if ok and not missing else 1
+    needs = report_versions()
+    if versions.refusal(*versions.ALL):
+        return 1
+    try:
+        needs += report()
+        ok = self_test()
+    except Exception as error:  # whatever a broken installation raises
+        print(f"failed      {type(error).__name__}: {error}")
+        again = [f"{name.lower()}=={(versions.version_of(name) or '').partition('+')[0]}" for name in versions.ALL[1:]]
+        needs, ok = [*needs, f"pip install --force-reinstall {' '.join(again)}      # if one is there in part"], False
+    for command in needs:
+        print(f"missing     {command}")
+    return 0 if ok and not needs else 1
 
 
-def report() -> bool:
-    """Print what was found. True if something that this machine needs is missing."""
-    gpus = torch.cuda.device_count()
-    print(f"Python      {sys.version.split()[0]}")
-    for package in ("torch", "triton", "numpy"):
-        print(f"{package:<11} {installed_version(package) or 'missing'}")
+def report_versions() -> list[str]:
+    """Print what is installed beside what was tested. What to do about packages that nothing works without."""
     needs = []
-    binding = installed_version("nvshmem4py-cu13", "nvshmem4py-cu12")
-    print(f"nvshmem4py  {binding or 'missing'}")
-    print(f"NVSHMEM     {nvshmem_version() or 'missing'}; {_bitcode()}")
-    print(
-        f"CuPy        {installed_version('cupy-cuda13x', 'cupy-cuda12x', 'cupy') or 'missing (optional: CuPy arrays)'}"
-    )
+    for known in versions.PACKAGES:
+        kind, version, advice = versions.state_of(known.name)
+        use = f" (optional: for {known.use})" if known.use else ""
+        about = f"missing{use}" if version is None else f"{version}, {kind}" + (f": {advice}" if advice else "")
+        print(f"{known.name:<11} {about}")
+        if kind in ("missing", "refused") and known.name in versions.ALL:
+            needs.append(advice)
+    return needs
+
+
+def report() -> list[str]:
+    """Print what this machine has. What it needs and is missing."""
+    import torch
+
+    from ..bindings.arena import arena_bytes
+    from ..checks import switch
+
+    gpus = torch.cuda.device_count()
+    needs = []
+    print(f"bitcode     {_bitcode()}")
     print(f"GPUs        {gpus}" + "".join(f"\n  {i}: {torch.cuda.get_device_name(i)}" for i in range(gpus)))
     if gpus:
         pairs = list(itertools.permutations(range(gpus), 2))
@@ -64,8 +78,11 @@ def report() -> bool:
             + (f"; not {unmapped}" if unmapped else "")
         )
         cuda = (torch.version.cuda or "13").partition(".")[0]
-        if gpus > 1 and not (binding and nvshmem_version()):
-            needs.append(f"pip install nvshmem4py-cu{cuda} nvidia-nvshmem-cu{cuda}      # for more than one GPU")
+        wanted = [versions.package(name) for name in ("nvshmem4py", "NVSHMEM")]
+        absent = [p for p in wanted if versions.state_of(p.name).kind in ("missing", "refused")]
+        if gpus > 1 and absent:
+            names = " ".join(f"'{p.requirement.replace('cu13', f'cu{cuda}')}'" for p in absent)
+            needs.append(f"pip install {names}      # for more than one GPU")
     print("transport   " + _transport(gpus))
     print("network     " + _network())
     try:
@@ -87,9 +104,7 @@ def report() -> bool:
             print(f"{name:<11} {error}")
             needs.append(f"export {variable}=1      # or 0")
     print("GPU tests   " + _last_run())
-    for command in needs:
-        print(f"missing     {command}")
-    return bool(needs)
+    return needs
 
 
 def _transport(gpus: int) -> str:
@@ -110,13 +125,17 @@ def _network() -> str:
 
 
 def _bitcode() -> str:
+    from ..bindings.nvshmem_module import device_library
+
     try:
-        return "bitcode " + os.path.basename(device_library())
+        return os.path.basename(device_library())
     except RuntimeError as error:
         return str(error)
 
 
 def _last_run() -> str:
+    from .provenance import source_hash
+
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.path.join(os.path.dirname(package), "tests", "gpu", "last_run.json")
     if not os.path.exists(path):
@@ -132,6 +151,10 @@ def _last_run() -> str:
 
 def self_test() -> bool:
     """Scan over all GPUs, or over 2 CPU ranks; True if the results are right."""
+    import torch
+
+    from .ranks import Ranks
+
     gpus = torch.cuda.device_count()
     if gpus == 1:
         print("self-test   one GPU: nothing to communicate with; the CPU ranks are tested instead")
@@ -158,7 +181,11 @@ def self_test() -> bool:
 
 
 def _self_test_rank() -> dict:
+    import torch
+
     import allscan
+    from allscan.reference import allscan_reference
+    from allscan.tools.timing import copy_kernel, replay_us
 
     with allscan.Communicator() as comm:
         shape = STATE if comm.device.type == "cuda" else (2, 16, 16)

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 
 FOLDERS = ("shmem_kernels", "bindings", "", "gla", "delta", "tools", "integrations")  # of the package, that have *.py
-
-
-def installed_version(*packages: str) -> str | None:
-    for package in packages:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def nvshmem_version() -> str | None:
-    return installed_version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
 def source_hash() -> str:

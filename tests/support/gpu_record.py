@@ -23,7 +23,8 @@ def what_runs(tests: str) -> dict:
     """What results are of; ``tests``: the folder."""
     import triton
 
-    from allscan.tools.provenance import nvshmem_version, source_hash
+    from allscan.bindings.versions import nvshmem_version
+    from allscan.tools.provenance import source_hash
 
     digest = hashlib.sha256()
     for folder, folders, names in sorted(os.walk(tests)):

@@ -1,0 +1,246 @@
+"""The table of versions: what is done about those that are installed, and who else says something of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from allscan.bindings import versions
+from allscan.tools import doctor
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+pytestmark = pytest.mark.cpu
+OLD = {
+    "torch": "2.10.0+cu128", "Triton": "3.5.1", "NVSHMEM": "3.3.24", "nvshmem4py": "0.2.1", "CuPy": "12.3.0",
+    "transformers": "5.10.4", "flash-linear-attention": "0.5.1", "megatron-core": "0.18.0", "accelerate": "1.9.0",
+}  # fmt: skip
+NEW = {
+    "torch": "2.16.0", "Triton": "3.10.0+git1234", "NVSHMEM": "3.9.0", "nvshmem4py": "0.4.1", "transformers": "6.0",
+    "flash-linear-attention": "0.7.0", "megatron-core": "0.20.0", "accelerate": "2.0",
+}  # fmt: skip
+GOOD = {"torch": "2.11.0", "Triton": "3.6.0", "NVSHMEM": "3.4.5"}
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """install({name: version}): nothing else is."""
+
+    def install(given):
+        of = {name: version for known in versions.PACKAGES for name in known.distributions[:1]
+              if (version := given.get(known.name))}  # fmt: skip
+        monkeypatch.setattr(versions, "installed_version", lambda *names: next(filter(None, map(of.get, names)), None))
+        monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+        versions.refusal.cache_clear()
+        versions.warn_of_newer.cache_clear()
+
+    yield install
+    versions.refusal.cache_clear()
+    versions.warn_of_newer.cache_clear()
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_too_old(name, install, capsys):
+    """Refused, by the doctor and where it is used, with what to install."""
+    install(GOOD | {name: OLD[name]})
+    least = re.escape(versions.package(name).least)
+    assert re.fullmatch(
+        rf"{name} .* is too old, {least} is the oldest: pip install '.*>={least}.*'", versions.refusal(name)
+    )
+    needs = doctor.report_versions()
+    assert f"{OLD[name]}, refused: too old" in capsys.readouterr().out
+    assert len(needs) == (name in versions.ALL)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_newer_than_known(name, install, capsys):
+    """Allowed, and warned of once."""
+    install(GOOD | {name: NEW[name]})
+    assert not versions.refusal(name) and not versions.refusal(*versions.ALL)
+    with pytest.warns(UserWarning, match=rf"{name} .* is newer than {versions.package(name).newest}") as caught:
+        for _ in range(2):
+            versions.warn_of_newer(*dict.fromkeys((*versions.ALL, name)))
+    assert len(caught) == 1
+    assert not doctor.report_versions()
+    assert f"{NEW[name]}, newer: newer than" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("torch, triton", [*versions.TRITON_OF_TORCH.items(), ("2.11", "3.9"), ("2.15", "3.6")])
+def test_the_triton_of_a_torch(torch, triton, install, capsys):
+    """Another one is no fault."""
+    install({"torch": f"{torch}.0", "Triton": f"{triton}.1"})
+    assert not doctor.report_versions()
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("Triton"))
+    assert ("tested on" in line) and ("brings" in line) == (versions.TRITON_OF_TORCH[torch] != triton), line
+
+
+@pytest.mark.parametrize("missing", ["torch", "Triton", "NVSHMEM", "transformers"])
+def test_missing(missing, install, capsys):
+    install({name: version for name, version in GOOD.items() if name != missing})
+    needs = doctor.report_versions()
+    assert (missing in versions.ALL) == bool(needs) == bool(versions.refusal(*versions.ALL))
+    assert re.search(rf"^{missing} +missing", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_device_library_that_triton_cannot_read(install):
+    install({"Triton": "3.6.0", "NVSHMEM": "3.8.0"})
+    assert "pip install 'nvidia-nvshmem-cu13<3.8'" in versions.device_library_refusal()
+    for good in (
+        {"Triton": "3.6.0", "NVSHMEM": "3.7.2"},
+        {"Triton": "3.7.1", "NVSHMEM": "3.8.0"},
+        {"NVSHMEM": "3.8.0"},
+    ):
+        install(good)
+        assert not versions.device_library_refusal()
+
+
+def python(code, tmp_path, **installed):
+    """A program where these packages seem to be installed, in an empty folder."""
+    for name, version in installed.items():
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return subprocess.run(
+        [sys.executable, *code], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), ROOT)), "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "code", ["allscan.Communicator", "from allscan import zeco_gla", "allscan.halo", "import allscan.integrations.fla"]
+)
+def test_a_torch_that_is_too_old_is_an_import_error(code, tmp_path):
+    """Where something is taken from the package: whatever of it would not have worked."""
+    done = python(["-c", f"import allscan; {code}"], tmp_path, torch="2.6.0")
+    words = (
+        r"ImportError: (allscan .* does not run here: )?torch 2.6.0 is too old, 2.11 is the oldest: pip install 'tor"
+    )
+    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("name, version", [("torch", "2.6.0"), ("triton", "3.0.0"), ("torch", "2.16.0")])
+def test_doctor_has_no_traceback(name, version, tmp_path):
+    done = python(["-m", "allscan", "doctor"], tmp_path, **{name: version})
+    old = version != "2.16.0"
+    assert done.returncode == old and version in done.stdout and "Traceback" not in done.stdout + done.stderr, done
+    assert ("too old" if old else "newer than 2.15") in done.stdout and ("self-test" in done.stdout) != old
+
+
+def test_doctor_tells_of_a_broken_installation(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+    done = python(["-m", "allscan", "doctor"], tmp_path)
+    assert "Traceback" not in done.stdout + done.stderr and done.returncode == 1, done
+    assert "cannot open shared object file" in done.stdout and "pip install --force-reinstall torch==" in done.stdout
+
+
+def test_the_first_communicator_warns_once(tmp_path):
+    code = "import allscan\nfor _ in range(2):\n    allscan.Communicator().close()"
+    done = python(["-c", code], tmp_path, torch="2.16.0")
+    assert done.returncode == 0 and done.stderr.count("torch 2.16.0 is newer than 2.15") == 1, done.stderr
+
+
+@pytest.mark.parametrize("module, name, version", [
+    ("transformers", "transformers", "5.10.4"), ("fla", "flash-linear-attention", "0.5.0"),
+    ("fla_cp", "flash-linear-attention", "0.5.0"), ("megatron", "megatron-core", "0.18.0"),
+])  # fmt: skip
+def test_integrations_name_what_is_too_old(module, name, version, tmp_path):
+    done = python(["-c", f"import allscan.integrations.{module}"], tmp_path, **{name: version})
+    assert f"ImportError: allscan.integrations.{module}: {name} {version} is too old" in done.stderr, done.stderr
+
+
+def test_delta_rules_name_a_fla_that_is_too_old(tmp_path):
+    code = "import torch, allscan\nx = torch.ones(1, 2, 1, 4)\n" \
+           "allscan.zeco_kda(x, x, x, -x, x[..., 0], comm=allscan.Communicator())"  # fmt: skip
+    done = python(["-c", code], tmp_path, **{"flash-linear-attention": "0.5.0"})
+    assert "ImportError: flash-linear-attention 0.5.0 is too old" in done.stderr, done.stderr
+
+
+# Who else speaks of versions
+
+
+def results():
+    with open(os.path.join(ROOT, "tests", "matrix", "results.json")) as file:
+        return json.load(file)
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "Triton", "NVSHMEM", "transformers", "flash-linear-attention"])
+def test_what_is_said_to_be_tested_on_cpus_has_run(name):
+    """Each version is that of an environment of the matrix in which nothing failed, or of this very run."""
+    known = versions.package(name)
+    column = known.distributions[0] if known.distributions else "python"
+    ran = {versions.number(result[column]) for result in results() if result["passed"] and not result["failed"]}
+    ran.add(versions.number(versions.version_of(name) or "0"))
+    assert {*map(versions.number, known.on_cpus)} <= ran
+
+
+def test_the_matrix_runs_each_triton_with_its_torch():
+    ran = {(versions.number(x["torch"]), versions.number(x["triton"])) for x in results()}
+    assert {(versions.number(a), versions.number(b)) for a, b in versions.TRITON_OF_TORCH.items()} <= ran
+
+
+def test_what_is_said_to_be_tested_on_gpus_has_run():
+    with open(os.path.join(ROOT, "tests", "gpu", "last_run.json")) as file:
+        ran = json.load(file)["versions"]
+    for name in ("Python", "torch", "Triton", "NVSHMEM"):
+        assert versions.number(ran[name.lower()]) in map(versions.number, versions.package(name).on_gpus)
+
+
+def test_setup_asks_for_what_the_table_says(monkeypatch):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert given["python_requires"] == f">={versions.package('Python').least}"
+    asked = [
+        *given["install_requires"],
+        *(x for extra, xs in given["extras_require"].items() if extra != "test" for x in xs),
+    ]
+    for known in versions.PACKAGES[1:]:
+        found = {
+            re.sub("cu1[23]|cuda1[23]x", "", x)
+            for x in asked
+            if x.startswith(tuple(f"{n}>" for n in known.distributions))
+        }
+        wanted = re.sub("cu1[23]|cuda1[23]x", "", known.requirement)
+        assert {",".join(sorted(x.split(","))) for x in found} <= {",".join(sorted(wanted.split(",")))}, known.name
+    pythons = [x.rpartition(" ")[2] for x in given["classifiers"] if re.search(r":: 3\.\d+$", x)]
+    assert tuple(pythons) == versions.package("Python").on_cpus
+
+
+def spans(tested):
+    """ "3.4, 3.6 to 3.8" """
+    runs: list[list[str]] = []
+    for version in tested:
+        major, minor = versions.number(version)
+        if runs and versions.number(runs[-1][-1]) == (major, minor - 1):
+            runs[-1].append(version)
+        else:
+            runs.append([version])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs) or "-"
+
+
+def test_the_documentation_has_the_table():
+    """And the environments of the matrix as they ran."""
+    with open(os.path.join(ROOT, "docs", "limits.md"), encoding="utf-8") as file:
+        text = file.read()
+    rows = [f"| {p.name} | {spans(p.on_gpus)} | {spans(p.on_cpus)} | before {p.least} |" for p in versions.PACKAGES]
+    for x in results():
+        failed = f", {len(x['failed'])} failed" if x["failed"] else ""
+        found = f"{x['torch']}, {x['triton']}, {x['python']}"
+        more = f"transformers {x['transformers']}, NVSHMEM {x['nvidia-nvshmem-cu13']}"
+        chosen = x["tests"].removeprefix("tests/").partition(".py")[0]
+        rows.append(f"| {found} | {more} | `{chosen}` | {x['passed']} passed{failed} | {x['date']} |")
+    missing = [row for row in rows if row not in text]
+    assert not missing, "\n".join(rows)
+
+
+def test_the_readme_says_which_versions():
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
+        text = " ".join(file.read().split())
+    for name in ("torch", "Triton", "Python"):
+        assert re.search(rf"{name} {spans(versions.package(name).on_cpus)}\b", text), name
