@@ -39,8 +39,9 @@ def transition_tile(K: int) -> tuple[int, int]:
 
 
 def transition_blocks(BK: int) -> dict[str, int]:
-    """Launch options of transition_kernel: up to 128 x 128 a transition fits the registers of 8 warps."""
-    return dict(BJ=BK if BK <= 128 else 32 if BK <= 256 else 16, num_warps=4 if BK <= 64 else 8)
+    """Launch options of transition_kernel: up to 128 x 128 a transition fits the registers of 8 warps. Of a larger one
+    the addresses of 4 stages do not."""
+    return dict(BJ=BK if BK <= 128 else 32 if BK <= 256 else 16, STAGES=3, num_warps=4 if BK <= 64 else 8)
 
 
 def cdiv(a: int, b: int) -> int:

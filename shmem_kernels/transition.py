@@ -23,13 +23,15 @@ def transition_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BJ: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
     """R_{p+1} = transition_p R_p + state_p. A tile is BV whole columns, since a row of the product needs all of R's.
 
     A program takes tiles that follow one another. With BJ >= BK it holds a tile's transition before it waits for R; a
-    larger transition it takes BJ columns at a time afterwards, and reads as many rows of R back from p_out. Products
-    are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its state as it is.
+    larger transition it takes BJ columns at a time afterwards, STAGES ahead, and reads as many rows of R back from
+    p_out. Products are of three TF32 parts each, as accurate as float32. A first rank that begins with 0 sends its
+    state as it is.
     """
     PRODUCT: tl.constexpr = (channel.SEND != NONE) and ((channel.RECV != NONE) or HAS_INITIAL)
     HELD: tl.constexpr = PRODUCT and BJ >= channel.BK
@@ -56,7 +58,7 @@ def transition_kernel(
             b_state = tl.dot(b_transition, b_prev, b_state, input_precision="tf32x3")
         elif PRODUCT:
             tl.debug_barrier()  # all of R is in p_out
-            for n in tl.range((K + BJ - 1) // BJ, num_stages=4):
+            for n in tl.range((K + BJ - 1) // BJ, num_stages=STAGES):
                 j = n * BJ + tl.arange(0, BJ)
                 at = i[:, None] * stride_i + j[None, :] * stride_j
                 b_columns = tl.load(dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)  # [BK, BJ]

@@ -33,6 +33,18 @@ from support.sm90 import Compiled, channel_type
 pytestmark = pytest.mark.cpu
 
 
+# Bytes that a thread spills differ with what Triton makes of a kernel, and with who allocates its registers. For sm_90
+# that is ptxas 12.8 with Triton 3.6 and 3.7, 12.9 with 3.8, 13.4 with 3.9; for sm_100 12.9, 13.1, 13.3 and 13.4. From
+# 3.7 on Triton has it allocate in another way (--regAllocOptLevel=2), which changes nothing before 13: there the same
+# PTX spills more (adjoint_kernel with K=256, V=512 on 3.9: 152 bytes for 72 by ptxas' own choice).
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def most(usual, **others):
+    """``usual``, or what ``others`` say for the Triton at hand: v37 for 3.7, and so on."""
+    return others.get("v{}{}".format(*VERSION), usual)
+
+
 def pointers(names, kind):
     return dict.fromkeys(names.split(), kind)
 
@@ -65,7 +77,8 @@ def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True, one_hop=Fa
 @pytest.mark.parametrize("one_hop", [False, True])
 def test_scan_signals(recv, send, waits_signal, posts, faults, one_hop, tile, num_warps, most_registers, adjoint):
     compiled = compile_scan(recv, send, tile, not one_hop, True, one_hop, num_warps, adjoint)
-    assert compiled.spilled_bytes == 0
+    # 3.8: two words, for 72 registers, of which a multiprocessor has one program more than of 80
+    assert compiled.spilled_bytes <= (0 if num_warps == 1 else most(0, v38=8))
     assert compiled.registers <= most_registers
     # a wait for a signal looks at once, and in its loop
     assert compiled.count(r"ld\.global\.sys\.acquire|\.acquire\.sys") == 2 * waits_signal
@@ -103,10 +116,15 @@ def test_transitions(K, one):
     arguments = pointers("p_state p_transition p_initial p_out", "*fp32") | pointers("stride_i stride_j", "i32")
     del arguments[one]
     blocks = transition_blocks(K)
-    values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1, "BJ": blocks.pop("BJ")}
+    values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1}
+    values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")}
     compiled = Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
-    # a transition fills the registers: of K=128 and more some addresses are kept outside, none in the inner loop
-    assert compiled.spilled_bytes <= (0 if K < 128 else 96 if K < 512 else 208)
+    # a transition fills the registers: of some K addresses are kept outside, once a tile. 3.7 and 3.8 work out more of
+    # them before they wait
+    assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 512: most(80, v37=0, v38=0, v39=16)}.get(
+        K, 0
+    )
+    assert not compiled.spilled_beside_products()
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
 
 
@@ -155,8 +173,8 @@ def test_rails(tile, adjoint, gated):
     """What it takes of a multiprocessor, of which virtual ranks need many; and no word is polled by weak loads."""
     for rail, rounds in ((SENTINEL, 0), (NONE, 0), (NONE, 3)):
         compiled = compile_rails(rail, rounds, tile=tile, adjoint=adjoint, gated=gated)
-        # with one warp, of 80 registers, ptxas keeps up to two addresses outside
-        assert compiled.spilled_bytes <= (16 if tile[0] == 1 else 0), (compiled.registers, compiled.spilled_bytes)
+        # with one warp, of 80 registers, ptxas keeps up to two addresses outside; so it does of 128 with Triton 3.7
+        assert compiled.spilled_bytes <= (16 if tile[0] == 1 else most(0, v37=8)), compiled.registers
         # of a member, its decays, an owner, and of the chain or of each round
         takes = 3 + (rail != NONE) + 2 * rounds
         assert compiled.count(r"ld\.volatile\.global\.v4\.b32") >= takes
@@ -234,6 +252,11 @@ class NoCarrier:
         return 1.0
 
 
+def refused_on_sm_100(kernel):
+    """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/limits.md."""
+    return kernel is delta.adjoint_kernel and VERSION < (3, 9)
+
+
 def compiled_launches(most_spilled=None, more_on_sm_100=None):
     """(kernel, Compiled) of each different launch that was made. more_on_sm_100: compiled for that, too, each
     may spill as many bytes a thread more."""
@@ -261,6 +284,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
             other = Compiled(kernel, arguments, options, **launch, capability=100)
             assert other.shared <= 227 << 10, (kernel, options)
             assert other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (kernel, options)
+            assert other.tensor_memory <= 512 or other.tensor_memory == 544 and refused_on_sm_100(kernel), kernel
         yield kernel, compiled
 
 
@@ -292,7 +316,8 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         _, final, *kept = operator._forward(q, k, v, g, initial, None, True, 0, *how)
         operator._backward(do, final, q, k, v, g, None, *kept, True, 0, g.dtype, *how)
     seen = set()
-    for kernel, compiled in compiled_launches(more_on_sm_100=64 if dtype == torch.bfloat16 and not keeps else None):
+    more = most(64, v37=136, v38=136, v39=384) if dtype == torch.bfloat16 and not keeps else None
+    for kernel, compiled in compiled_launches(more_on_sm_100=more):
         seen.add(kernel)
         if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
@@ -312,7 +337,9 @@ class NoScan:
 
 
 @pytest.mark.parametrize(
-    "K, V, scalar, most_spilled", [(128, 128, False, 16), (128, 128, True, 0), (256, 512, True, 96)]
+    "K, V, scalar, most_spilled",
+    [(128, 128, False, most(16, v38=24)), (128, 128, True, most(0, v39=8)), (256, 512, True, most(96, v39=152))],
+    ids=["KDA", "Gated DeltaNet", "Gated DeltaNet, K=256"],
 )
 def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     """All kernels between the chunks, forward and backward, with the block sizes of a GPU."""
@@ -341,7 +368,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         states.gradients(narrow, narrow, wide, narrow, sums, wide, wide, chunks, chunks, 0.1)
         kernels.add(delta.scalar_gradient_kernel)
     seen = set()
-    for kernel, compiled in compiled_launches(most_spilled, more_on_sm_100=216):
+    for kernel, compiled in compiled_launches(most_spilled, more_on_sm_100=most(216, v37=280, v38=296, v39=304)):
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
     assert seen == kernels

@@ -85,6 +85,7 @@ class Compiled:
             options["extern_libs"] = extern_libs
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx, self.cubin, self.shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
+        self.tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0  # columns, of 512
         sizes = parameter_sizes([*signature.values()])
         assert parameters_in(self.cubin, compiled.name) == sizes, f"Triton hands {compiled.name} other parameters"
         usage = self._tool("cuobjdump", "--dump-resource-usage")
@@ -98,11 +99,31 @@ class Compiled:
             file.flush()
             return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
+    def instructions(self) -> list[str]:
+        """Of the machine code, and labels."""
+        return self._tool("nvdisasm", "-c", "--no-dataflow").splitlines()
+
+    def spilled_beside_products(self) -> list[str]:
+        """Instructions within innermost loops of products that read or write spilled registers."""
+        labels, loops, code = {}, [], []
+        for line in self.instructions():
+            if label := re.match(r"\s*(\.L_\w+):", line):
+                labels[label[1]] = len(code)
+            elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+                back = re.search(r"\bBRA\b.*?(\.L_\w+)", match[1])
+                if back and back[1] in labels:
+                    loops.append(range(labels[back[1]], len(code) + 1))
+                code.append(match[1])
+        inner = [a for a in loops if not any(b != a and b.start >= a.start and b.stop <= a.stop for b in loops)]
+        inner = [[code[i] for i in loop] for loop in inner]
+        inner = [loop for loop in inner if any("GMMA" in x or "HMMA" in x for x in loop)]
+        return [x for loop in inner for x in loop if re.search(r"\b(LDL|STL)\b", x)]
+
     def unset_registers(self) -> list:
         """Instructions before the first jump that read a uniform register which nothing has written: the ptxas of
-        Triton 3.6 (12.8) makes such code of some products, which then read outside of the shared memory."""
+        Triton 3.6 and 3.7 (12.8) makes such code of some products, which then read outside of the shared memory."""
         written, found = set(), []
-        for line in self._tool("nvdisasm", "-c", "--no-dataflow").splitlines():
+        for line in self.instructions():
             match = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);", line)
             if not match:
                 continue
