@@ -32,6 +32,7 @@ from bench import (
     timeline,
     transitions,
     tuning,
+    versions,
 )
 from bench.harness import results
 from support.gla import F32, LIMIT, NAMES, Whole
@@ -74,6 +75,18 @@ def baseline_case(group, method, dtype):
 def test_baselines_of_the_operator(run, size, method, dtype=F32):
     for errors in run(size, baseline_case, method, dtype):
         assert max(errors.values()) < LIMIT[dtype], errors
+
+
+def chain_case(group, kind, shape):
+    return versions.Chain(kind, shape).check()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32))])
+def test_virtual_ranks_whose_scans_are_timed(run, kind, shape):
+    """bench.versions, which runs on one GPU."""
+    [error] = run(1, chain_case, kind, shape)
+    assert error < 1e-6
 
 
 @pytest.mark.cpu
