@@ -17,7 +17,7 @@ import allscan
 from allscan import zigzag
 from allscan.operators import CustomOperator
 from support.fla import import_fla
-from support.values import error, raised
+from support.values import backend_of_gpus, error, raised
 
 CASES = [  # operator, layout
     ("allscan", "contiguous"), ("halo", "contiguous"), ("to_zigzag", "contiguous"), ("zeco_gla", "contiguous"),
@@ -90,7 +90,7 @@ def operator_case(group, name, layout, backend):
 def test_every_call_is_made_once(run, name, layout):
     """Kind: calls whose results a rank does not use, that are equal on a rank, or that lie in a region which is to be
     computed again (torch.utils.checkpoint, memory budgets), forward and backward."""
-    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    backend = backend_of_gpus()
     # fla multiplies float32 as TF32 for KDA on GPUs: an input whose last bit differs, as that of inductor's sine, may
     # change results by some of its steps of 2**-11. A call in the place of another changes them by about 1
     limit = 1e-2 if name == "zeco_kda" and torch.cuda.is_available() else 1e-5

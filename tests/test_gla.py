@@ -25,7 +25,7 @@ from allscan.launching import Launch
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
 from allscan.streams import Streams
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
-from support.values import place, raised, relative
+from support.values import backend_of_gpus, place, raised, relative
 
 
 @triton.jit
@@ -292,7 +292,7 @@ def compiled_case(group, packed, recompute):
         T = 40
         lengths = torch.tensor([0, 30, 40 * comm.size - 7, 40 * comm.size], device=comm.device) if packed else None
         torch._dynamo.reset()
-        backend = "inductor" if comm.device.type == "cuda" and packed else "aot_eager"
+        backend = backend_of_gpus() if packed else "aot_eager"
         compiled = torch.compile(layer, fullgraph=True, backend=backend)
         forms = {
             "plain": layer,

@@ -21,7 +21,7 @@ from allscan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from allscan.tiling import transition_tile
 from support.fla import import_fla
 from support.scans import scan_case
-from support.values import error, inputs, late, raised
+from support.values import backend_of_gpus, error, inputs, late, raised
 
 SIZES = [1, 2, 4, 8]
 CASES = [
@@ -249,7 +249,7 @@ def compiled_case(group, backend, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_compiled_functions(run, packed):
-    assert max(run(2, compiled_case, "inductor" if torch.cuda.is_available() else "aot_eager", packed)) < 1e-5
+    assert max(run(2, compiled_case, backend_of_gpus(), packed)) < 1e-5
 
 
 def effects_case(group, backend):
@@ -282,8 +282,7 @@ def effects_case(group, backend):
 
 
 def test_compiled_functions_make_every_call(run):
-    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    assert run(2, effects_case, backend) == [[True, [1], True, [2]]] * 2
+    assert run(2, effects_case, backend_of_gpus()) == [[True, [1], True, [2]]] * 2
 
 
 def asynchronous_case(group):

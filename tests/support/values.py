@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import random
+import re
 import time
 import weakref
 
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -35,6 +38,17 @@ def inputs(comm, shape, decay_shape, seed, special=False):
             state[(pick > 0.2) & (pick < 0.25)] = float("-inf")
             state[(pick > 0.25) & (pick < 0.3)] = float("nan")
     return states, decays
+
+
+def own_triton() -> bool:
+    """Whether Triton is that of this torch, to which inductor's kernels belong. A torch for CPUs names none."""
+    wanted = [re.match(r"triton\s*==\s*([\d.]+)", x) for x in importlib.metadata.requires("torch") or ()]
+    return all(version[1] == triton.__version__ for version in wanted if version)
+
+
+def backend_of_gpus() -> str:
+    """Of torch.compile, in tests of compiled calls."""
+    return "inductor" if torch.cuda.is_available() and own_triton() else "aot_eager"
 
 
 def error(actual, expected) -> float:
