@@ -29,9 +29,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AllScan", "AllScanOutOfStep", "AllScanTimeout", "Communicator", "Work", "allscan", "device", "finalize", "halo",
-    "init", "zeco_gated_delta_rule", "zeco_gla", "zeco_kda", "zeco_ssd", "zigzag",
-]  # fmt: skip
+    "AllScan",
+    "AllScanOutOfStep",
+    "AllScanTimeout",
+    "Communicator",
+    "Work",
+    "allscan",
+    "device",
+    "finalize",
+    "halo",
+    "init",
+    "zeco_gated_delta_rule",
+    "zeco_gla",
+    "zeco_kda",
+    "zeco_ssd",
+    "zigzag",
+]
 
 
 _ON_DEMAND = "delta", "integrations", "reference", "tools"  # modules that take their time to import

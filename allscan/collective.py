@@ -105,9 +105,16 @@ class AllScan:
 
     @outside_inference_mode
     def __init__(
-        self, comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
-        tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        comm: Communicator,
+        shape: Sequence[int],
+        *,
+        depth: int = 3,
+        protocol: str = "auto",
+        tile: tuple[int, int] | None = None,
+        max_ctas: int | None = None,
+        algorithm: str | None = None,
+    ) -> None:
         check_communicator(comm)
         comm.check()
         self.comm = comm
@@ -144,9 +151,15 @@ class AllScan:
 
     @staticmethod
     def size_hint(
-        comm: Communicator, shape: Sequence[int], *, depth: int = 3, protocol: str = "auto",
-        tile: tuple[int, int] | None = None, max_ctas: int | None = None, algorithm: str | None = None,
-    ) -> int:  # fmt: skip
+        comm: Communicator,
+        shape: Sequence[int],
+        *,
+        depth: int = 3,
+        protocol: str = "auto",
+        tile: tuple[int, int] | None = None,
+        max_ctas: int | None = None,
+        algorithm: str | None = None,
+    ) -> int:
         """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
         the state, with put links twice that; with rails more than twice that; nothing on one rank. Takes nothing, and
         asks no other rank."""
@@ -368,24 +381,48 @@ class AllScan:
 
     @overload
     def scan(
-        self, state: Tensor, decay: Tensor | float | None = None, *, transition: Tensor | None = None,
-        adjoint: bool = False, initial_state: Tensor | None = None, reverse: bool = False,
-        out: Tensor | None = None, channel: Channel | None = None, async_op: Literal[False] = False,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        state: Tensor,
+        decay: Tensor | float | None = None,
+        *,
+        transition: Tensor | None = None,
+        adjoint: bool = False,
+        initial_state: Tensor | None = None,
+        reverse: bool = False,
+        out: Tensor | None = None,
+        channel: Channel | None = None,
+        async_op: Literal[False] = False,
+    ) -> Tensor: ...
 
     @overload
     def scan(
-        self, state: Tensor, decay: Tensor | float | None = None, *, transition: Tensor | None = None,
-        adjoint: bool = False, initial_state: Tensor | None = None, reverse: bool = False,
-        out: Tensor | None = None, channel: Channel | None = None, async_op: Literal[True],
-    ) -> Work: ...  # fmt: skip
+        self,
+        state: Tensor,
+        decay: Tensor | float | None = None,
+        *,
+        transition: Tensor | None = None,
+        adjoint: bool = False,
+        initial_state: Tensor | None = None,
+        reverse: bool = False,
+        out: Tensor | None = None,
+        channel: Channel | None = None,
+        async_op: Literal[True],
+    ) -> Work: ...
 
     @dynamo_disabled
     def scan(
-        self, state: Tensor, decay: Tensor | float | None = None, *, transition: Tensor | None = None,
-        adjoint: bool = False, initial_state: Tensor | None = None, reverse: bool = False,
-        out: Tensor | None = None, channel: Channel | None = None, async_op: bool = False,
-    ) -> Tensor | Work:  # fmt: skip
+        self,
+        state: Tensor,
+        decay: Tensor | float | None = None,
+        *,
+        transition: Tensor | None = None,
+        adjoint: bool = False,
+        initial_state: Tensor | None = None,
+        reverse: bool = False,
+        out: Tensor | None = None,
+        channel: Channel | None = None,
+        async_op: bool = False,
+    ) -> Tensor | Work:
         """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
 
         state: float32 tensor of this AllScan's shape, on the communicator's device.
@@ -429,7 +466,7 @@ class AllScan:
 
     def prepare(
         self, key: tuple, inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
-    ) -> PreparedScan:  # fmt: skip
+    ) -> PreparedScan:
         """What runs scans of inputs with this :func:`call_key`, after all checks. of_adjoint: a launch that belongs to
         the forward launch of its ticket."""
         known = key, reverse, adjoint, of_adjoint
@@ -486,9 +523,16 @@ class AllScan:
         self._after_launch(launch(*tensors[:-1], _with_ticket(channel, tensors[-1])))
 
     def record(
-        self, plan: Plan, state: Buffer, out: Buffer, ticket: Buffer, reverse: bool, *, decay: Buffer | None = None,
+        self,
+        plan: Plan,
+        state: Buffer,
+        out: Buffer,
+        ticket: Buffer,
+        reverse: bool,
+        *,
+        decay: Buffer | None = None,
         transition: Buffer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record the scan of ``state`` [..., K, V] by a decay [..., K] or a transition [..., K, K], by the decay 0 if
         there is neither, in a plan whose runs are in a call of the communicator. ``ticket``: as for :meth:`channel`,
         with ``reverse`` the adjoint's."""
@@ -498,41 +542,69 @@ class AllScan:
         strides = (0, 0) if factor is state else (self.K, 1)
         launch = self._make_launch(transition is not None, decay is not None, strides, factor is state, False)
         plan.step(
-            launch, (state, factor, state, out, ticket), partial(self._with_tensors, launch, reverse, reverse),
-            partial(self._with_channel, reverse, reverse), partial(self._before_launch, launch.kernel, reverse),
-        )  # fmt: skip
+            launch,
+            (state, factor, state, out, ticket),
+            partial(self._with_tensors, launch, reverse, reverse),
+            partial(self._with_channel, reverse, reverse),
+            partial(self._before_launch, launch.kernel, reverse),
+        )
 
     def _make_launch(
-        self, dense: bool, has_decay: bool, strides: tuple[int, int], one_hop: bool | Shift, has_initial: bool,
+        self,
+        dense: bool,
+        has_decay: bool,
+        strides: tuple[int, int],
+        one_hop: bool | Shift,
+        has_initial: bool,
         reverse: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """A Launch of a scan, ``dense`` with transitions. strides: of decays, or of rows and columns of transitions."""
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
         if self._rails is not None:
             return self._rails.launch(
-                self._linked(rails_kernel), reverse, min(self.num_tiles, self._workspace.max_ctas),
-                stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=has_decay,
-            )  # fmt: skip
+                self._linked(rails_kernel),
+                reverse,
+                min(self.num_tiles, self._workspace.max_ctas),
+                stride_g=strides[0],
+                stride_k=strides[1],
+                **fixed,
+                HAS_DECAY=has_decay,
+            )
         num_warps = max(1, min(8, math.prod(self.tile) // 512))
         if isinstance(one_hop, Shift):
             return Launch(self._linked(shift_rows_kernel), (1,), rows=one_hop.rows, **fixed, num_warps=num_warps)
         if not dense:
             return Launch(
-                self._linked(scan_kernel), (min(self.num_tiles, self.max_ctas),),
-                stride_g=strides[0], stride_k=strides[1], **fixed, HAS_DECAY=has_decay, ONE_HOP=one_hop,
+                self._linked(scan_kernel),
+                (min(self.num_tiles, self.max_ctas),),
+                stride_g=strides[0],
+                stride_k=strides[1],
+                **fixed,
+                HAS_DECAY=has_decay,
+                ONE_HOP=one_hop,
                 num_warps=num_warps,
-            )  # fmt: skip
+            )
         tiles = -(-self.num_tiles // self.max_ctas)  # of a program
         return Launch(
-            self._linked(transition_kernel), (-(-self.num_tiles // tiles),),
-            stride_i=strides[0], stride_j=strides[1], **fixed, **transition_blocks(self.tile[0]),
-        )  # fmt: skip
+            self._linked(transition_kernel),
+            (-(-self.num_tiles // tiles),),
+            stride_i=strides[0],
+            stride_j=strides[1],
+            **fixed,
+            **transition_blocks(self.tile[0]),
+        )
 
     def there_and_back(
-        self, there: Tensor, back: Tensor, *, decays: tuple = (None, None),
-        transitions: tuple = (None, None), adjoint: bool = False, initial_state: Tensor | None = None,
+        self,
+        there: Tensor,
+        back: Tensor,
+        *,
+        decays: tuple = (None, None),
+        transitions: tuple = (None, None),
+        adjoint: bool = False,
+        initial_state: Tensor | None = None,
         channels: tuple[Channel, Channel] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """The scan of ``there`` over the ranks, then that of ``back`` from the last rank to the first, which begins
         with what the first one leaves behind the last rank: both halves of the zigzag layout.
 
@@ -594,7 +666,7 @@ class PreparedScan:
 
     def __init__(
         self, scan: AllScan, launch: Any, whole: bool, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scan, self.launch, self._whole, self._one_hop = scan, launch, whole, one_hop
         self.reverse, self.of_adjoint = reverse, of_adjoint
         self._ticket = scan.channel_of_scan(reverse).ticket

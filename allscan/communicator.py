@@ -105,10 +105,18 @@ class Communicator:
 
     @outside_inference_mode
     def __init__(
-        self, group: Any = None, *, transport: str = "auto", timeout: float = 30.0, debug: bool | None = None,
-        max_ctas: int | None = None, nodes: Sequence[int] | None = None, algorithm: str = "auto",
-        cuda_graphs: bool | int | None = None, replay: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        group: Any = None,
+        *,
+        transport: str = "auto",
+        timeout: float = 30.0,
+        debug: bool | None = None,
+        max_ctas: int | None = None,
+        nodes: Sequence[int] | None = None,
+        algorithm: str = "auto",
+        cuda_graphs: bool | int | None = None,
+        replay: bool | None = None,
+    ) -> None:
         self._closed = True  # until construction has succeeded
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             raise ValueError(f"timeout must be a positive number of seconds below 1e9, got {timeout!r}")

@@ -55,6 +55,18 @@ from .shmem_kernels.channel import (
 from .shmem_kernels.wait import INFO_NEXT, INFO_PREV, set_signal, wait_signal
 
 __all__ = [
-    "INFO_NEXT", "INFO_PREV", "Channel", "allscan", "allscan_begun", "begin", "recv", "send", "send_ahead",
-    "set_signal", "shift", "shift_ahead", "shift_begun", "wait_signal",
-]  # fmt: skip
+    "INFO_NEXT",
+    "INFO_PREV",
+    "Channel",
+    "allscan",
+    "allscan_begun",
+    "begin",
+    "recv",
+    "send",
+    "send_ahead",
+    "set_signal",
+    "shift",
+    "shift_ahead",
+    "shift_begun",
+    "wait_signal",
+]

@@ -33,9 +33,16 @@ class AllScanTimeout(RuntimeError):
     """
 
     def __init__(
-        self, rank: int, neighbour: int, tile: int, expected: int, seen: int, timeout: float, others: str = "",
+        self,
+        rank: int,
+        neighbour: int,
+        tile: int,
+        expected: int,
+        seen: int,
+        timeout: float,
+        others: str = "",
         job_ranks: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(rank, neighbour, tile, expected, seen, timeout, others, job_ranks)
         self.rank, self.neighbour, self.tile = rank, neighbour, tile
         self.expected, self.seen, self.timeout, self.others = expected, seen, timeout, others

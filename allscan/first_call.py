@@ -67,9 +67,15 @@ def ask_all(comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, prob
 
 
 def get_or_create_scan(
-    comm: Communicator, shape, agree=None, problem: Problem | None = None, tile: tuple[int, int] | None = None,
-    at_first: bool = False, max_ctas: int | None = None, algorithm: str = "chain",
-) -> AllScan:  # fmt: skip
+    comm: Communicator,
+    shape,
+    agree=None,
+    problem: Problem | None = None,
+    tile: tuple[int, int] | None = None,
+    at_first: bool = False,
+    max_ctas: int | None = None,
+    algorithm: str = "chain",
+) -> AllScan:
     """The AllScan that ``comm`` keeps for a shape (tile, max_ctas, algorithm), made at the first call: collective.
 
     ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
@@ -111,9 +117,14 @@ def common_fields(B: int, dtype, scale: float, zigzag: bool, initial: bool, pack
     """Of an operator on tokens, (name, value) of what all ranks have alike. The last three: what is None of
     initial_state, cu_seqlens and first_token."""
     return (
-        ("B", B), ("dtype", str(dtype)), ("scale", scale), ("layout", "zigzag" if zigzag else "contiguous"),
-        ("initial_state is None", initial), ("cu_seqlens is None", packed), ("first_token is None", told),
-    )  # fmt: skip
+        ("B", B),
+        ("dtype", str(dtype)),
+        ("scale", scale),
+        ("layout", "zigzag" if zigzag else "contiguous"),
+        ("initial_state is None", initial),
+        ("cu_seqlens is None", packed),
+        ("first_token is None", told),
+    )
 
 
 def checked(comm: Communicator) -> dict:
@@ -307,9 +318,15 @@ def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
 
 
 def find_layout(
-    comm: Communicator, B: int, T: int, cu_seqlens, segment: int, first_token: int | None = None, zigzag: bool = False,
+    comm: Communicator,
+    B: int,
+    T: int,
+    cu_seqlens,
+    segment: int,
+    first_token: int | None = None,
+    zigzag: bool = False,
     fla: bool = False,
-) -> Layout:  # fmt: skip
+) -> Layout:
     """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
     a batch entry's. ``fla``: with the tables of packed sequences for fla's functions.
 

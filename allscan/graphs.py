@@ -63,14 +63,26 @@ class Graphs:
 
     def counts(self) -> GraphCounts:
         return GraphCounts(
-            self.most_bytes > 0, len(self._graphs), self.bytes, self.most_bytes, self.built, self.launched,
-            self.declined, self.failed, self.why,
-        )  # fmt: skip
+            self.most_bytes > 0,
+            len(self._graphs),
+            self.bytes,
+            self.most_bytes,
+            self.built,
+            self.launched,
+            self.declined,
+            self.failed,
+            self.why,
+        )
 
     def launch(
-        self, device: int, plan: Buildable, places: Sequence[int], launches: Callable[..., None], context: Any,
+        self,
+        device: int,
+        plan: Buildable,
+        places: Sequence[int],
+        launches: Callable[..., None],
+        context: Any,
         *args: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``launches(context, *args)`` on the current stream of the GPU ``device``: what ``plan`` launches with the
         addresses ``places``."""
         if not self.most_bytes or current_device() != device or capturing():

@@ -23,9 +23,15 @@ Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
 
 def halo(
-    x: Xs, n: int, *, comm: Communicator, reverse: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
-    first_token: int | None = None, layout: str = "contiguous",
-) -> Xs:  # fmt: skip
+    x: Xs,
+    n: int,
+    *,
+    comm: Communicator,
+    reverse: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
+) -> Xs:
     """The n tokens that precede this rank's part of the sequence: the last n of the ranks before. Differentiable.
 
         out[:, i] = whole[:, first - n + i],   i = 0 .. n - 1, where this rank has whole[:, first : first + T]
@@ -68,14 +74,23 @@ def halo(
 def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
     """Whether nothing has to be refused, and the layout is contiguous."""
     alike = xs and all(
-        isinstance(x, Tensor) and x.ndim >= 2 and x.device == comm.device and x.shape[:2] == xs[0].shape[:2]
-        and x.layout == torch.strided and not x.is_complex() and x.dtype not in (torch.float64, torch.bool)
+        isinstance(x, Tensor)
+        and x.ndim >= 2
+        and x.device == comm.device
+        and x.shape[:2] == xs[0].shape[:2]
+        and x.layout == torch.strided
+        and not x.is_complex()
+        and x.dtype not in (torch.float64, torch.bool)
         for x in xs
-    )  # fmt: skip
+    )
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
-    return alike and type(n) is int and n >= 1 and layout == "contiguous" and (
-        cu_seqlens is None or packed and len(cu_seqlens) > 1
-    )  # fmt: skip
+    return (
+        alike
+        and type(n) is int
+        and n >= 1
+        and layout == "contiguous"
+        and (cu_seqlens is None or packed and len(cu_seqlens) > 1)
+    )
 
 
 def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
@@ -223,9 +238,15 @@ def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | No
 
 
 def _forward(
-    edge: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool, handle: int, dtypes: str,
+    edge: Tensor,
+    T: int,
+    cu_seqlens: Tensor | None,
+    first_token: int | None,
+    reverse: bool,
+    handle: int,
+    dtypes: str,
     widths: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
     comm, n = communicator_of(handle), edge.shape[1]
     with comm.call(reverse, "halo()", edge):
@@ -248,9 +269,14 @@ def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
 
 
 def _backward(
-    dfound: Tensor, ticket: Tensor, T: int, cu_seqlens: Tensor | None, first_token: int | None, reverse: bool,
+    dfound: Tensor,
+    ticket: Tensor,
+    T: int,
+    cu_seqlens: Tensor | None,
+    first_token: int | None,
+    reverse: bool,
     handle: int,
-) -> tuple[Tensor]:  # fmt: skip
+) -> tuple[Tensor]:
     comm = communicator_of(handle)
     with comm.call(not reverse, "the backward of halo()", dfound):
         scan = get_or_create_scan(comm, dfound.shape)
@@ -258,9 +284,12 @@ def _backward(
         dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
         decay = _decay(T, dfound.shape[1], reverse)
         dedge = scan.scan(
-            dfound.contiguous(), decay, adjoint=True, reverse=not reverse,
+            dfound.contiguous(),
+            decay,
+            adjoint=True,
+            reverse=not reverse,
             channel=scan.channel_of_scan(not reverse, adjoint_of=plain(ticket)),
-        )  # fmt: skip
+        )
         return (dedge,)
 
 

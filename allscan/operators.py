@@ -218,9 +218,15 @@ class CustomOperator:
     """
 
     def __init__(
-        self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
-        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        backward: Callable[..., Any],
+        fake_backward: Callable[..., Any],
+        save: Callable[..., None],
+        gradient: Callable[..., Any],
+    ) -> None:
         operators, self.forward = _with_packed(name, forward, fake)
         _, self.backward = _with_packed(f"{name}_backward", backward, fake_backward)
         for operator in operators:
@@ -239,9 +245,16 @@ class Operator:
     """
 
     def __init__(
-        self, name: str, forward: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any],
-        fake_backward: Callable[..., Any], save: Callable[..., None], gradient: Callable[..., Any], tensors: int,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        backward: Callable[..., Any],
+        fake_backward: Callable[..., Any],
+        save: Callable[..., None],
+        gradient: Callable[..., Any],
+        tensors: int,
+    ) -> None:
         traced = CustomOperator(name, forward, fake, backward, fake_backward, save, gradient)
 
         class Eager(Function):

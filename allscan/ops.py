@@ -39,10 +39,17 @@ Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 
 
 def allscan(
-    state: Array, decay: Array | float | None = None, *, comm: Communicator, transition: Array | None = None,
-    initial_state: Array | None = None, reverse: bool = False, out: Array | None = None, layout: str = "contiguous",
+    state: Array,
+    decay: Array | float | None = None,
+    *,
+    comm: Communicator,
+    transition: Array | None = None,
+    initial_state: Array | None = None,
+    reverse: bool = False,
+    out: Array | None = None,
+    layout: str = "contiguous",
     async_op: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Exclusive scan of a state over the ranks of ``comm``, in rank order, differentiable.
 
         R_0 = initial_state (or 0),   R_{p+1} = decay_p * R_p + state_p,   rank p gets R_p
@@ -319,9 +326,14 @@ def _gradients(scan: AllScan, dstate: Tensor, inputs: ScanInputs, prev: Any, rev
 
 
 def _forward(
-    state: Tensor, decay: Tensor | None, transition: Tensor | None, initial_state: Tensor | None,
-    number: float | None, reverse: bool, handle: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    state: Tensor,
+    decay: Tensor | None,
+    transition: Tensor | None,
+    initial_state: Tensor | None,
+    number: float | None,
+    reverse: bool,
+    handle: int,
+) -> tuple[Tensor, Tensor]:
     """allscan() as torch.compile takes it: (R_p, the number of this call). number: a decay that is no tensor."""
     comm = communicator_of(handle)
     with comm.call(reverse, "allscan()", (state, decay, transition, initial_state)):
@@ -339,9 +351,18 @@ def _fake(state, decay, transition, initial_state, number, reverse, handle):
 
 
 def _backward(
-    dprev: Tensor, decay: Tensor | None, transition: Tensor | None, prev: Tensor, ticket: Tensor,
-    number: float | None, reverse: bool, handle: int, of_decay: bool, of_transition: bool, of_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dprev: Tensor,
+    decay: Tensor | None,
+    transition: Tensor | None,
+    prev: Tensor,
+    ticket: Tensor,
+    number: float | None,
+    reverse: bool,
+    handle: int,
+    of_decay: bool,
+    of_transition: bool,
+    of_initial: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of state, decay, transition and initial_state; empty where not wanted."""
     comm = communicator_of(handle)
     with comm.call(not reverse, "the backward of allscan()", (dprev,)):
@@ -364,8 +385,9 @@ def _backward(
         return dstate, rest[0], rest[1], rest[2]
 
 
-def _fake_backward(dprev, decay, transition, prev, ticket, number, reverse, handle, of_decay, of_transition,
-                   of_initial):  # fmt: skip
+def _fake_backward(
+    dprev, decay, transition, prev, ticket, number, reverse, handle, of_decay, of_transition, of_initial
+):
     shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
     return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
 
@@ -443,9 +465,14 @@ def _foreign(comm, inputs: ScanInputs, reverse: bool):
     if not getattr(getattr(out, "flags", None), "writeable", True):
         raise ValueError("out must be writeable, got a read-only array")
     result = allscan(
-        tensor(state), tensor(decay), transition=tensor(transition), comm=comm, initial_state=tensor(initial_state),
-        reverse=reverse, out=tensor(out),
-    )  # fmt: skip
+        tensor(state),
+        tensor(decay),
+        transition=tensor(transition),
+        comm=comm,
+        initial_state=tensor(initial_state),
+        reverse=reverse,
+        out=tensor(out),
+    )
     if type(state).__module__.partition(".")[0] == "cupy":
         import cupy
 

@@ -299,8 +299,12 @@ class PendingBackward:
     __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
 
     def __init__(
-        self, scan: CountsBackwards, reverse: bool, ticket: Any = None, tickets: list[torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        scan: CountsBackwards,
+        reverse: bool,
+        ticket: Any = None,
+        tickets: list[torch.Tensor] | None = None,
+    ) -> None:
         self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
         self.generation = scan.comm.order.generation
         self._ticket, self._tickets = ticket, tickets

@@ -128,9 +128,13 @@ class Plan:
         self.step(launch, args, launch)
 
     def step(
-        self, launch: Launch, buffers: Sequence[Buffer], call: Callable[..., Any],
-        given: Callable[[list[int]], Sequence] = list, check: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        launch: Launch,
+        buffers: Sequence[Buffer],
+        call: Callable[..., Any],
+        given: Callable[[list[int]], Sequence] = list,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """``launch`` in another way: ``call(*tensors)``, or once it is ready with ``given(addresses)`` of the buffers.
         ``check()``, before the launches of each run, may raise."""
         places, numbers = [(x.memory, x.offset) for x in buffers], [x.number for x in buffers]
@@ -167,7 +171,7 @@ class Plan:
 
     def _add(
         self, step: Callable[[Run], Any], build: Callable[[Builder], None] | None = None, num_nodes: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._steps.append(step)
         self.num_nodes += num_nodes
         if build is None:
@@ -251,9 +255,13 @@ class Run:
     __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_beside", "_joins", "_empty"
 
     def __init__(
-        self, plan: Plan, context: Any, tensors: list[Tensor], memory: Tensor | None = None,
+        self,
+        plan: Plan,
+        context: Any,
+        tensors: list[Tensor],
+        memory: Tensor | None = None,
         places: list[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
         self._beside: list[AbstractContextManager] = []  # streams that it is in, the innermost last
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last

@@ -167,17 +167,27 @@ class Rails:
         last = len(self.nodes) - 1
         in_last_node = self.node == (0 if direction else last)
         table = [
-            len(members), self.position, len(members) - 1 if direction else 0, -1 if direction else 1,
-            len(members) - in_last_node, self.node == (last if direction else 0),
-            kernels.TABLE_WORDS.value + len(members) * kernels.MEMBER_WORDS.value, 0,
-        ]  # fmt: skip
+            len(members),
+            self.position,
+            len(members) - 1 if direction else 0,
+            -1 if direction else 1,
+            len(members) - in_last_node,
+            self.node == (last if direction else 0),
+            kernels.TABLE_WORDS.value + len(members) * kernels.MEMBER_WORDS.value,
+            0,
+        ]
         for rank in members:
             here = self.position * slots
             table += [
-                theirs(rank, "given", here * words), theirs(rank, "given arrived", here),
-                theirs(rank, "decays", here * spec.tile[0] * self.decay_columns), theirs(rank, "decays arrived", here),
-                theirs(rank, "inbox", 0), theirs(rank, "arrived", 0), theirs(rank, "begun", self.position), 0,
-            ]  # fmt: skip
+                theirs(rank, "given", here * words),
+                theirs(rank, "given arrived", here),
+                theirs(rank, "decays", here * spec.tile[0] * self.decay_columns),
+                theirs(rank, "decays arrived", here),
+                theirs(rank, "inbox", 0),
+                theirs(rank, "arrived", 0),
+                theirs(rank, "begun", self.position),
+                0,
+            ]
         infos = [self._info(me, me), *(self._info(me, rank) for rank in members)]
         rail, rounds = self._rail(direction, offsets, layouts, len(infos))
         for words_of_round, info in rounds:
@@ -186,11 +196,21 @@ class Rails:
         p_table = self._keep(torch.tensor(table, dtype=torch.int64, device="cpu").to(comm.device))
         info = self._keep(torch.stack(infos).flatten().to(comm.device))
         node = Channel(
-            inbox=mine("inbox"), next_inbox=mine("inbox"), outbox=mine("inbox"), arrived=mine("arrived"),
-            next_arrived=mine("arrived"), freed=mine("begun"), prev_freed=mine("begun"), epoch=mine("epoch"),
-            clock=mine("clock"), backwards=mine("backwards"), step=comm.step_word, ticket=mine("ticket"), info=info,
+            inbox=mine("inbox"),
+            next_inbox=mine("inbox"),
+            outbox=mine("inbox"),
+            arrived=mine("arrived"),
+            next_arrived=mine("arrived"),
+            freed=mine("begun"),
+            prev_freed=mine("begun"),
+            epoch=mine("epoch"),
+            clock=mine("clock"),
+            backwards=mine("backwards"),
+            step=comm.step_word,
+            ticket=mine("ticket"),
+            info=info,
             **_constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
-        )  # fmt: skip
+        )
         if rail is None:
             rail = node._replace(**_constants(spec, self.slice, NONE.value, NONE.value))
         rail = rail._replace(clock=node.clock)  # it waits by the number of the program, too: more than a slice may have
@@ -240,9 +260,14 @@ class Rails:
             prev_sends = prev >= 0 and (i // 2 < 2 or there[0] != first)
             sends = following >= 0 and (i // 2 < 2 or self.node != first)
             fields = (
-                channel.inbox, channel.next_inbox, channel.outbox, channel.arrived, channel.next_arrived, channel.freed,
+                channel.inbox,
+                channel.next_inbox,
+                channel.outbox,
+                channel.arrived,
+                channel.next_arrived,
+                channel.freed,
                 channel.prev_freed,
-            )  # fmt: skip
+            )
             words = [*(x.data_ptr() for x in fields), 0, prev_sends, sends]
             words += [(infos + len(rounds)) * wait.INFO_WORDS]
             words += [0] * (kernels.ROUND_WORDS.value - len(words))
@@ -294,10 +319,16 @@ class Rails:
         """``kernel``: rails_kernel, linked with NVSHMEM if :attr:`puts`."""
         owner = self.position < self.owners
         launch = Launch(
-            kernel, (programs,), **fixed, SLICE=self.slice, BD=self.decay_columns, LINK=self.link,
-            ROUNDS=len(self.distances) if owner else 0, ROUND_LINK=self.kinds[0] if self.kinds else NONE.value,
+            kernel,
+            (programs,),
+            **fixed,
+            SLICE=self.slice,
+            BD=self.decay_columns,
+            LINK=self.link,
+            ROUNDS=len(self.distances) if owner else 0,
+            ROUND_LINK=self.kinds[0] if self.kinds else NONE.value,
             num_warps=self.warps,
-        )  # fmt: skip
+        )
         return RailsLaunch(launch, self.further[direction])
 
 
@@ -314,6 +345,12 @@ class RailsLaunch:
 
 def _constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict:
     values = dict(
-        num_tiles=num_tiles, BK=spec.tile[0], BV=spec.tile[1], DEPTH=spec.depth, RECV=recv, SEND=send, ADJOINT=False,
-    )  # fmt: skip
+        num_tiles=num_tiles,
+        BK=spec.tile[0],
+        BV=spec.tile[1],
+        DEPTH=spec.depth,
+        RECV=recv,
+        SEND=send,
+        ADJOINT=False,
+    )
     return {name: tl.constexpr(value) for name, value in values.items()}

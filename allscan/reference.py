@@ -9,9 +9,12 @@ from torch import Tensor
 
 
 def allscan_reference(
-    states: Sequence[Tensor], decays: Sequence | None = None, initial_state: Tensor | None = None,
-    reverse: bool = False, transitions: Sequence[Tensor] | None = None,
-) -> list[Tensor]:  # fmt: skip
+    states: Sequence[Tensor],
+    decays: Sequence | None = None,
+    initial_state: Tensor | None = None,
+    reverse: bool = False,
+    transitions: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
     """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes. Returns [R_0, ..., R_{P-1}].
 
     states: list of [..., K, V], one a rank. decays: list of [..., K], [...] or numbers, or None. transitions: list of
@@ -40,9 +43,14 @@ def allscan_reference(
 
 
 def gla_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gated linear attention token by token: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t.
 
     q, k, g: [B, T, H, K]; v: [B, T, H, V]; initial_state: [B or N, H, K, V] or None; cu_seqlens: N + 1 boundaries of
@@ -69,9 +77,15 @@ def gla_reference(
 
 
 def delta_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Delta rules token by token: S = diag(exp(g_t)) S_{t-1}, S_t = S + beta_t k_t^T (v_t - k_t S),
     o_t = scale * q_t S_t.
 
@@ -104,10 +118,19 @@ def delta_reference(
 
 
 def ssd_reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba2's scan token by token: S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t, y_t = S_t C_t + D x_t, times silu(z_t).
 
     The arguments of :func:`allscan.zeco_ssd`; d_t is the clamped softplus of dt + dt_bias. Returns (y [B, T, H, P],
@@ -118,10 +141,20 @@ def ssd_reference(
         initial = [None] * (len(cuts) - 1) if initial_states is None else initial_states.split(1)
         parts = [
             ssd_reference(
-                x[:, a:b], dt[:, a:b], A, B[:, a:b], C[:, a:b], D, None if z is None else z[:, a:b], dt_bias,
-                dt_softplus, dt_limit, first,
-            ) for a, b, first in zip(cuts, cuts[1:], initial)
-        ]  # fmt: skip
+                x[:, a:b],
+                dt[:, a:b],
+                A,
+                B[:, a:b],
+                C[:, a:b],
+                D,
+                None if z is None else z[:, a:b],
+                dt_bias,
+                dt_softplus,
+                dt_limit,
+                first,
+            )
+            for a, b, first in zip(cuts, cuts[1:], initial)
+        ]
         outputs, states = zip(*parts)
         return torch.cat(outputs, 1), torch.cat(states)
     x, d, A, B, C = (t.double() for t in (x, dt, A, B, C))

@@ -125,8 +125,11 @@ def finalize() -> None:
         together = _all_come()
     _heap.close(together)
     if not together and nvshmem_host.left_behind:
-        warnings.warn("finalize() has left NVSHMEM as it was: ranks may be gone, and its end is collective. "
-                      "allscan.init() over NVSHMEM needs a new process", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            "finalize() has left NVSHMEM as it was: ranks may be gone, and its end is collective. "
+            "allscan.init() over NVSHMEM needs a new process",
+            stacklevel=2,
+        )
     _heap = _job = None
     _deserted = False
     _users.clear()

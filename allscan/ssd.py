@@ -32,12 +32,26 @@ from .shmem_kernels.gla_blocks import FIRST, LAST
 
 @dynamo_disabled
 def zeco_ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, *, comm: Communicator,
-    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool | str = False,
-    first_token: int | None = None, layout: str = "contiguous", chunk_scan: Callable | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    *,
+    comm: Communicator,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool | str = False,
+    first_token: int | None = None,
+    layout: str = "contiguous",
+    chunk_scan: Callable | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba2's scan (SSD) with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
         d_t = clamp(dt_t + dt_bias, *dt_limit), of the softplus with dt_softplus
@@ -109,8 +123,10 @@ def zeco_ssd(
         leaving = [after(some[-1]) for some in halves]
         # what enters the rank passes it if it has no end of a sequence in between
         passing = [len(some) == 1 and not some[0].begins for some in halves]
-        decays = [tokens.decay(s[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
-                  for s, p in zip(halves, passing, strict=True)]  # fmt: skip
+        decays = [
+            tokens.decay(s[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
+            for s, p in zip(halves, passing, strict=True)
+        ]
         if wants_gradient((*given.values(), initial_states)):  # on all ranks then
             leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
@@ -120,8 +136,11 @@ def zeco_ssd(
         else:
             prevs = (allscan(leaving[0], decays[0], comm=comm),)
         entering |= {some[0]: prev for some, prev in zip(halves, prevs, strict=True) if not some[0].begins}
-        outputs = [y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
-                   for s in spans if s.end > s.start]  # fmt: skip
+        outputs = [
+            y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
+            for s in spans
+            if s.end > s.start
+        ]
         y = torch.cat(outputs or [y[:, :0].float()], 1)
         used = prevs if initial_states is None else (*prevs, initial_states)
         y = Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
@@ -291,9 +310,16 @@ def _spans(comm, x, lengths, first_token, zigzag):
         first = partition_start(comm, lengths, T, first_token, zigzag)
         pieces = (zigzag_cut if zigzag else cut)(lengths, first, T, comm.rank == 0)
         spans = [
-            _Span(p.start, p.end, p.state_index, slice(p.sequence, p.sequence + 1), bool(p.flags & FIRST.value),
-                  bool(p.flags & LAST.value)) for p in pieces
-        ]  # fmt: skip
+            _Span(
+                p.start,
+                p.end,
+                p.state_index,
+                slice(p.sequence, p.sequence + 1),
+                bool(p.flags & FIRST.value),
+                bool(p.flags & LAST.value),
+            )
+            for p in pieces
+        ]
         key = ("ssd", batch, T, first, lengths, zigzag)
 
     def make():

@@ -18,12 +18,30 @@ from torch.autograd import forward_ad  # _current_level: whether forward-mode de
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "TorchDispatchMode", "bare_apply", "capturing", "coalesced", "compiled_effects", "current_device",
-    "current_stream_of", "default_store", "forward_ad", "has_backward_hooks", "in_backward", "ipc_handle",
-    "left_out_arguments", "mapped", "no_cuda_graph", "num_dispatch_modes", "operator", "stops_recomputation",
+    "TorchDispatchMode",
+    "bare_apply",
+    "capturing",
+    "coalesced",
+    "compiled_effects",
+    "current_device",
+    "current_stream_of",
+    "default_store",
+    "forward_ad",
+    "has_backward_hooks",
+    "in_backward",
+    "ipc_handle",
+    "left_out_arguments",
+    "mapped",
+    "no_cuda_graph",
+    "num_dispatch_modes",
+    "operator",
+    "stops_recomputation",
     "transforms_active",
-    "unsafe_view", "unwrap_if_dead", "version_of", "without_dispatch_modes",
-]  # fmt: skip
+    "unsafe_view",
+    "unwrap_if_dead",
+    "version_of",
+    "without_dispatch_modes",
+]
 
 # Handle of the current stream of the GPU with a number; torch's own way makes an object, which takes 30 times as long.
 current_stream_of: Callable[[int], int] = getattr(

@@ -27,9 +27,12 @@ MOST_SUMMED = 16  # numbers of a sum: for more torch adds in another order
 UNKNOWN = -1
 
 EMPTY = {
-    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
     aten.new_empty_strided.default,
-}  # fmt: skip
+}
 CONSTANTS = int, float, str, type(None), tl.constexpr, tl.dtype
 ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 

@@ -248,9 +248,14 @@ def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step
 
 def _constants(spec: Spec, recv: int, send: int) -> dict:
     values = dict(
-        num_tiles=spec.num_tiles, BK=spec.tile[0], BV=spec.tile[1], DEPTH=spec.depth, RECV=recv, SEND=send,
+        num_tiles=spec.num_tiles,
+        BK=spec.tile[0],
+        BV=spec.tile[1],
+        DEPTH=spec.depth,
+        RECV=recv,
+        SEND=send,
         ADJOINT=False,
-    )  # fmt: skip
+    )
     return {name: tl.constexpr(value) for name, value in values.items()}
 
 

@@ -67,8 +67,12 @@ def zigzag_positions(
         raise ValueError(
             f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got {lengths}"
         )
-    pieces = [(first + i * n, first + (i + 1) * n) for first, end in cuts for n in ((end - first) // chunks,)
-              for i in _pieces(comm.rank, comm.size, True)]  # fmt: skip
+    pieces = [
+        (first + i * n, first + (i + 1) * n)
+        for first, end in cuts
+        for n in ((end - first) // chunks,)
+        for i in _pieces(comm.rank, comm.size, True)
+    ]
     return torch.cat([torch.arange(*piece, device=comm.device) for piece in pieces])
 
 

@@ -25,9 +25,22 @@ from allscan.integrations import attention
 from bench.harness import Table, results, sample
 
 COLUMNS = (
-    "kernel", "pass", "queries", "before", "batch", "heads", "kv_heads", "D", "V", "blocks_ms", "one_kernel_ms",
-    "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "kernel",
+    "pass",
+    "queries",
+    "before",
+    "batch",
+    "heads",
+    "kv_heads",
+    "D",
+    "V",
+    "blocks_ms",
+    "one_kernel_ms",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 NAMES = "o", "dq", "dk", "dv"
 LIMITS = dict(o=1.45, dq=1.45, dk=1.1, dv=1.1)  # times one kernel's error
 # heads, kv heads, widths of keys and values; the tokens of a rank that are checked
@@ -129,8 +142,11 @@ def check(device, dtype, tokens, shape, batch=1) -> list[str]:
         case = f"{name}, heads {shape}, batch {batch}, {size} ranks, {'zigzag' if zigzag else 'contiguous'}"
         print(f"{case}: error", *(f"{n} {e:.2e} ({r:.2f} x)" for (n, r), e in zip(ratios.items(), ours)), flush=True)
         least = 1e-5 if dtype == torch.float32 else 0
-        wrong += [f"{case}: {n} {e}, {r:.2f} times one kernel's" for (n, r), e in zip(ratios.items(), ours)
-                  if not (r <= LIMITS[n] or e < least)]  # fmt: skip
+        wrong += [
+            f"{case}: {n} {e}, {r:.2f} times one kernel's"
+            for (n, r), e in zip(ratios.items(), ours)
+            if not (r <= LIMITS[n] or e < least)
+        ]
     return wrong
 
 
@@ -278,8 +294,11 @@ def compare_kernels(device, dtype) -> None:
                     continue
                 speeds = flops * (D + V) / ms[0] / 1e9, flops * (3 * D + 2 * V) / ms[1] / 1e9
                 how = f"{queries} x {keys} {'causal' if causal else 'unmasked'}{', heads first' * heads_first}"
-                print(f"{(H, G, D, V)} {how}, {kernel.name}: {ms[0]:.3f} and {ms[1]:.3f} ms, "
-                      f"{speeds[0]:.0f} and {speeds[1]:.0f} TFLOP/s, {apart:.1e} from flash", flush=True)  # fmt: skip
+                print(
+                    f"{(H, G, D, V)} {how}, {kernel.name}: {ms[0]:.3f} and {ms[1]:.3f} ms, "
+                    f"{speeds[0]:.0f} and {speeds[1]:.0f} TFLOP/s, {apart:.1e} from flash",
+                    flush=True,
+                )
 
 
 def main() -> int:

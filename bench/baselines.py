@@ -18,9 +18,7 @@ from allscan.streams import SCANS
 
 
 @triton.jit
-def fold_kernel(
-    p_states, p_decays, p_out, numel, step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def fold_kernel(p_states, p_decays, p_out, numel, step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
     """The exclusive scan for the rank that has COUNT ranks before it, in one pass over what these have gathered. They
     lie ``step`` places apart, the farthest first."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -66,9 +64,15 @@ class AllGather:
         numel, block = self.state.numel(), 1024
         first = before[0] if before else 0
         fold_kernel[(triton.cdiv(numel, block),)](
-            self.states[first], self.decays[first], self.out, numel, before.step,
-            COUNT=len(before), V=self.state.shape[-1], BLOCK=block,
-        )  # fmt: skip
+            self.states[first],
+            self.decays[first],
+            self.out,
+            numel,
+            before.step,
+            COUNT=len(before),
+            V=self.state.shape[-1],
+            BLOCK=block,
+        )
         return self.out
 
 

@@ -67,10 +67,13 @@ def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | dict(
-        PYTHONPATH=os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH")))), TRITON_CACHE_DIR=cache,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count),
+        PYTHONPATH=os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH")))),
+        TRITON_CACHE_DIR=cache,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(count),
         TRITON_INTERPRET="0" if ranks else "1",
-    )  # fmt: skip
+    )
     # not by its path, which would put bench/ before the standard library, and its operator.py before that of Python
     program = f"import runpy, sys; runpy.run_path({os.path.abspath(__file__)!r}, run_name='__main__')"
     command = [sys.executable, "-c", program, "--rank", *map(str, sizes)]

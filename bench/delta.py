@@ -62,9 +62,27 @@ SEEN = {
 }
 ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
 COLUMNS = (
-    "method", "rule", "T", "H", "gates", "pass", "ranks", "p20_us", "p50_us", "p80_us", "skew_us", "graph_us",
-    "times_one_rank", "extra_mib", "max_error", "proof", "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "method",
+    "rule",
+    "T",
+    "H",
+    "gates",
+    "pass",
+    "ranks",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "skew_us",
+    "graph_us",
+    "times_one_rank",
+    "extra_mib",
+    "max_error",
+    "proof",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 
 
 def fla_runs(rule: str, backward: bool) -> bool:
@@ -228,10 +246,15 @@ def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
                 with noted(failed, name):
                     graphs[name] = graph_us(name, call, comm)
         rows = {
-            name: dict(**quantiles(torch.tensor(times[name])), extra_mib=extra[name], max_error=errors.get(name, ""),
-                       proof=proofs[name], graph_us=us)
+            name: dict(
+                **quantiles(torch.tensor(times[name])),
+                extra_mib=extra[name],
+                max_error=errors.get(name, ""),
+                proof=proofs[name],
+                graph_us=us,
+            )
             for name, us in graphs.items()
-        }  # fmt: skip
+        }
         return rows | failed
 
 
@@ -433,8 +456,12 @@ def main() -> int:
         for T, H in dict.fromkeys((at.T, at.H) for at in plan):
             times = passes(T, H)
             faster = sum(t for n, t in times.items() if "fla" in n) / sum(t for n, t in times.items() if "ours" in n)
-            print(f"between the chunks, one rank, T={T} H={H}, us:", {n: round(t, 1) for n, t in times.items()},
-                  f"together {faster:.2f} times as fast", flush=True)  # fmt: skip
+            print(
+                f"between the chunks, one rank, T={T} H={H}, us:",
+                {n: round(t, 1) for n, t in times.items()},
+                f"together {faster:.2f} times as fast",
+                flush=True,
+            )
         elapsed("end")
     return 1 if failures else 0
 

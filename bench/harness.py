@@ -27,9 +27,11 @@ def results(name: str) -> str:
 def machine() -> dict:
     """GPU, versions, and which sources: the columns that every table ends with."""
     return dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        triton=triton.__version__,
         sources=source_hash()[:12],
-    )  # fmt: skip
+    )
 
 
 def quantiles(us: torch.Tensor) -> dict:

@@ -204,8 +204,10 @@ def main() -> int:
                 host, total = (max(answer[name][i] for answer in answers) for i in range(2))
                 row = dict(method=name, T=T or "", H=H, D=D, ranks=2, host_us=host, total_us=total)
                 table.write(row | dict(over_nccl=host / nccl))
-                print(f"{name:50} T={T or '-':<6} host {host:8.1f} us  total {total:8.1f}  {host / nccl:6.2f} x NCCL",
-                      flush=True)  # fmt: skip
+                print(
+                    f"{name:50} T={T or '-':<6} host {host:8.1f} us  total {total:8.1f}  {host / nccl:6.2f} x NCCL",
+                    flush=True,
+                )
     print(f"wrote {arguments.csv}")
     return 0
 

@@ -63,9 +63,25 @@ from bench.tuning import Job, compile_ahead
 STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
 VOCABULARY = 32000
 COLUMNS = (
-    "model", "method", "rule", "ranks", "T", "layers", "heads", "parameters", "step_ms", "tokens_per_s_per_gpu",
-    "percent_of_data_parallel", "peak_gib", "max_error", "proof", "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "model",
+    "method",
+    "rule",
+    "ranks",
+    "T",
+    "layers",
+    "heads",
+    "parameters",
+    "step_ms",
+    "tokens_per_s_per_gpu",
+    "percent_of_data_parallel",
+    "peak_gib",
+    "max_error",
+    "proof",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 METHODS = ("allscan", "allscan, zigzag", "heads", "gathered")
 STATE = ("delta_states_kernel", "transition_kernel")
 
@@ -101,22 +117,40 @@ class Hybrid(NamedTuple):
     def config(self, layers, width, heads, head, vocabulary):
         file = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
         common = dict(
-            vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, intermediate_size=width * 11 // 4,
-            num_attention_heads=heads, pad_token_id=0, use_cache=False, attn_implementation="sdpa",
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            intermediate_size=width * 11 // 4,
+            num_attention_heads=heads,
+            pad_token_id=0,
+            use_cache=False,
+            attn_implementation="sdpa",
             layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
-        )  # fmt: skip
+        )
         if not self.mla:
             return file.Qwen3NextConfig(
-                num_key_value_heads=2, head_dim=2 * head, linear_num_key_heads=heads, linear_num_value_heads=2 * heads,
-                linear_key_head_dim=head, linear_value_head_dim=head, mlp_only_layers=[*range(layers)], **common,
-            )  # fmt: skip
+                num_key_value_heads=2,
+                head_dim=2 * head,
+                linear_num_key_heads=heads,
+                linear_num_value_heads=2 * heads,
+                linear_key_head_dim=head,
+                linear_value_head_dim=head,
+                mlp_only_layers=[*range(layers)],
+                **common,
+            )
         key = self.mla * head // 128
         rope = key // (3 if self.mla == 192 else 4)
         return file.KimiLinearConfig(
-            linear_num_heads=heads, linear_head_dim=head, num_key_value_heads=heads, kv_lora_rank=width // 4,
-            qk_nope_head_dim=key - rope, qk_rope_head_dim=rope, v_head_dim=head, mlp_layer_types=["dense"] * layers,
+            linear_num_heads=heads,
+            linear_head_dim=head,
+            num_key_value_heads=heads,
+            kv_lora_rank=width // 4,
+            qk_nope_head_dim=key - rope,
+            qk_rope_head_dim=rope,
+            v_head_dim=head,
+            mlp_layer_types=["dense"] * layers,
             **common,
-        )  # fmt: skip
+        )
 
 
 def seen(layers, alone=False) -> dict:
@@ -397,9 +431,8 @@ def main() -> int:
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
     hybrids = [
-        Hybrid(family, mla) for family in arguments.model
-        for mla in (arguments.mla if family == "kimi_linear" else [0])
-    ]  # fmt: skip
+        Hybrid(family, mla) for family in arguments.model for mla in (arguments.mla if family == "kimi_linear" else [0])
+    ]
     names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
     if torch.cuda.device_count() < 2:
         print("No two GPUs here: a check of every method on 2 CPU ranks.")

@@ -31,18 +31,37 @@ from bench.tuning import Job, compile_ahead
 
 # B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
 SHAPES = (
-    (1, 16384, 16, 128, 128), (1, 8192, 32, 128, 128), (2, 16384, 16, 128, 128), (4, 2048, 16, 128, 128),
-    (4, 4096, 64, 128, 128), (8, 2048, 32, 256, 256), (8, 1024, 8, 64, 64), (1, 2048, 4, 64, 64),
-    (1, 16384, 16, 128, 64), (1, 16384, 16, 128, 256), (1, 16384, 4, 256, 512),
-)  # fmt: skip
+    (1, 16384, 16, 128, 128),
+    (1, 8192, 32, 128, 128),
+    (2, 16384, 16, 128, 128),
+    (4, 2048, 16, 128, 128),
+    (4, 4096, 64, 128, 128),
+    (8, 2048, 32, 256, 256),
+    (8, 1024, 8, 64, 64),
+    (1, 2048, 4, 64, 64),
+    (1, 16384, 16, 128, 64),
+    (1, 16384, 16, 128, 256),
+    (1, 16384, 4, 256, 512),
+)
 PACKED = 37  # sequences of uneven lengths, in one more measurement of the first shape
 # An H200: the measured streaming rate, and about 80 % of the peak for dense bfloat16
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 8e8
 SAMPLES = 15
 COLUMNS = (
-    "shape", "sequences", "method", "forward_us", "forward_backward_us", "extra_mib", "first_call_s",
-    "second_process_s", "max_error", "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "shape",
+    "sequences",
+    "method",
+    "forward_us",
+    "forward_backward_us",
+    "extra_mib",
+    "first_call_s",
+    "second_process_s",
+    "max_error",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 
 
 def work(B, T, H, K, V) -> dict:

@@ -33,9 +33,20 @@ from bench.operator import ZIGZAG, over
 TOKENS = (16384, 32768)
 STEPS = 11
 COLUMNS = (
-    "method", "ranks", "T", "parameters", "step_ms", "tokens_per_s_per_gpu", "percent_of_data_parallel", "peak_gib",
-    "proof", "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "method",
+    "ranks",
+    "T",
+    "parameters",
+    "step_ms",
+    "tokens_per_s_per_gpu",
+    "percent_of_data_parallel",
+    "peak_gib",
+    "proof",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 
 
 class Layer(nn.Module):

@@ -39,9 +39,28 @@ SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a ran
 GATES = {"0": 0.0, "near 1": 16.0, "mild": 1.0}
 SAMPLES = 20
 COLUMNS = (
-    "method", "T", "H", "D", "gates", "pass", "ranks", "p20_us", "p50_us", "p80_us", "skew_us", "one_rank_us",
-    "percent_of_ideal", "extra_mib", "max_error", "rank_decay", "proof", "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "method",
+    "T",
+    "H",
+    "D",
+    "gates",
+    "pass",
+    "ranks",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "skew_us",
+    "one_rank_us",
+    "percent_of_ideal",
+    "extra_mib",
+    "max_error",
+    "rank_decay",
+    "proof",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 
 
 FLA = "fla, one rank"
@@ -159,8 +178,13 @@ def main() -> int:
         return 0
     counts = arguments.ranks or sorted({2, gpus})
     shapes = [shape for shape in SHAPES if not arguments.tokens or shape[0] in arguments.tokens]
-    cases = [(*shape, kind, count, backward) for shape in shapes for kind in arguments.gates for count in counts
-             for backward in (False, True)]  # fmt: skip
+    cases = [
+        (*shape, kind, count, backward)
+        for shape in shapes
+        for kind in arguments.gates
+        for count in counts
+        for backward in (False, True)
+    ]
     if importlib.util.find_spec("fla") is not None and FLA in (arguments.methods or [FLA]):
         compile_ahead([Job("gla", H) for H in sorted({shape[1] for shape in shapes})])
     with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:

@@ -28,9 +28,23 @@ from bench.baselines import AllGather, Ring
 from bench.harness import REPEATS, Table, group_of, quantiles, results, sample, slowest, stopwatches
 
 COLUMNS = (
-    "method", "ranks", "bytes", "p20_us", "p50_us", "p80_us", "skew_us", "free_running_us", "eager_us", "copy_us",
-    "times_copy", "max_error", "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "method",
+    "ranks",
+    "bytes",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "skew_us",
+    "free_running_us",
+    "eager_us",
+    "copy_us",
+    "times_copy",
+    "max_error",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 
 
 class AllScanMethod:

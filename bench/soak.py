@@ -111,13 +111,16 @@ def plan(options, step, salt="") -> Plan:
         chance = random.Random(str(inner))  # without first_token the same cu_seqlens come with the same cuts
     cuts = [r * options.tokens + chance.randint(-spread, spread) for r in range(1, options.ranks)]
     return Plan(
-        step=step, kind=kind, lengths=(0, *inner, total) if kind != "whole" else (0, total), cuts=(0, *cuts, total),
-        on_device=chance.random() < 0.5, again=tuple(
-            i for i in range(options.layers) if chance.random() < 0.5 or fault in ("argument", "backward")
-        ),
+        step=step,
+        kind=kind,
+        lengths=(0, *inner, total) if kind != "whole" else (0, total),
+        cuts=(0, *cuts, total),
+        on_device=chance.random() < 0.5,
+        again=tuple(i for i in range(options.layers) if chance.random() < 0.5 or fault in ("argument", "backward")),
         late=(chance.randrange(options.ranks), options.late * chance.random() * (chance.random() < 0.2)),
-        fault=fault, victim=(number + number // len(FAULTS)) % options.ranks,
-    )  # fmt: skip
+        fault=fault,
+        victim=(number + number // len(FAULTS)) % options.ranks,
+    )
 
 
 def whole_tokens(planned: Plan) -> torch.Tensor:
@@ -436,10 +439,21 @@ def together(options, folder) -> dict:
     closed, heap = training.comm.heap.arena.free_bytes, training.comm.heap.arena
     del training
     return dict(
-        losses=losses, validations=validations, errors=errors, skipped=skipped, resyncs=resyncs, spread=spread,
-        checkpoints=checkpoints, seconds=seconds, warm=warm, end=end, free=free, closed=closed, arena=heap.size,
+        losses=losses,
+        validations=validations,
+        errors=errors,
+        skipped=skipped,
+        resyncs=resyncs,
+        spread=spread,
+        checkpoints=checkpoints,
+        seconds=seconds,
+        warm=warm,
+        end=end,
+        free=free,
+        closed=closed,
+        arena=heap.size,
         keys=keys_in_store(group) - keys,
-    )  # fmt: skip
+    )
 
 
 def warm_steps(options) -> int:
@@ -581,11 +595,19 @@ def parsed(arguments=None) -> argparse.Namespace:
         options.device = "cuda" if torch.cuda.device_count() > 1 else "cpu"
     cuda, several = options.device == "cuda", (options.layers or 1) > 1
     defaults = dict(
-        ranks=(torch.cuda.device_count(), 2), steps=(3000, 100), tokens=(1024, 16), layers=(2, 1), width=(256, 16),
-        heads=(4, 1), lr=(1e-4, 1e-3 if several else 1e-2), fault_every=(100, 25), checkpoint_every=(50, 20),
+        ranks=(torch.cuda.device_count(), 2),
+        steps=(3000, 100),
+        tokens=(1024, 16),
+        layers=(2, 1),
+        width=(256, 16),
+        heads=(4, 1),
+        lr=(1e-4, 1e-3 if several else 1e-2),
+        fault_every=(100, 25),
+        checkpoint_every=(50, 20),
         validate_every=(100, 20),
-        timeout=(2.0, 6.0), sequences=(6, 2),
-    )  # fmt: skip
+        timeout=(2.0, 6.0),
+        sequences=(6, 2),
+    )
     for name, (on_gpus, on_cpus) in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, on_gpus if cuda else on_cpus)

@@ -24,9 +24,22 @@ from bench.harness import Table, group_of, quantiles, results, slowest, stopwatc
 
 SHAPES = [(32, 128, 128), (32, 64, 64), (6, 256, 512)]  # heads, K, V; the last is fla's Gated DeltaNet by default
 COLUMNS = (
-    "method", "ranks", "heads", "K", "V", "p20_us", "p50_us", "p80_us", "skew_us", "free_running_us", "max_error",
-    "gpu", "torch", "triton", "sources",
-)  # fmt: skip
+    "method",
+    "ranks",
+    "heads",
+    "K",
+    "V",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "skew_us",
+    "free_running_us",
+    "max_error",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
 
 
 def point(ranks: int, heads: int, K: int, V: int) -> list:
@@ -60,9 +73,10 @@ def point(ranks: int, heads: int, K: int, V: int) -> list:
     methods = {
         "All-Scan": (lambda: scan.scan(state, transition=transition, out=out), forward),
         "All-Scan, adjoint": (
-            lambda: scan.scan(state, transition=transition, adjoint=True, reverse=True, out=out), backward
+            lambda: scan.scan(state, transition=transition, adjoint=True, reverse=True, out=out),
+            backward,
         ),
-    }  # fmt: skip
+    }
     if comm.device.type == "cuda":
         methods["all_gather alone"] = (gather, None)
         if K <= 128 and importlib.util.find_spec("fla"):  # with K=256 fla chose for more than 3 minutes

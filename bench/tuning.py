@@ -195,8 +195,11 @@ def compile_ahead(jobs: list[Job], meanwhile=lambda: None) -> None:
         meanwhile()
         raised += compiling.get()
         compiled = time.monotonic()
-        print(f"{len(os.listdir(claims))} configurations compiled by {count} processes: {compiled - begin:.1f} s",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{len(os.listdir(claims))} configurations compiled by {count} processes: {compiled - begin:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         raised += pool.starmap(tune_share, shares, chunksize=1)
         print(f"chosen among: {time.monotonic() - compiled:.1f} s", file=sys.stderr, flush=True)
     for text in dict.fromkeys(sum(raised, [])):

@@ -44,10 +44,11 @@ CASES = {
     "transitions K=512": ("transitions", (4, 512, 128)),
     **{
         f"zeco_gla K=V={K}, {name}": ("gla", (K, backward))
-        for K in (128, 256) for name, backward in (("forward", False), ("both", True))
+        for K in (128, 256)
+        for name, backward in (("forward", False), ("both", True))
     },
     "zeco_kda, both": ("kda", True),
-}  # fmt: skip
+}
 
 
 class Chain:

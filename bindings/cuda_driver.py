@@ -90,19 +90,32 @@ class _KernelParams(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = [
-        ("func", c_void_p), ("gridDimX", c_uint), ("gridDimY", c_uint), ("gridDimZ", c_uint), ("blockDimX", c_uint),
-        ("blockDimY", c_uint), ("blockDimZ", c_uint), ("sharedMemBytes", c_uint), ("kernelParams", c_void_p),
-        ("extra", c_void_p), ("kern", c_void_p), ("ctx", c_void_p),
-    ]  # fmt: skip
+        ("func", c_void_p),
+        ("gridDimX", c_uint),
+        ("gridDimY", c_uint),
+        ("gridDimZ", c_uint),
+        ("blockDimX", c_uint),
+        ("blockDimY", c_uint),
+        ("blockDimZ", c_uint),
+        ("sharedMemBytes", c_uint),
+        ("kernelParams", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    ]
 
 
 class _MemsetParams(ctypes.Structure):
     """CUDA_MEMSET_NODE_PARAMS."""
 
     _fields_ = [
-        ("dst", c_uint64), ("pitch", c_size_t), ("value", c_uint), ("elementSize", c_uint), ("width", c_size_t),
+        ("dst", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("elementSize", c_uint),
+        ("width", c_size_t),
         ("height", c_size_t),
-    ]  # fmt: skip
+    ]
 
 
 class _AttributeValue(ctypes.Union):

@@ -230,10 +230,11 @@ def _shorten_operations(core, interpreter) -> None:
             return found
         shape = common[key]
         return tuple(
-            x if x.type.shape.values == shape
+            x
+            if x.type.shape.values == shape
             else core.tensor(self.builder.create_broadcast(x.handle, shape), core.block_type(x.type.scalar, shape))
             for x in (lhs, rhs)
-        )  # fmt: skip
+        )
 
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = types_of_operands, common_shape
 

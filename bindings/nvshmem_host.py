@@ -42,8 +42,12 @@ class Address:
 class _CudaArray:
     def __init__(self, address: int, nbytes: int):
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def load():

@@ -44,9 +44,13 @@ def hold(compiled: Any) -> None:
 
 
 def launcher(
-    compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], places: Sequence[int],
-    stream_of: Callable[[int], int], device: int,
-) -> Callable[[Sequence[Any]], Any]:  # fmt: skip
+    compiled: Any,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    places: Sequence[int],
+    stream_of: Callable[[int], int],
+    device: int,
+) -> Callable[[Sequence[Any]], Any]:
     """launch(addresses): a compiled kernel on ``stream_of(device)``, without a look at the arguments: all that the
     Python function has, in its order, with ``addresses`` (tuples for tuples) in these places. Returns the kernel.
 
@@ -191,9 +195,12 @@ def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[A
     """
     metadata = compiled.metadata
     for name, usual in (
-        ("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False), ("global_scratch_size", 0),
+        ("num_ctas", 1),
+        ("launch_cooperative_grid", False),
+        ("launch_pdl", False),
+        ("global_scratch_size", 0),
         ("profile_scratch_size", 0),
-    ):  # fmt: skip
+    ):
         if (getattr(metadata, name, usual) or usual) != usual:
             raise NotImplementedError(f"{compiled.name} has {name}={getattr(metadata, name)}")
     given = words(tuple(compiled.src.signature.values()), arguments)

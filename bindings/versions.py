@@ -45,22 +45,35 @@ PACKAGES = (
     Package("torch", ("torch",), "2.11", ("2.11",), ("2.11", "2.12", "2.13", "2.14", "2.15")),
     Package("Triton", ("triton", "pytorch-triton"), "3.6", ("3.6",), ("3.6", "3.7", "3.8", "3.9")),
     Package(
-        "NVSHMEM", ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"), "3.4", ("3.4",), ("3.4", "3.6", "3.7", "3.8"),
+        "NVSHMEM",
+        ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+        "3.4",
+        ("3.4",),
+        ("3.4", "3.6", "3.7", "3.8"),
         use="more than one GPU",
     ),
     Package("nvshmem4py", ("nvshmem4py-cu13", "nvshmem4py-cu12"), "0.3", ("0.3",), (), "0.5", "more than one GPU"),
     Package("CuPy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "13.6", (), (), use="CuPy arrays"),
     Package(
-        "transformers", ("transformers",), "5.18", ("5.23",), tuple(f"5.{minor}" for minor in range(18, 25)),
+        "transformers",
+        ("transformers",),
+        "5.18",
+        ("5.23",),
+        tuple(f"5.{minor}" for minor in range(18, 25)),
         use="its models",
     ),
     Package(
-        "flash-linear-attention", ("flash-linear-attention",), "0.6", ("0.6",), ("0.6",), "0.7",
+        "flash-linear-attention",
+        ("flash-linear-attention",),
+        "0.6",
+        ("0.6",),
+        ("0.6",),
+        "0.7",
         "delta rules, and its models",
     ),
     Package("megatron-core", ("megatron-core",), "0.19", ("0.19",), ("0.19",), "0.20", "its models"),
     Package("accelerate", ("accelerate",), "1.15", ("1.15",), ("1.15",), "2", "the Trainer of transformers"),
-)  # fmt: skip
+)
 TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}  # that its wheel asks for
 
 

@@ -27,11 +27,23 @@ from allscan.tools.ranks import Ranks, on_first  # noqa: E402
 
 STEPS, LENGTH = 10, 240
 CONFIG = dict(
-    vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-    linear_value_head_dim=16, mlp_only_layers=[0, 1, 2, 3], bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    mlp_only_layers=[0, 1, 2, 3],
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
     attn_implementation="sdpa",
-)  # fmt: skip
+)
 
 
 def train(group):
@@ -47,11 +59,21 @@ def train(group):
             model, kind = sequence_parallel(model, comm=comm), SequenceParallelTrainer
         tokens = text_bytes()[: 2 * STEPS * LENGTH].view(-1, LENGTH).long()
         arguments = TrainingArguments(
-            folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=3e-3,
-            lr_scheduler_type="constant", logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
-            seed=0, use_cpu=comm.device.type == "cpu",
-            ddp_backend=None if comm.device.type == "cuda" else "gloo", ddp_find_unused_parameters=False,
-        )  # fmt: skip
+            folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+            use_cpu=comm.device.type == "cpu",
+            ddp_backend=None if comm.device.type == "cuda" else "gloo",
+            ddp_find_unused_parameters=False,
+        )
         trainer = kind(model=model, args=arguments, train_dataset=[dict(input_ids=x, labels=x) for x in tokens])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()

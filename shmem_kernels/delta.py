@@ -52,8 +52,9 @@ from .gla_blocks import (
 
 
 @triton.jit
-def chunk_decay(p_g, h, start, end, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                SCALAR: tl.constexpr):  # fmt: skip
+def chunk_decay(
+    p_g, h, start, end, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr
+):
     """D of the chunk that begins with token ``start``, [BK]; with SCALAR all alike. Where there is no such chunk, that
     of any token."""
     last = tl.maximum(tl.minimum(start + BT, end) - 1, 0).to(tl.int64) * H + h
@@ -74,10 +75,24 @@ def token_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def summary_kernel(
-    p_k, p_w, p_u, p_g, p_segments, p_transition, p_leaves,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_k,
+    p_w,
+    p_u,
+    p_g,
+    p_segments,
+    p_transition,
+    p_leaves,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SCALAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """BR rows of a segment's transition M [NS, H, K, K] and BV columns of the same rows of R [NS, H, K, V], which it
     leaves from zero. A segment with which its sequence ends has neither.
 
@@ -134,10 +149,24 @@ def times(p_matrix, p_x, b_sum, k, c, stride_i, stride_j, stride_x, K: tl.conste
 
 @triton.jit
 def delta_carry_kernel(
-    p_transition, p_leaves, p_segments, p_first_segments, p_outside, p_enters, p_through, p_own, p_dense,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
-    HAS_OUTSIDE: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    p_transition,
+    p_leaves,
+    p_segments,
+    p_first_segments,
+    p_outside,
+    p_enters,
+    p_through,
+    p_own,
+    p_dense,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BC: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_OUTSIDE: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Through the segments of one travelling state and head: X = M X + R. A program has BC columns of one of two X.
 
     The state, from what this rank's tokens leave: p_enters [NS, H, K, V], what enters each segment; p_own [B, H, K, V],
@@ -197,9 +226,22 @@ def delta_carry_kernel(
 
 @triton.jit
 def load_entering(
-    p_enters, p_through, p_prev, p_segment, s, h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, COMES: tl.constexpr,
-):  # fmt: skip
+    p_enters,
+    p_through,
+    p_prev,
+    p_segment,
+    s,
+    h,
+    i_v,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+    COMES: tl.constexpr,
+):
     """The state that enters a segment, transposed [BV, BK], from this rank's tokens and from the other ranks; p_enters,
     which had the first part, then has it too."""
     at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
@@ -229,11 +271,30 @@ def transposed_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def delta_states_kernel(
-    p_k, p_w, p_u, p_g, p_segments, p_enters, p_through, p_prev, p_states, p_v_new, p_final,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, HAS_FINAL: tl.constexpr, SCALAR: tl.constexpr,
+    p_k,
+    p_w,
+    p_u,
+    p_g,
+    p_segments,
+    p_enters,
+    p_through,
+    p_prev,
+    p_states,
+    p_v_new,
+    p_final,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Through the chunks of one segment, from what enters it: the state that enters each chunk (p_states [NC, H, K, V])
     and v_new [tokens, H, V]; p_final [N, H, K, V], the state behind the last token of a sequence that ends here.
 
@@ -269,11 +330,37 @@ def delta_states_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    p_q, p_k, p_w, p_g, p_do, p_dv, p_segments, p_enters, p_through, p_prev, p_dstates, p_dv_new, p_leaves, p_outside,
-    scale, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, BJ: tl.constexpr, HAS_PREV: tl.constexpr, EVERY_CHUNK: tl.constexpr, HAS_OUTSIDE: tl.constexpr,
-    HAS_FINAL: tl.constexpr, FROM_SCORES: tl.constexpr, SCALAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_w,
+    p_g,
+    p_do,
+    p_dv,
+    p_segments,
+    p_enters,
+    p_through,
+    p_prev,
+    p_dstates,
+    p_dv_new,
+    p_leaves,
+    p_outside,
+    scale,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+    EVERY_CHUNK: tl.constexpr,
+    HAS_OUTSIDE: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    FROM_SCORES: tl.constexpr,
+    SCALAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The gradient of the state through the chunks of one segment, from the last to the first; held as by
     delta_states_kernel.
 
@@ -341,10 +428,30 @@ def adjoint_kernel(
 
 @triton.jit
 def scalar_gradient_kernel(
-    p_q, p_k, p_v_new, p_g, p_do, p_dv, p_states, p_dstates, p_chunks, p_dq, p_dk, p_dw, p_dg, scale,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v_new,
+    p_g,
+    p_do,
+    p_dv,
+    p_states,
+    p_dstates,
+    p_chunks,
+    p_dq,
+    p_dk,
+    p_dw,
+    p_dg,
+    scale,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Gated DeltaNet: gradients of q, k and the gates' sums of one chunk and head, but for what comes through w and u,
     whose gradients are dw, given here, and dv'.
 

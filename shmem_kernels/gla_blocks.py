@@ -66,8 +66,13 @@ def rounded_to_tf32(x, _semantic=None):
         return ((x + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return core.inline_asm_elementwise(
         "{.reg .b32 t; mov.b32 t, $1; min.s32 t, t, 0x7FFFEFFF; add.s32 t, t, 0x1000; mov.b32 $0, t;}",
-        "=f,f", [x], dtype=core.float32, is_pure=True, pack=1, _semantic=_semantic,
-    )  # fmt: skip
+        "=f,f",
+        [x],
+        dtype=core.float32,
+        is_pure=True,
+        pack=1,
+        _semantic=_semantic,
+    )
 
 
 @builtin
@@ -218,9 +223,20 @@ def decayed(b_own, b_gates, b_prev):
 
 @triton.jit
 def load_incoming_state(
-    p_state, p_gates, p_prev, p_segment, s, h, i_v,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k=0,
-):  # fmt: skip
+    p_state,
+    p_gates,
+    p_prev,
+    p_segment,
+    s,
+    h,
+    i_v,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    i_k=0,
+):
     """The state that enters a segment [BK, BV]: from this rank's tokens, and from the other ranks."""
     k = i_k * BK + tl.arange(0, BK)
     b_gates = tl.load(p_gates + (s * H + h) * K + k, mask=k < K, other=0.0)
@@ -280,10 +296,21 @@ def passed(b_dstate, b_gate, p_states, p_low, at, inside, PRECISION: tl.constexp
 
 @triton.jit
 def from_states(
-    p_y, p_states, n, h, start, end, i_k,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    p_y,
+    p_states,
+    n,
+    h,
+    start,
+    end,
+    i_k,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """y S^T [BT, BK], with the chunk's state."""
     b_sum = tl.zeros([BT, BK], tl.float32)
     for i_v in range((V + BV - 1) // BV):

@@ -51,9 +51,18 @@ from .gla_blocks import (
 
 @triton.jit
 def da_kernel(
-    p_v, p_do, p_chunks, p_da, p_diagonal, scale,
-    H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_v,
+    p_do,
+    p_chunks,
+    p_da,
+    p_diagonal,
+    scale,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dA = scale * do v^T of one chunk: p_da has what is below the diagonal (see load_da), p_diagonal the diagonal."""
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
@@ -76,10 +85,20 @@ def da_kernel(
 
 @triton.jit
 def value_grad_kernel(
-    p_do, p_k_out, p_a, p_chunks, p_dstates, p_dv,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    p_do,
+    p_k_out,
+    p_a,
+    p_chunks,
+    p_dstates,
+    p_dv,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """dv = A^T do + k_out D of one chunk, BV columns."""
     i_v, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
@@ -96,11 +115,33 @@ def value_grad_kernel(
 
 @triton.jit
 def grad_kernel(
-    p_q, p_k, p_v, p_g, p_do, p_chunks, p_weights, p_gate, p_strong, p_da, p_diagonal, p_states, p_dstates, p_passed,
-    p_dq, p_dk, p_dg, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_do,
+    p_chunks,
+    p_weights,
+    p_gate,
+    p_strong,
+    p_da,
+    p_diagonal,
+    p_states,
+    p_dstates,
+    p_passed,
+    p_dq,
+    p_dk,
+    p_dg,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk, dg of one chunk, BK columns, unless its decay is strong.
 
     What is loaded again is what registers could not keep.

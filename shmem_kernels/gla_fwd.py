@@ -76,9 +76,19 @@ from .gla_blocks import (
 
 @triton.jit
 def keys_kernel(
-    p_k, p_g, p_chunks, p_k_out, p_gate, p_strong,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr,
-):  # fmt: skip
+    p_k,
+    p_g,
+    p_chunks,
+    p_k_out,
+    p_gate,
+    p_strong,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    RANGE: tl.constexpr,
+):
     """Of one chunk: k_out, the sum of its gates, and whether its decay is strong (below 2 ** -RANGE).
 
     A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
@@ -104,10 +114,25 @@ def keys_kernel(
 
 @triton.jit
 def operands_kernel(
-    p_q, p_k, p_g, p_chunks, p_weights, p_gate, p_strong, p_q_in, p_k_out, p_a, scale,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, RANGE: tl.constexpr, KEYS: tl.constexpr,
+    p_q,
+    p_k,
+    p_g,
+    p_chunks,
+    p_weights,
+    p_gate,
+    p_strong,
+    p_q_in,
+    p_k_out,
+    p_a,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    RANGE: tl.constexpr,
+    KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """q_in and A of one chunk; with KEYS also what keys_kernel makes, otherwise that is given. Of a strong chunk q_in,
     k_out and A are strong_decay_kernel's: with KEYS it runs behind this kernel and writes over them, otherwise it has
     run, and this kernel leaves them alone.
@@ -152,10 +177,29 @@ def operands_kernel(
 
 @triton.jit
 def state_kernel(
-    p_x, p_y, p_gate, p_segments, p_state, p_low, p_segment_gate, p_own, p_gates, p_prev, p_states, p_passed, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, EVERY_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_y,
+    p_gate,
+    p_segments,
+    p_state,
+    p_low,
+    p_segment_gate,
+    p_own,
+    p_gates,
+    p_prev,
+    p_states,
+    p_passed,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    EVERY_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Through the chunks of one segment: BK rows and BV columns of S = decay S + x^T y. Forward (x, y = k_out, v): the
     state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
@@ -201,10 +245,24 @@ def state_kernel(
 
 @triton.jit
 def carry_kernel(
-    p_state, p_gate, p_gates, p_segments, p_first_segments, p_outside, p_own, p_decay, p_final,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_OUTSIDE: tl.constexpr, HAS_FINAL: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    p_state,
+    p_gate,
+    p_gates,
+    p_segments,
+    p_first_segments,
+    p_outside,
+    p_own,
+    p_decay,
+    p_final,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_OUTSIDE: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """The states through this rank's segments; one program for BK rows and BV columns of one travelling state and head.
 
     p_state [NS, H, K, V]: in, what each segment leaves; out, what enters it from this rank's tokens. p_gates
@@ -251,9 +309,19 @@ def carry_kernel(
 
 @triton.jit
 def final_kernel(
-    p_final, p_gate, p_gates, p_segments, p_first_segments, p_prev,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    p_final,
+    p_gate,
+    p_gates,
+    p_segments,
+    p_first_segments,
+    p_prev,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Add what enters this rank (p_prev [B, H, K, V]) to the end of the sequence that comes with it, if it is here:
     the first segment with which one ends. Arguments and programs as in carry_kernel."""
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -281,10 +349,30 @@ def final_kernel(
 
 @triton.jit
 def output_kernel(
-    p_x, p_y, p_z, p_a, p_gate, p_segments, p_state, p_gates, p_prev, p_o, p_states, p_low, p_dstates, p_passed, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_y,
+    p_z,
+    p_a,
+    p_gate,
+    p_segments,
+    p_state,
+    p_gates,
+    p_prev,
+    p_o,
+    p_states,
+    p_low,
+    p_dstates,
+    p_passed,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Through the chunks of one segment, from what enters it: o = A y + scale * z S, then S = decay S + x^T y.
 
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A

@@ -47,10 +47,25 @@ def _strong_chunk(b_strong, number, LOOK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def strong_decay_kernel(
-    p_q, p_k, p_g, p_chunks, p_strong, p_q_in, p_k_out, p_a, scale, N,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    LOOK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_g,
+    p_chunks,
+    p_strong,
+    p_q_in,
+    p_k_out,
+    p_a,
+    scale,
+    N,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    BS: tl.constexpr,
+    LOOK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """q_in, k_out and A of the strong-decay chunks, by sub-blocks of BC tokens. Program p takes strong chunks p, p +
     programs, ..., counted in the order of their flags, of which there are N."""
     number = tl.program_id(0)  # of the next strong chunk that is this program's
@@ -73,10 +88,25 @@ def strong_decay_kernel(
 
 @triton.jit
 def _rows(
-    p_q, p_k, p_g, p_q_in, p_k_out, p_a, h, chunk_start, end, i_sub, scale,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    p_q,
+    p_k,
+    p_g,
+    p_q_in,
+    p_k_out,
+    p_a,
+    h,
+    chunk_start,
+    end,
+    i_sub,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    BS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """q_in, k_out, and A against the sub-blocks up to its own, of the BC tokens of a sub-block, for any gates."""
     start = chunk_start + i_sub * BC
     at_a, inside_a = rows(h, start, end, H, BT, BC, BC)
@@ -126,12 +156,35 @@ def _rows(
 
 @triton.jit(do_not_specialize=["N"])
 def strong_decay_grad_kernel(
-    p_q, p_k, p_v, p_g, p_do, p_chunks, p_strong, p_da, p_diagonal, p_states, p_dstates, p_passed, p_dq, p_dk, p_dg,
-    scale, N,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
-    LOOK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_do,
+    p_chunks,
+    p_strong,
+    p_da,
+    p_diagonal,
+    p_states,
+    p_dstates,
+    p_passed,
+    p_dq,
+    p_dk,
+    p_dg,
+    scale,
+    N,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    LOOK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk, dg of the strong-decay chunks, by sub-blocks of BC tokens. Programs as in strong_decay_kernel."""
     number = tl.program_id(0)
     first = number * 0
@@ -145,9 +198,35 @@ def strong_decay_grad_kernel(
             start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
             for i_s in range(BK // BS):
                 _grad_columns(
-                    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_passed, p_dq, p_dk, p_dg,
-                    n, h, start, end, i_s, scale, H, K, V, BT, BC, BV, BS, PARTS, PRECISION,
-                )  # fmt: skip
+                    p_q,
+                    p_k,
+                    p_v,
+                    p_g,
+                    p_do,
+                    p_da,
+                    p_diagonal,
+                    p_states,
+                    p_dstates,
+                    p_passed,
+                    p_dq,
+                    p_dk,
+                    p_dg,
+                    n,
+                    h,
+                    start,
+                    end,
+                    i_s,
+                    scale,
+                    H,
+                    K,
+                    V,
+                    BT,
+                    BC,
+                    BV,
+                    BS,
+                    PARTS,
+                    PRECISION,
+                )
             number += tl.num_programs(0)
         else:
             first += LOOK
@@ -156,19 +235,69 @@ def strong_decay_grad_kernel(
 
 @triton.jit
 def _grad_columns(
-    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_passed, p_dq, p_dk, p_dg,
-    n, h, start, end, i_s, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    BS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_do,
+    p_da,
+    p_diagonal,
+    p_states,
+    p_dstates,
+    p_passed,
+    p_dq,
+    p_dk,
+    p_dg,
+    n,
+    h,
+    start,
+    end,
+    i_s,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq, dk, dg of one chunk, BS columns."""
     # From the last sub-block: the sums of what later tokens give to dg
     b_later = load_passed(p_passed, n, h, i_s * BS + tl.arange(0, BS), H, K, PARTS)
     for i in range(BT // BC):
         b_later = _grad_rows(
-            p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
-            n, h, start, end, BT // BC - 1 - i, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION,
-        )  # fmt: skip
+            p_q,
+            p_k,
+            p_v,
+            p_g,
+            p_do,
+            p_da,
+            p_diagonal,
+            p_states,
+            p_dstates,
+            p_dq,
+            p_dk,
+            p_dg,
+            b_later,
+            n,
+            h,
+            start,
+            end,
+            BT // BC - 1 - i,
+            i_s,
+            scale,
+            H,
+            K,
+            V,
+            BT,
+            BC,
+            BV,
+            BS,
+            PRECISION,
+        )
     # From the first: of what earlier ones give by way of the state
     b_earlier = tl.zeros([BS], tl.float32)
     for i in range(BT // BC):
@@ -183,10 +312,24 @@ def _grad_columns(
 
 @triton.jit
 def _grad_from_state(
-    p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    BS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_v,
+    p_g,
+    p_dstates,
+    n,
+    h,
+    chunk_start,
+    end,
+    i_sub,
+    i_s,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """What D gives to dk of the BC tokens of a sub-block: exp(gates after) * (v D^T) [BC, BS]."""
     start = chunk_start + i_sub * BC
     own, inside = rows(h, start, end, H, K, BC, BS, i_s)
@@ -201,11 +344,35 @@ def _grad_from_state(
 
 @triton.jit
 def _grad_rows(
-    p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg, b_later,
-    n, h, chunk_start, end, i_sub, i_s, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    BS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_do,
+    p_da,
+    p_diagonal,
+    p_states,
+    p_dstates,
+    p_dq,
+    p_dk,
+    p_dg,
+    b_later,
+    n,
+    h,
+    chunk_start,
+    end,
+    i_sub,
+    i_s,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dq and dk of BC tokens (a sub-block) and BS columns, and of dg what these and later tokens give.
 
     b_later [BS]: the sum of q dq - k dk_pairs over the later sub-blocks. Returns it with this one.

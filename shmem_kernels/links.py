@@ -82,9 +82,14 @@ def give_credit(channel, tile, consumed):
                 pe = tl.load(channel.info + INFO_PREV_PE).to(tl.int32)
                 spare: tl.constexpr = channel.DEPTH
                 nvshmem.putmem_signal_nbi_block(
-                    channel.prev_freed + spare, channel.freed + spare, 8,
-                    channel.prev_freed + consumed % channel.DEPTH, consumed.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
-                )  # fmt: skip
+                    channel.prev_freed + spare,
+                    channel.freed + spare,
+                    8,
+                    channel.prev_freed + consumed % channel.DEPTH,
+                    consumed.to(tl.uint64),
+                    nvshmem.SIGNAL_SET,
+                    pe,
+                )
             else:
                 # no release: what prev must see, the slots read and refilled, was done by launches that have ended
                 tl.store(channel.prev_freed, consumed)
@@ -123,9 +128,14 @@ def post(channel, tile, epoch, word, b_value):
         pe = tl.load(channel.info + INFO_NEXT_PE).to(tl.int32)
         # the outbox slot is free again when the receiver gives the credit for it: no quiet
         nvshmem.putmem_signal_nbi_block(
-            channel.next_inbox + at * SIZE, channel.outbox + at * SIZE, SIZE * 4,
-            channel.next_arrived + at, word.to(tl.uint64), nvshmem.SIGNAL_SET, pe,
-        )  # fmt: skip
+            channel.next_inbox + at * SIZE,
+            channel.outbox + at * SIZE,
+            SIZE * 4,
+            channel.next_arrived + at,
+            word.to(tl.uint64),
+            nvshmem.SIGNAL_SET,
+            pe,
+        )
 
 
 @triton.jit

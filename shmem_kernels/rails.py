@@ -80,9 +80,22 @@ class Outlet(Link):
 
     def __new__(cls, node, next_inbox, next_arrived, num_tiles, BV, LINK):
         return Link(
-            node.inbox, next_inbox, node.inbox, node.arrived, next_arrived, node.freed, node.freed, node.clock,
-            node.info, num_tiles, node.BK, BV, node.DEPTH, LINK, LINK,
-        )  # fmt: skip
+            node.inbox,
+            next_inbox,
+            node.inbox,
+            node.arrived,
+            next_arrived,
+            node.freed,
+            node.freed,
+            node.clock,
+            node.info,
+            num_tiles,
+            node.BK,
+            BV,
+            node.DEPTH,
+            LINK,
+            LINK,
+        )
 
 
 class Inlet(Link):
@@ -90,9 +103,22 @@ class Inlet(Link):
 
     def __new__(cls, node, inbox, arrived, clock, info, num_tiles, BV, LINK):
         return Link(
-            inbox, node.inbox, node.inbox, arrived, node.arrived, node.freed, node.freed, clock, info, num_tiles,
-            node.BK, BV, node.DEPTH, LINK, LINK,
-        )  # fmt: skip
+            inbox,
+            node.inbox,
+            node.inbox,
+            arrived,
+            node.arrived,
+            node.freed,
+            node.freed,
+            clock,
+            info,
+            num_tiles,
+            node.BK,
+            BV,
+            node.DEPTH,
+            LINK,
+            LINK,
+        )
 
 
 class RoundLink(Link):
@@ -101,9 +127,22 @@ class RoundLink(Link):
     def __new__(cls, node, words, num_tiles, BV, LINK):
         inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, info = words
         return Link(
-            inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, node.clock, info, num_tiles,
-            node.BK, BV, node.DEPTH, LINK, LINK,
-        )  # fmt: skip
+            inbox,
+            next_inbox,
+            outbox,
+            arrived,
+            next_arrived,
+            freed,
+            prev_freed,
+            node.clock,
+            info,
+            num_tiles,
+            node.BK,
+            BV,
+            node.DEPTH,
+            LINK,
+            LINK,
+        )
 
 
 @triton.jit
@@ -256,13 +295,17 @@ def rails_kernel(
                 p_info = node.info + (1 + owner) * EACH_INFO
                 b_out, well = take(
                     Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, LINK),
-                    tile, epoch, word, well,
-                )  # fmt: skip
+                    tile,
+                    epoch,
+                    word,
+                    well,
+                )
                 if well:
                     free_slot(
                         Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, LINK),
-                        tile, epoch,
-                    )  # fmt: skip
+                        tile,
+                        epoch,
+                    )
             tl.store(p_out + offsets, b_out, mask=inside)
             _end(node, tile, epoch, well, p_out + offsets, inside)
         tile += tl.num_programs(0)
@@ -270,9 +313,16 @@ def rails_kernel(
 
 @triton.jit
 def _begin(
-    node, rail, p_table, me, members, SLICE: tl.constexpr, BD: tl.constexpr, ROUNDS: tl.constexpr,
+    node,
+    rail,
+    p_table,
+    me,
+    members,
+    SLICE: tl.constexpr,
+    BD: tl.constexpr,
+    ROUNDS: tl.constexpr,
     ROUND_LINK: tl.constexpr,
-):  # fmt: skip
+):
     """Begin the epoch: say so to all who send to this rank, and wait until those whom it sends to have begun the launch
     that says that their slots are free. Returns (epoch, its arrival word, whether all is well)."""
     program = tl.program_id(0)
@@ -301,8 +351,11 @@ def _begin(
                 p_info = node.info + (1 + member) * EACH_INFO
                 ok = wait_signal(
                     Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, NONE),
-                    p_begun, epoch - node.DEPTH + 1, INFO_NEXT, program,
-                )  # fmt: skip
+                    p_begun,
+                    epoch - node.DEPTH + 1,
+                    INFO_NEXT,
+                    program,
+                )
         member += 1
     ok = wait_credit(rail, program, epoch, ok)
     for i in tl.static_range(2 * ROUNDS):
@@ -314,9 +367,19 @@ def _begin(
 
 @triton.jit
 def _own_part(
-    p_state, p_decay, p_initial, node, tile, stride_g, stride_k, first_of_all, K: tl.constexpr, V: tl.constexpr,
-    HAS_DECAY: tl.constexpr, HAS_INITIAL: tl.constexpr,
-):  # fmt: skip
+    p_state,
+    p_decay,
+    p_initial,
+    node,
+    tile,
+    stride_g,
+    stride_k,
+    first_of_all,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
     """(state [BK, BV], decay [BK, 1]) of this rank; of the first one what leaves it stands for its state."""
     b_state = load_tile(p_state, node, tile, K, V)
     b_decay = tl.full([node.BK, 1], 1.0, tl.float32)
@@ -359,9 +422,19 @@ def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
 
 @triton.jit
 def _over_rounds(
-    node, p_table, part, epoch, word, well, b_sum, b_product, SLICE: tl.constexpr, BD: tl.constexpr,
-    ROUNDS: tl.constexpr, LINK: tl.constexpr,
-):  # fmt: skip
+    node,
+    p_table,
+    part,
+    epoch,
+    word,
+    well,
+    b_sum,
+    b_product,
+    SLICE: tl.constexpr,
+    BD: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LINK: tl.constexpr,
+):
     """The same by doubling. (b_enters, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a round adds those
     before them, from a node that has as many. The first round sends a node's own total, the second that and the one
     before it (123-doubling: Traeff, arXiv 2507.04785)."""
@@ -396,9 +469,15 @@ def _over_rounds(
 @triton.jit
 def _round_words(node, p_round):
     return (
-        _floats(p_round), _floats(p_round + 1), _floats(p_round + 2), _words(p_round + 3), _words(p_round + 4),
-        _words(p_round + 5), _words(p_round + 6), node.info + tl.load(p_round + ROUND_INFO),
-    )  # fmt: skip
+        _floats(p_round),
+        _floats(p_round + 1),
+        _floats(p_round + 2),
+        _words(p_round + 3),
+        _words(p_round + 4),
+        _words(p_round + 5),
+        _words(p_round + 6),
+        node.info + tl.load(p_round + ROUND_INFO),
+    )
 
 
 @triton.jit

@@ -20,21 +20,38 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # One or two of each kind, for make check; beside those that are marked so in their files
 QUICK = (
-    "test_package.py::test_layers", "test_package.py::test_no_circle", "test_package.py::test_public",
-    "test_package.py::test_types", "test_packing.py::test_by_hand", "test_packing.py::test_at_random[1",
-    "test_docs.py::test_the_readme_is_short", "test_faults.py::test_heap",
-    "test_scan.py::test_values[shape2-decay_shape2-4]", "test_scan.py::test_depths_and_protocols[2",
-    "test_scan.py::test_gradients[decay_shape1-2]", "test_scan.py::test_one_hop[4]",
-    "test_scan.py::test_dense_transitions[shape0-2]", "test_scan.py::test_a_rank_receives_one_state[False-2]",
-    "test_scan.py::test_memory", "test_halo.py::test_convolutions", "test_gla.py::test_packed[2-at the cut]",
+    "test_package.py::test_layers",
+    "test_package.py::test_no_circle",
+    "test_package.py::test_public",
+    "test_package.py::test_types",
+    "test_packing.py::test_by_hand",
+    "test_packing.py::test_at_random[1",
+    "test_docs.py::test_the_readme_is_short",
+    "test_faults.py::test_heap",
+    "test_scan.py::test_values[shape2-decay_shape2-4]",
+    "test_scan.py::test_depths_and_protocols[2",
+    "test_scan.py::test_gradients[decay_shape1-2]",
+    "test_scan.py::test_one_hop[4]",
+    "test_scan.py::test_dense_transitions[shape0-2]",
+    "test_scan.py::test_a_rank_receives_one_state[False-2]",
+    "test_scan.py::test_memory",
+    "test_halo.py::test_convolutions",
+    "test_gla.py::test_packed[2-at the cut]",
     "test_ssd.py::test_values_and_gradients[2-asked-contiguous]",
     "test_order.py::test_a_call_that_one_rank_never_enters",
-    "test_order.py::test_a_call_that_all_ranks_refuse", "all_ranks_hear[allscan-sparse]", "all_ranks_hear[halo-n]",
-    "test_rails.py::test_values[nodes0-rails]", "test_rails.py::test_the_choice",
-    "test_compile.py::test_copy", "test_compile.py::test_scan_tiles", "test_compile.py::test_scan_over_nvshmem",
-    "test_delta.py::test_kda[2", "test_delta.py::test_gated_delta_rule[2",
-    "test_transformers.py::test_models[qwen3_next-2-None", "test_transformers.py::test_models[nemotron_h-2",
-)  # fmt: skip
+    "test_order.py::test_a_call_that_all_ranks_refuse",
+    "all_ranks_hear[allscan-sparse]",
+    "all_ranks_hear[halo-n]",
+    "test_rails.py::test_values[nodes0-rails]",
+    "test_rails.py::test_the_choice",
+    "test_compile.py::test_copy",
+    "test_compile.py::test_scan_tiles",
+    "test_compile.py::test_scan_over_nvshmem",
+    "test_delta.py::test_kda[2",
+    "test_delta.py::test_gated_delta_rule[2",
+    "test_transformers.py::test_models[qwen3_next-2-None",
+    "test_transformers.py::test_models[nemotron_h-2",
+)
 
 
 def pytest_addoption(parser):
@@ -160,8 +177,17 @@ def pytest_terminal_summary(terminalreporter):
     """Which frameworks the tests had; without one of the first, its tests are skipped."""
     from allscan.bindings.versions import installed_version
 
-    names = ("torch", "triton", "flash-linear-attention", "transformers", "accelerate", "megatron-core", "mamba-ssm",
-             "causal-conv1d", "transformer-engine")  # fmt: skip
+    names = (
+        "torch",
+        "triton",
+        "flash-linear-attention",
+        "transformers",
+        "accelerate",
+        "megatron-core",
+        "mamba-ssm",
+        "causal-conv1d",
+        "transformer-engine",
+    )
     found = [f"{name} {installed_version(name) or 'missing'}" for name in names]
     terminalreporter.write_line(f"with {', '.join(found)}")
 

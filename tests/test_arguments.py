@@ -100,9 +100,12 @@ def no_communicators():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     yield {
-        "ProcessGroup": group, "DeviceMesh": DeviceMesh.from_group(group, "cpu"), "None": None,
-        "type": allscan.Communicator, "int": 0,
-    }  # fmt: skip
+        "ProcessGroup": group,
+        "DeviceMesh": DeviceMesh.from_group(group, "cpu"),
+        "None": None,
+        "type": allscan.Communicator,
+        "int": 0,
+    }
     dist.destroy_process_group()
 
 
@@ -149,8 +152,12 @@ DIFFER = [
     (gdn, "use_qk_l2norm_in_kernel", dict(use_qk_l2norm_in_kernel=True), {}),
     (gdn, "use_gate_in_kernel", {}, RAW),
     (gdn, "use_beta_sigmoid_in_kernel", {}, dict(use_beta_sigmoid_in_kernel=True)),
-    (gdn, "allow_neg_eigval", dict(use_beta_sigmoid_in_kernel=True),
-     dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+    (
+        gdn,
+        "allow_neg_eigval",
+        dict(use_beta_sigmoid_in_kernel=True),
+        dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True),
+    ),
     (gdn, "state_v_first", {}, dict(state_v_first=True)),
     (ssd, "dt_softplus", {}, dict(dt_softplus=True)),
     (ssd, "dt_limit", {}, dict(dt_limit=(0.0, 0.25))),
@@ -163,7 +170,7 @@ DIFFER = [
     (neighbours, "layout", {}, dict(layout="zigzag")),
     (kinds, "dtypes", dict(kind="floats"), dict(kind="integers")),
     (kinds, "words of a token in each x", dict(kind="floats"), dict(kind="other widths")),
-]  # fmt: skip
+]
 
 
 def differ_case(group, i):
@@ -200,9 +207,12 @@ def may_differ_case(group):
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm)
         calls = [
-            (gla, dict(output_final_state=True)), (gla, dict(recompute=False)), (kda, dict(output_final_state=True)),
-            (gdn, dict(output_final_state=True)), (ssd, dict(return_final_states=True)),
-        ]  # fmt: skip
+            (gla, dict(output_final_state=True)),
+            (gla, dict(recompute=False)),
+            (kda, dict(output_final_state=True)),
+            (gdn, dict(output_final_state=True)),
+            (ssd, dict(return_final_states=True)),
+        ]
         errors = []
         for call, options in calls:
             found = []

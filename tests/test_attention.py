@@ -17,11 +17,21 @@ pytestmark = pytest.mark.cpu  # tests/gpu/test_attention_gpu.py is for GPUs
 
 @pytest.mark.parametrize(
     "size, kind, layout, batch",
-    [(2, "heads", "zigzag", 1), (2, "latents", "zigzag", 2), (3, "groups", "zigzag", 2), (4, "latents", "zigzag", 1),
-     (5, "narrow", "zigzag", 1), (2, "groups", "contiguous", 2), (3, "latents", "contiguous", 1),
-     (4, "heads", "contiguous", 2), (4, "latents", "contiguous", 1), (5, "narrow", "contiguous", 1),
-     (4, "latents", "uneven zigzag", 2), (5, "groups", "uneven zigzag", 1)],
-)  # fmt: skip
+    [
+        (2, "heads", "zigzag", 1),
+        (2, "latents", "zigzag", 2),
+        (3, "groups", "zigzag", 2),
+        (4, "latents", "zigzag", 1),
+        (5, "narrow", "zigzag", 1),
+        (2, "groups", "contiguous", 2),
+        (3, "latents", "contiguous", 1),
+        (4, "heads", "contiguous", 2),
+        (4, "latents", "contiguous", 1),
+        (5, "narrow", "contiguous", 1),
+        (4, "latents", "uneven zigzag", 2),
+        (5, "groups", "uneven zigzag", 1),
+    ],
+)
 def test_values_and_gradients(run, size, kind, layout, batch):
     """Uneven ranks, one of them without tokens, in the contiguous layout."""
     for errors, _ in run(size, attention_case, kind, layout, batch):
@@ -39,9 +49,13 @@ def steps_case(group, kind, layout, memory, how):
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant", "no_grad"])
 @pytest.mark.parametrize(
     "size, kind, layout, memory, steps",
-    [(3, "latents", "zigzag", 14000, [2, 2, 1]), (3, "groups", "contiguous", 13000, [4, 4, 1]),
-     (4, "latents", "uneven zigzag", 1, [1] * 9), (2, "latents", "contiguous", 1 << 20, [12])],
-)  # fmt: skip
+    [
+        (3, "latents", "zigzag", 14000, [2, 2, 1]),
+        (3, "groups", "contiguous", 13000, [4, 4, 1]),
+        (4, "latents", "uneven zigzag", 1, [1] * 9),
+        (2, "latents", "contiguous", 1 << 20, [12]),
+    ],
+)
 def test_a_limit_of_memory(run, size, kind, layout, memory, steps, how):
     """Tokens come in steps, in backward again."""
     for errors, lengths in run(size, steps_case, kind, layout, memory, how):
@@ -167,11 +181,16 @@ def test_packed_sequences_in_one_call(run, size, zigzag, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_whole_sequences(dtype):
-    q, k, v = (torch.randn(2, heads, 9, width, dtype=dtype, requires_grad=True)
-               for heads, width in ((4, 12), (2, 12), (2, 8)))  # fmt: skip
+    q, k, v = (
+        torch.randn(2, heads, 9, width, dtype=dtype, requires_grad=True) for heads, width in ((4, 12), (2, 12), (2, 8))
+    )
     answers = []
-    for o in (attention.causal(q, k, v), torch.nn.functional.scaled_dot_product_attention(
-        q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True).transpose(1, 2)):  # fmt: skip
+    for o in (
+        attention.causal(q, k, v),
+        torch.nn.functional.scaled_dot_product_attention(
+            q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True
+        ).transpose(1, 2),
+    ):
         answers.append([o, *torch.autograd.grad((o * torch.arange(8)).sum(), (q, k, v))])
     assert all(relative(a, b) < 1e-6 for a, b in zip(*answers, strict=True))
 
@@ -180,8 +199,10 @@ def test_the_kernels_results():
     """Each kernel that runs here: o, its log-sum-exp, and parts of gradients from those over more keys."""
     generator = torch.Generator().manual_seed(0)
     for D, V, dtype in itertools.product((16, 20), (16, 12), (torch.float32, torch.float64)):
-        q, k, v, do = (torch.randn(2, heads, tokens, width, dtype=dtype, generator=generator).requires_grad_()
-                       for heads, tokens, width in ((4, 6, D), (2, 9, D), (2, 9, V), (4, 6, V)))  # fmt: skip
+        q, k, v, do = (
+            torch.randn(2, heads, tokens, width, dtype=dtype, generator=generator).requires_grad_()
+            for heads, tokens, width in ((4, 6, D), (2, 9, D), (2, 9, V), (4, 6, V))
+        )
         kernel = attention.kernel_for(q, k, v)
         o, lse, more = kernel.forward(q, k, v, False, 0.2)
         scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.2

@@ -157,9 +157,18 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
     arguments |= pointers("stride_g stride_k", "i32") | {"node": node, "rail": rails}
     warps = warps_of(tile)
     values = dict(
-        node=constants, rail=of_rails, K=128, V=128, HAS_DECAY=True, HAS_INITIAL=True, SLICE=8,
-        BD=max(1, 32 * warps // tile[0]), LINK=link.value, ROUNDS=rounds, ROUND_LINK=round_link.value,
-    )  # fmt: skip
+        node=constants,
+        rail=of_rails,
+        K=128,
+        V=128,
+        HAS_DECAY=True,
+        HAS_INITIAL=True,
+        SLICE=8,
+        BD=max(1, 32 * warps // tile[0]),
+        LINK=link.value,
+        ROUNDS=rounds,
+        ROUND_LINK=round_link.value,
+    )
     libraries = nvshmem.extern_libs() if PUT.value in (rail.value, round_link.value) else None
     kernel = gated_rails_kernel if gated else rails_kernel
     arguments = {name: kind for name, kind in arguments.items() if name in kernel.arg_names}
@@ -290,10 +299,18 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
 
 @pytest.mark.parametrize(
     "K, V, dtype, keeps",
-    [(64, 64, torch.float32, False), (128, 128, torch.bfloat16, False), (128, 128, torch.bfloat16, True),
-     (256, 256, torch.bfloat16, False), (256, 256, torch.bfloat16, True), (64, 128, torch.float16, False),
-     (32, 32, torch.bfloat16, False), (32, 32, torch.bfloat16, True), (512, 16, torch.float32, False)],
-)  # fmt: skip
+    [
+        (64, 64, torch.float32, False),
+        (128, 128, torch.bfloat16, False),
+        (128, 128, torch.bfloat16, True),
+        (256, 256, torch.bfloat16, False),
+        (256, 256, torch.bfloat16, True),
+        (64, 128, torch.float16, False),
+        (32, 32, torch.bfloat16, False),
+        (32, 32, torch.bfloat16, True),
+        (512, 16, torch.float32, False),
+    ],
+)
 def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
     for name, kernel in list(vars(launches).items()):
@@ -322,11 +339,18 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
             assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
     assert seen == {
-        gla_fwd.keys_kernel, gla_fwd.operands_kernel, gla_fwd.state_kernel, gla_fwd.carry_kernel,
-        gla_fwd.final_kernel, gla_fwd.output_kernel, gla_bwd.da_kernel, gla_bwd.grad_kernel,
-        gla_strong.strong_decay_kernel, gla_strong.strong_decay_grad_kernel,
+        gla_fwd.keys_kernel,
+        gla_fwd.operands_kernel,
+        gla_fwd.state_kernel,
+        gla_fwd.carry_kernel,
+        gla_fwd.final_kernel,
+        gla_fwd.output_kernel,
+        gla_bwd.da_kernel,
+        gla_bwd.grad_kernel,
+        gla_strong.strong_decay_kernel,
+        gla_strong.strong_decay_grad_kernel,
         *([gla_bwd.value_grad_kernel] if K > 128 else []),
-    }  # fmt: skip
+    }
 
 
 class NoScan:

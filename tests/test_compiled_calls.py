@@ -20,9 +20,14 @@ from support.fla import import_fla
 from support.values import backend_of_gpus, error, raised
 
 CASES = [  # operator, layout
-    ("allscan", "contiguous"), ("halo", "contiguous"), ("to_zigzag", "contiguous"), ("zeco_gla", "contiguous"),
-    ("zeco_gla", "zigzag"), ("zeco_kda", "contiguous"), ("zeco_gated_delta_rule", "zigzag"),
-]  # fmt: skip
+    ("allscan", "contiguous"),
+    ("halo", "contiguous"),
+    ("to_zigzag", "contiguous"),
+    ("zeco_gla", "contiguous"),
+    ("zeco_gla", "zigzag"),
+    ("zeco_kda", "contiguous"),
+    ("zeco_gated_delta_rule", "zigzag"),
+]
 
 
 def call(comm, name, layout, x):
@@ -67,9 +72,13 @@ def operator_case(group, name, layout, backend):
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(1, 8, 1, 16, generator=generator).to(comm.device)
         for program, gradients, budget in (
-            (unused, False, 1.0), (equal, False, 1.0), (equal, True, 1.0), (repeated, True, 1.0), (repeated, True, 0.5),
+            (unused, False, 1.0),
+            (equal, False, 1.0),
+            (equal, True, 1.0),
+            (repeated, True, 1.0),
+            (repeated, True, 0.5),
             (equal, True, 0.0),
-        ):  # fmt: skip
+        ):
             torch._dynamo.reset()
             found, made = [], []
             for function in program, torch.compile(program, backend=backend, fullgraph=True):
@@ -157,9 +166,7 @@ def toy_gradient(backward, ctx, dy, _):
     return *backward(dy, *ctx.saved_tensors, ctx.number), None
 
 
-TOY = CustomOperator(
-    "toys::toy", toy_forward, toy_fake, toy_backward, toy_fake_backward, toy_save, toy_gradient
-)  # fmt: skip
+TOY = CustomOperator("toys::toy", toy_forward, toy_fake, toy_backward, toy_fake_backward, toy_save, toy_gradient)
 
 
 def toy(x, number):
@@ -239,8 +246,9 @@ def value_and_gradient(function, gradients):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("backend, budget", [("aot_eager", 1.0), ("aot_eager", 0.5), ("aot_eager", 0.0),
-                                             ("inductor", 1.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "backend, budget", [("aot_eager", 1.0), ("aot_eager", 0.5), ("aot_eager", 0.0), ("inductor", 1.0)]
+)
 def test_order(backend, budget, gradients):
     """Kind: calls that share no data, which a compiler may put in another order."""
     for program, expected in TOYS if backend == "aot_eager" else [TOYS[gradients]]:
@@ -278,8 +286,9 @@ def cached_case(older):
     """The calls of a compiled function without gradients; ``older``: by an operator without an effect."""
     function = toy
     if older:
-        library_operator = torch.library.custom_op("toys::toy", lambda x, n: LOG.append(n) or 2 * x, mutates_args=(),
-                                                   schema="(Tensor x, int n) -> Tensor")  # fmt: skip
+        library_operator = torch.library.custom_op(
+            "toys::toy", lambda x, n: LOG.append(n) or 2 * x, mutates_args=(), schema="(Tensor x, int n) -> Tensor"
+        )
         library_operator.register_fake(lambda x, n: torch.empty_like(x))
         function = library_operator
 

@@ -144,10 +144,17 @@ def raw_case(group, rule):
         own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
         own.append(whole.initial.clone().requires_grad_())
         options = dict(
-            initial_state=own[5].mT, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, A_log=parameters[0], dt_bias=parameters[1],
-            state_v_first=True, comm=comm,
-        )  # fmt: skip
+            initial_state=own[5].mT,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=True,
+            A_log=parameters[0],
+            dt_bias=parameters[1],
+            state_v_first=True,
+            comm=comm,
+        )
         call = functools.partial(allscan.zeco_kda, lower_bound=bound) if kda else allscan.zeco_gated_delta_rule
         errors = []
         for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):

@@ -98,8 +98,9 @@ def misuse_case(group):
             *(raised(launch, **given) for given in (dict(given=other.channel()), dict(channel=of_closed))),
             raised(launch, given=of_closed, on=closed),
             *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=ticket))),
-            raised(scan.scan, state, channel=scan.channel), raised(scan.scan, state, channel=of_closed),
-        ]  # fmt: skip
+            raised(scan.scan, state, channel=scan.channel),
+            raised(scan.scan, state, channel=of_closed),
+        ]
         launched = scan.epochs, other.epochs
         launch(lambda constants: (4,), channel=channel)
         launch((4, 1), given=channel)
@@ -112,11 +113,15 @@ def test_wrong_grids_and_channels(run):
     """Named, on every rank, before a launch: an int as grid, the method in place of the channel, the channel of another
     AllScan, or of a closed one."""
     expected = [("TypeError", "grid must be a tuple of one to three integers")] * 6 + [
-        ("ValueError", "at least 1"), ("TypeError", "integer"), ("TypeError", "integer"),
+        ("ValueError", "at least 1"),
+        ("TypeError", "integer"),
+        ("TypeError", "integer"),
         *[("TypeError", "got the method itself: call it")] * 2,
-        *[("ValueError", "of the AllScan whose launch()")] * 2, *[("RuntimeError", "this AllScan is closed")] * 3,
-        ("TypeError", "got the method itself: call it"), ("ValueError", "of this AllScan and of the direction"),
-    ]  # fmt: skip
+        *[("ValueError", "of the AllScan whose launch()")] * 2,
+        *[("RuntimeError", "this AllScan is closed")] * 3,
+        ("TypeError", "got the method itself: call it"),
+        ("ValueError", "of this AllScan and of the direction"),
+    ]
     for found, launched in run(2, misuse_case):
         for (kind, words), answer in zip(expected, found, strict=True):
             assert answer is not None and answer[0] == kind and words in answer[1], (words, answer)

@@ -13,9 +13,16 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @pytest.mark.parametrize(
     "command",
-    ["own_kernel.py", "any_recurrence.py", "prefill_decode.py", "hybrid.py", "train_fsdp.py", "train_transformers.py",
-     "train_text.py --steps 2 --length 64 --out {folder}/train"],
-)  # fmt: skip
+    [
+        "own_kernel.py",
+        "any_recurrence.py",
+        "prefill_decode.py",
+        "hybrid.py",
+        "train_fsdp.py",
+        "train_transformers.py",
+        "train_text.py --steps 2 --length 64 --out {folder}/train",
+    ],
+)
 def test_example(command, tmp_path):
     script, *options = command.format(folder=tmp_path).split()
     if script == "train_transformers.py":
@@ -25,6 +32,9 @@ def test_example(command, tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])  # a bare checkout
     result = subprocess.run(
         [sys.executable, os.path.join(ROOT, "examples", script), *options],
-        env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert result.returncode == 0, result.stdout + result.stderr

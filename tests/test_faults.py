@@ -501,10 +501,20 @@ def refused_case(group, kind, name):
 @pytest.mark.parametrize(
     "kind, name",
     [("allscan", n) for n in ("negative strides", "foreign byte order", "no array", "no shape", "sparse", "float64")]
-    + [("zeco_gla", n) for n in ("0-d q", "sparse q", "a string for q", "scale", "a string for cu_seqlens",
-                                 "ragged cu_seqlens", "output_final_state")]
+    + [
+        ("zeco_gla", n)
+        for n in (
+            "0-d q",
+            "sparse q",
+            "a string for q",
+            "scale",
+            "a string for cu_seqlens",
+            "ragged cu_seqlens",
+            "output_final_state",
+        )
+    ]
     + [("halo", n) for n in ("nested cu_seqlens", "float cu_seqlens", "cu_seqlens on one rank", "n")],
-)  # fmt: skip
+)
 def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):
     answers = run(3, refused_case, kind, name)
     for rank, (answer, seconds, after) in enumerate(answers):
@@ -552,9 +562,15 @@ def wrong_of(kind, size):
     found = {}
     if kind in ("allscan", "zigzag"):
         states = torch.ones(4, 2, 8)
-        found |= {f"{name} initial state": ({}, dict(initial_state=x)) for name, x in {
-            "small": states[:1], "sparse": states.to_sparse(), "meta": states.to("meta"), "other": elsewhere(states),
-        }.items()}  # fmt: skip
+        found |= {
+            f"{name} initial state": ({}, dict(initial_state=x))
+            for name, x in {
+                "small": states[:1],
+                "sparse": states.to_sparse(),
+                "meta": states.to("meta"),
+                "other": elsewhere(states),
+            }.items()
+        }
         huge = 10**400 if kind == "allscan" else (10**400, None)
         found["huge decay"] = {}, dict(decay=huge)
     if kind == "zigzag":
@@ -566,10 +582,14 @@ def wrong_of(kind, size):
         found["out is initial_state"] = {}, dict(initial_state=memory[:64].view(4, 2, 8), out=memory[:64].view(4, 2, 8))
         found["out negative"] = {}, dict(out=torch.zeros(4, 2, 8, dtype=torch.complex64).conj().imag)
     else:
-        found |= {f"{name} cu_seqlens": (packed, dict(cu_seqlens=x)) for name, x in {
-            "meta": packed["cu_seqlens"].to("meta"), "sparse": packed["cu_seqlens"].to_sparse(),
-            "other": elsewhere(packed["cu_seqlens"]),
-        }.items()}  # fmt: skip
+        found |= {
+            f"{name} cu_seqlens": (packed, dict(cu_seqlens=x))
+            for name, x in {
+                "meta": packed["cu_seqlens"].to("meta"),
+                "sparse": packed["cu_seqlens"].to_sparse(),
+                "other": elsewhere(packed["cu_seqlens"]),
+            }.items()
+        }
         found |= {f"first_token {i}": (packed | ends, dict(first_token=i)) for i in (99, -1, 1.5, 6 * size - 5)}
     if kind == "zeco_ssd":
         found["chunk_scan"] = {}, dict(chunk_scan="torch")
@@ -577,9 +597,15 @@ def wrong_of(kind, size):
     for name in right if kind in ("zeco_ssd", "zeco_gla") else (first,):
         if isinstance(right[name], torch.Tensor):
             x = right[name]
-            found |= {f"{how} {name}": ({}, {name: y}) for how, y in {
-                "sparse": x.to_sparse(), "meta": x.to("meta"), "other": elsewhere(x), "double": x.double(),
-            }.items()}  # fmt: skip
+            found |= {
+                f"{how} {name}": ({}, {name: y})
+                for how, y in {
+                    "sparse": x.to_sparse(),
+                    "meta": x.to("meta"),
+                    "other": elsewhere(x),
+                    "double": x.double(),
+                }.items()
+            }
     if kind == "halo":
         found["quantized"] = {}, dict(x=torch.quantize_per_tensor(right["x"], 0.1, 0, torch.quint8))
     return found

@@ -16,14 +16,23 @@ from support.fla import import_fla
 from support.values import chunks, error, place
 
 REFERENCES = {
-    "zeco_gla": gla_reference, "zeco_kda": delta_reference, "zeco_gated_delta_rule": delta_reference,
+    "zeco_gla": gla_reference,
+    "zeco_kda": delta_reference,
+    "zeco_gated_delta_rule": delta_reference,
     "zeco_ssd": ssd_reference,
-}  # fmt: skip
+}
 # Tokens of each rank at one batch after the other, and where packed sequences have a boundary
 BATCHES = [
-    ((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 0, 8, 0), 3), ((8, 0, 0, 0), 8), ((0, 8, 8, 0), 4), ((8, 0, 8, 0), 8),
-    ((8, 8, 0, 0), 11), ((0, 0, 0, 0), 0), ((8, 8, 8, 8), 5),
-]  # fmt: skip
+    ((8, 8, 8, 8), 5),
+    ((8, 2, 8, 1), 9),
+    ((0, 0, 8, 0), 3),
+    ((8, 0, 0, 0), 8),
+    ((0, 8, 8, 0), 4),
+    ((8, 0, 8, 0), 8),
+    ((8, 8, 0, 0), 11),
+    ((0, 0, 0, 0), 0),
+    ((8, 8, 8, 8), 5),
+]
 IN_ZIGZAG = [((8,) * 4, 5), ((0,) * 4, 0), ((2,) * 4, 1)]
 SHARED = "A", "D", "initial_state", "initial_states"  # arguments that are not of tokens
 
@@ -35,12 +44,23 @@ def drawn(name, batch, total, sequences):
         return torch.randn(shape, generator=generator)
 
     if name == "zeco_ssd":
-        return dict(x=normal(batch, total, 4, 6), dt=normal(batch, total, 4).sigmoid(), A=-normal(4).exp(),
-                    B=normal(batch, total, 2, 10), C=normal(batch, total, 2, 10), D=normal(4),
-                    initial_states=normal(sequences, 4, 6, 10))  # fmt: skip
+        return dict(
+            x=normal(batch, total, 4, 6),
+            dt=normal(batch, total, 4).sigmoid(),
+            A=-normal(4).exp(),
+            B=normal(batch, total, 2, 10),
+            C=normal(batch, total, 2, 10),
+            D=normal(4),
+            initial_states=normal(sequences, 4, 6, 10),
+        )
     g = F.logsigmoid(normal(batch, total, 2, 16))
-    given = dict(q=normal(batch, total, 2, 16), k=normal(batch, total, 2, 16), v=normal(batch, total, 2, 12),
-                 g=g, initial_state=normal(sequences, 2, 16, 12))  # fmt: skip
+    given = dict(
+        q=normal(batch, total, 2, 16),
+        k=normal(batch, total, 2, 16),
+        v=normal(batch, total, 2, 12),
+        g=g,
+        initial_state=normal(sequences, 2, 16, 12),
+    )
     if name != "zeco_gla":
         given |= dict(k=F.normalize(given["k"], dim=-1), beta=normal(batch, total, 2).sigmoid())
         given["g"] = g[..., 0] if name == "zeco_gated_delta_rule" else g
@@ -199,12 +219,17 @@ def tiles_case(group, depth, protocol, reverse):
                     if rank == comm.rank:
                         expected = carry
                     rows = -tokens[rank] if adjoint else tokens[rank]
-                    shifted = torch.stack([carry[:, k + rows] if 0 <= k + rows < n else torch.zeros(2, words)
-                                           for k in range(n)], 1)  # fmt: skip
+                    shifted = torch.stack(
+                        [carry[:, k + rows] if 0 <= k + rows < n else torch.zeros(2, words) for k in range(n)], 1
+                    )
                     carry = shifted + states[rank]
                 few = tokens[comm.rank] < n
-                found = scan.scan(states[comm.rank].to(comm.device), Shift(tokens[comm.rank]) if few else 0.0,
-                                  adjoint=adjoint, reverse=reverse)  # fmt: skip
+                found = scan.scan(
+                    states[comm.rank].to(comm.device),
+                    Shift(tokens[comm.rank]) if few else 0.0,
+                    adjoint=adjoint,
+                    reverse=reverse,
+                )
                 assert torch.equal(found.cpu(), expected), (number, adjoint)
 
 

@@ -76,8 +76,9 @@ def summary_case(group, cuts, layout):
                 expected = torch.zeros(2, N, 2, K, V, dtype=torch.float64)
                 for place, before, behind, first, end in own:
                     for which, i, chain in (
-                        (0, first, range(place - before, place)), (1, end - 1, range(place + behind, place, -1))
-                    ):  # fmt: skip
+                        (0, first, range(place - before, place)),
+                        (1, end - 1, range(place + behind, place, -1)),
+                    ):
                         for slot in chain:
                             part = parts[which, slot].double()
                             expected[which, i] = part[..., V:] @ expected[which, i] + part[..., :V]

@@ -27,12 +27,17 @@ CHOICES = {
     "gla, hybrid": dict(attn=SOFTMAX | dict(window_size=21)),
     "kda, hybrid": dict(head_dim=16, attn=SOFTMAX),
     "kda, bounded": dict(
-        num_hidden_layers=1, head_dim=16, num_v_heads=4, use_short_conv=False, allow_neg_eigval=True, lower_bound=-5.0,
+        num_hidden_layers=1,
+        head_dim=16,
+        num_v_heads=4,
+        use_short_conv=False,
+        allow_neg_eigval=True,
+        lower_bound=-5.0,
         safe_gate=True,
     ),
     "gated_deltanet, hybrid": dict(head_dim=16, num_v_heads=4, expand_v=1, attn=SOFTMAX),
     "gated_deltanet, plain": dict(num_hidden_layers=1, head_dim=16, use_gate=False),
-}  # fmt: skip
+}
 MODELS = dict(gla="GLA", kda="KDA", gated_deltanet="GatedDeltaNet")
 RECURRENCES = dict(gla=recurrence, kda=delta_recurrence, gated_deltanet=delta_recurrence)
 OPERATORS = dict(gla="gla", kda="kda", gated_deltanet="gated_delta_rule")
@@ -118,12 +123,21 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
 
 @pytest.mark.parametrize(
     "choice, size, layout",
-    [("gla, convolution", 2, "contiguous"), ("gla, convolution", 4, "contiguous"), ("gla, grouped", 4, "contiguous"),
-     ("gla, hybrid", 2, "contiguous"), ("kda, hybrid", 4, "contiguous"), ("kda, bounded", 2, "contiguous"),
-     ("gated_deltanet, hybrid", 2, "contiguous"), ("gated_deltanet, plain", 4, "contiguous"),
-     ("gla, convolution", 2, "zigzag"), ("gla, hybrid", 4, "zigzag"), ("kda, hybrid", 2, "zigzag"),
-     ("gated_deltanet, hybrid", 4, "zigzag")],
-)  # fmt: skip
+    [
+        ("gla, convolution", 2, "contiguous"),
+        ("gla, convolution", 4, "contiguous"),
+        ("gla, grouped", 4, "contiguous"),
+        ("gla, hybrid", 2, "contiguous"),
+        ("kda, hybrid", 4, "contiguous"),
+        ("kda, bounded", 2, "contiguous"),
+        ("gated_deltanet, hybrid", 2, "contiguous"),
+        ("gated_deltanet, plain", 4, "contiguous"),
+        ("gla, convolution", 2, "zigzag"),
+        ("gla, hybrid", 4, "zigzag"),
+        ("kda, hybrid", 2, "zigzag"),
+        ("gated_deltanet, hybrid", 4, "zigzag"),
+    ],
+)
 def test_models(run, choice, size, layout):
     """Two ranks have whole sequences, four have packed ones."""
     kind = choice.split(",")[0]
@@ -144,8 +158,17 @@ def test_how_attention_runs(run, layout, attention, size=2):
 
 
 # A good batch, then ranks with fewer tokens than a convolution looks back at, or none
-FEW = [((9, 8, 10), False), ((8, 2, 8), False), ((1, 8, 7), True), ((8, 5, 1), True), ((1, 1, 8), False),
-       ((8, 0, 8), False), ((0, 8, 7), True), ((8, 5, 0), False), ((9, 0, 0), True)]  # fmt: skip
+FEW = [
+    ((9, 8, 10), False),
+    ((8, 2, 8), False),
+    ((1, 8, 7), True),
+    ((8, 5, 1), True),
+    ((1, 1, 8), False),
+    ((8, 0, 8), False),
+    ((0, 8, 7), True),
+    ((8, 5, 0), False),
+    ((9, 0, 0), True),
+]
 
 
 def few_case(group, kind, choices, batches, layout):
@@ -175,9 +198,14 @@ def few_case(group, kind, choices, batches, layout):
 
 @pytest.mark.parametrize(
     "choice, layout",
-    [("gla, convolution", "contiguous"), ("gla, hybrid", "contiguous"), ("kda, hybrid", "contiguous"),
-     ("gated_deltanet, hybrid", "contiguous"), ("kda, hybrid", "zigzag")],
-)  # fmt: skip
+    [
+        ("gla, convolution", "contiguous"),
+        ("gla, hybrid", "contiguous"),
+        ("kda, hybrid", "contiguous"),
+        ("gated_deltanet, hybrid", "contiguous"),
+        ("kda, hybrid", "zigzag"),
+    ],
+)
 def test_few_tokens(run, choice, layout, size=3):
     kind = choice.split(",")[0]
     batches = FEW if layout == "contiguous" else [((8, 8, 8), False), ((2, 2, 2), False), ((8, 8, 8), False)]

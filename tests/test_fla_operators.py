@@ -59,15 +59,19 @@ def operators(fast):
 
     table = {
         "linear attention": ("q k v", fast_linear_attn, naive_linear_attn.naive_recurrent_linear_attn, None),
-        "RetNet": ("q k v", retention.chunk_retention, loop_retention,
-                   lambda q, *_: (rates(q) * q.shape[1]).exp()[None]),
+        "RetNet": (
+            "q k v",
+            retention.chunk_retention,
+            loop_retention,
+            lambda q, *_: (rates(q) * q.shape[1]).exp()[None],
+        ),
         "simple GLA, Mamba2": ("q k v g", fast_simple_gla, naive_simple_gla.naive_recurrent_simple_gla, after(3)),
         "GLA": ("q k v gk", gla.chunk_gla, naive_gla.naive_recurrent_gla, after(3)),
         "RWKV6": ("q k v gk u", rwkv6.chunk_rwkv6, loop_rwkv6, after(3)),
         "HGRN": ("x gk", fast_hgrn, loop_hgrn, lambda x, g: g.flatten(2).sum(1).exp()),
         "Gated DeltaNet": ("q k v g beta", gated_delta_rule.chunk_gated_delta_rule, loop_delta_rule, "transition"),
         "KDA": ("q k v gk beta", kda.chunk_kda, naive_kda.naive_recurrent_kda, "transition"),
-    }  # fmt: skip
+    }
     return {name: (inputs.split(), a if fast else b, decay) for name, (inputs, a, b, decay) in table.items()}
 
 
@@ -118,8 +122,11 @@ def operator_case(group, name):
         whole = results(lambda *x: operator(*x)[0])
         cut = results(split(operator, decay, comm), mine)
         comm.barrier()
-        return {n: (relative(cut[n], e[:, mine]), relative(whole[n][:, mine], e[:, mine])) for n, e in expected.items()
-                if n in whole}  # fmt: skip
+        return {
+            n: (relative(cut[n], e[:, mine]), relative(whole[n][:, mine], e[:, mine]))
+            for n, e in expected.items()
+            if n in whole
+        }
 
 
 NAMES = ["linear attention", "RetNet", "simple GLA, Mamba2", "GLA", "RWKV6", "HGRN", "Gated DeltaNet", "KDA"]

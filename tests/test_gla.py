@@ -115,9 +115,14 @@ def test_packed(run, size, name):
 @pytest.mark.parametrize("kind", ["weak", "mixed"])
 @pytest.mark.parametrize(
     "size, lengths, zigzag, dtype",
-    [(1, None, False, BF16), (3, None, False, F32), (2, [0, 25, 25, 55, 110], False, F32), (2, None, True, F16),
-     (2, [0, 25, 55, 110], True, F32)],
-)  # fmt: skip
+    [
+        (1, None, False, BF16),
+        (3, None, False, F32),
+        (2, [0, 25, 25, 55, 110], False, F32),
+        (2, None, True, F16),
+        (2, [0, 25, 55, 110], True, F32),
+    ],
+)
 def test_operands_that_are_kept(run, size, kind, lengths, zigzag, dtype):
     tokens, B = [70, 40, 129][:size], 1 if lengths else 2
     check(run(size, gla_case, tokens, B, 2, 24, 16, kind, dtype, F32, lengths, 0, zigzag, False), dtype)
@@ -401,15 +406,21 @@ def bad_input_case(group):
             raised(allscan.zeco_gla, q, q, v[..., :0], q, comm=comm),
             raised(allscan.zeco_gla, q, q, v, q + (0.5 if odd else 0.0), comm=comm),
             raised(allscan.zeco_gla, *(torch.zeros(1, 8, 1, 513, device=comm.device) for _ in range(4)), comm=comm),
-            raised(allscan.zeco_gla, q.bfloat16() if odd else q, q.bfloat16() if odd else q,
-                   v.bfloat16() if odd else v, q, comm=comm),
+            raised(
+                allscan.zeco_gla,
+                q.bfloat16() if odd else q,
+                q.bfloat16() if odd else q,
+                v.bfloat16() if odd else v,
+                q,
+                comm=comm,
+            ),
             packed(0, 8 * comm.size - 1),
             packed(0, 12, 5, 8 * comm.size),
             packed(1, 8 * comm.size),
             packed(0, 5 + comm.rank, 8 * comm.size),
             packed(0),
             raised(allscan.zeco_gla, q, q, v, q, comm=comm, cu_seqlens=torch.tensor([0.0, 16.0])),
-        ]  # fmt: skip
+        ]
         halves = [x.half() for x in (q, q, v, q + (0.5 if odd else 0.0))]  # a first call with these dtypes
         answers.append(raised(allscan.zeco_gla, *halves, comm=comm))
         healthy = allscan.zeco_gla(q + 1, q + 1, v + 1, q, comm=comm, cu_seqlens=[0, 8 * comm.size])[0]
@@ -419,12 +430,21 @@ def bad_input_case(group):
 
 def test_bad_input_is_refused_on_every_rank(run, size=2):
     expected = [
-        ("TypeError", "float64"), ("ValueError", "q, k, g must be"), ("ValueError|TypeError", "initial_state"),
-        ("ValueError", "no empty dimension"), ("ValueError", "g must be at most 0"), ("ValueError", "at most 512"),
-        ("ValueError", "different arguments|bfloat16"), ("ValueError", "must rise from 0"),
-        ("ValueError", "must rise from 0"), ("ValueError", "must rise from 0"), ("ValueError", "differs between ranks"),
-        ("ValueError", "N \\+ 1"), ("TypeError", "int32 or int64"), ("ValueError", "g must be at most 0"),
-    ]  # fmt: skip
+        ("TypeError", "float64"),
+        ("ValueError", "q, k, g must be"),
+        ("ValueError|TypeError", "initial_state"),
+        ("ValueError", "no empty dimension"),
+        ("ValueError", "g must be at most 0"),
+        ("ValueError", "at most 512"),
+        ("ValueError", "different arguments|bfloat16"),
+        ("ValueError", "must rise from 0"),
+        ("ValueError", "must rise from 0"),
+        ("ValueError", "must rise from 0"),
+        ("ValueError", "differs between ranks"),
+        ("ValueError", "N \\+ 1"),
+        ("TypeError", "int32 or int64"),
+        ("ValueError", "g must be at most 0"),
+    ]
     for answers in run(size, bad_input_case):
         for answer, (kinds, pattern) in zip(answers, expected, strict=True):
             assert answer is not None, pattern
@@ -467,10 +487,13 @@ def calls_that_are_known_case(group):
             assert not torch.equal(plain[0], other[0])
         assert known == 4  # whether a final state is wanted makes no other kind
         wrong = (
-            dict(g=tensors[3].to_sparse()), dict(g=tensors[3].cpu().numpy()), dict(scale=[0.25]),
-            dict(scale=float("nan")), dict(layout=["contiguous"]),
+            dict(g=tensors[3].to_sparse()),
+            dict(g=tensors[3].cpu().numpy()),
+            dict(scale=[0.25]),
+            dict(scale=float("nan")),
+            dict(layout=["contiguous"]),
             dict(scale=Decimal(1)),  # is no number of Python's, although it equals 1
-        )  # fmt: skip
+        )
         names = dict(zip("qkvg", tensors, strict=True))
         refused = [raised(allscan.zeco_gla, comm=comm, **names | change) for change in wrong]
         with torch.autograd.forward_ad.dual_level():

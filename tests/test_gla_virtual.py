@@ -52,9 +52,18 @@ class Seat:
 
         def scan(_, state, decay, out, ticket):
             compiled = scan_kernel[(ranks.programs,)](
-                state, decay, state, out, channel._replace(ticket=ticket), **options, HAS_DECAY=True,
-                HAS_INITIAL=False, ONE_HOP=False, num_warps=warps_of(ranks.spec.tile), **OPTIONS,
-            )  # fmt: skip
+                state,
+                decay,
+                state,
+                out,
+                channel._replace(ticket=ticket),
+                **options,
+                HAS_DECAY=True,
+                HAS_INITIAL=False,
+                ONE_HOP=False,
+                num_warps=warps_of(ranks.spec.tile),
+                **OPTIONS,
+            )
             if state.is_cuda:
                 prefer_shared_memory_carveout(compiled)
 
@@ -109,11 +118,15 @@ def virtual_case(group, tokens, H, K, V, kind, dtype, lengths, scan_us, recomput
 @pytest.mark.parametrize("scan_us", [0.0, 1e6])  # beside which forward leaves nothing, or q_in and A
 @pytest.mark.parametrize(
     "tokens, K, V, kind, dtype, lengths",
-    [([70, 130], 32, 16, "weak", F32, None), ([64, 33, 100, 70], 16, 32, "zero", F32, None),
-     ([70, 40, 129], 24, 16, "mixed", F32, None), ([40, 70, 10, 50], 16, 16, "weak", F32, [0, 13, 39, 125, 126, 170]),
-     ([100, 80, 70], 32, 32, "weak", BF16, None),
-     pytest.param([2048, 1000, 4096, 1500], 128, 128, "weak", BF16, None, marks=pytest.mark.gpu)],
-)  # fmt: skip
+    [
+        ([70, 130], 32, 16, "weak", F32, None),
+        ([64, 33, 100, 70], 16, 32, "zero", F32, None),
+        ([70, 40, 129], 24, 16, "mixed", F32, None),
+        ([40, 70, 10, 50], 16, 16, "weak", F32, [0, 13, 39, 125, 126, 170]),
+        ([100, 80, 70], 32, 32, "weak", BF16, None),
+        pytest.param([2048, 1000, 4096, 1500], 128, 128, "weak", BF16, None, marks=pytest.mark.gpu),
+    ],
+)
 def test_ranks_that_share_a_device(run, tokens, K, V, kind, dtype, lengths, scan_us, recompute):
     rounds = 12 if torch.cuda.is_available() else 2
     [(answers, different)] = run(1, virtual_case, tokens, 2, K, V, kind, dtype, lengths, scan_us, recompute, rounds)

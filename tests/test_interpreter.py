@@ -24,38 +24,117 @@ def keep(*values):
 def of_numbers(x, y, s):
     a, b = x[:, None], y[None, :]
     keep(
-        a + b, b - s, a * b, s * b, 3 - x, x + 3, x - 0, 2 * y, tl.maximum(x, y), tl.minimum(s, y), tl.maximum(x, 2),
-        tl.where(a > b, a, b), tl.where(x < 0, 0, x), tl.where(x >= y, y, -1), tl.where(x == 1, x, -y), -x,
-        (a <= b) & (b != s), (x == y) | (y > 1), a * (b < s), (a + s) * 1, tl.where(s > 0, x, s), x[None], x + True,
-    )  # fmt: skip
+        a + b,
+        b - s,
+        a * b,
+        s * b,
+        3 - x,
+        x + 3,
+        x - 0,
+        2 * y,
+        tl.maximum(x, y),
+        tl.minimum(s, y),
+        tl.maximum(x, 2),
+        tl.where(a > b, a, b),
+        tl.where(x < 0, 0, x),
+        tl.where(x >= y, y, -1),
+        tl.where(x == 1, x, -y),
+        -x,
+        (a <= b) & (b != s),
+        (x == y) | (y > 1),
+        a * (b < s),
+        (a + s) * 1,
+        tl.where(s > 0, x, s),
+        x[None],
+        x + True,
+    )
 
 
 @triton.jit
 def of_floats(x, y, s):
     keep(
-        x / y, 1 / x, x / 2, x / 0.3, s / y, x * -0.0, x + 0.0, x * 0.0, x - 1e-40, 1e30 * y, x > 0.0, y < -0.0,
-        y == -0.0, tl.where(x > 0, x, -0.0), tl.where(x > 0, 0.0, y), tl.where(x > 0, float("nan"), y),
-        x * float("inf"), tl.where(y > 0, float("-inf"), x), tl.exp2(x), tl.sum(x), tl.max(x, 0), tl.cumsum(x, 0),
-        x + tl.sum(y), x + 16777217, x * float("nan"), x.to(tl.bfloat16).to(tl.float32), x - y,
-        x.to(tl.bfloat16) * x, x.to(tl.float16) + 1, (x * 1e-38).to(tl.bfloat16).to(tl.float32), y.to(tl.int32),
-    )  # fmt: skip
+        x / y,
+        1 / x,
+        x / 2,
+        x / 0.3,
+        s / y,
+        x * -0.0,
+        x + 0.0,
+        x * 0.0,
+        x - 1e-40,
+        1e30 * y,
+        x > 0.0,
+        y < -0.0,
+        y == -0.0,
+        tl.where(x > 0, x, -0.0),
+        tl.where(x > 0, 0.0, y),
+        tl.where(x > 0, float("nan"), y),
+        x * float("inf"),
+        tl.where(y > 0, float("-inf"), x),
+        tl.exp2(x),
+        tl.sum(x),
+        tl.max(x, 0),
+        tl.cumsum(x, 0),
+        x + tl.sum(y),
+        x + 16777217,
+        x * float("nan"),
+        x.to(tl.bfloat16).to(tl.float32),
+        x - y,
+        x.to(tl.bfloat16) * x,
+        x.to(tl.float16) + 1,
+        (x * 1e-38).to(tl.bfloat16).to(tl.float32),
+        y.to(tl.int32),
+    )
 
 
 @triton.jit
 def of_integers(x, y, s):
     keep(
-        x // 3, x % 3, x // 2, x % -2, s // 2, s % 2, x & 5, x | s, x ^ y, x + 0.5, x * 2.0, x / 2,
-        x.to(tl.int64) * 3000000000, x == 0.5, x >> 1, x << 2, 7 // (x * x + 1), 7 % (x * x + 1), x < BEYOND,
-        x // (y * y + 1), x % (y * y + 1), x.to(tl.uint32) + 1, x.to(tl.uint32) > 5, x.to(tl.float32) / 3,
-    )  # fmt: skip
+        x // 3,
+        x % 3,
+        x // 2,
+        x % -2,
+        s // 2,
+        s % 2,
+        x & 5,
+        x | s,
+        x ^ y,
+        x + 0.5,
+        x * 2.0,
+        x / 2,
+        x.to(tl.int64) * 3000000000,
+        x == 0.5,
+        x >> 1,
+        x << 2,
+        7 // (x * x + 1),
+        7 % (x * x + 1),
+        x < BEYOND,
+        x // (y * y + 1),
+        x % (y * y + 1),
+        x.to(tl.uint32) + 1,
+        x.to(tl.uint32) > 5,
+        x.to(tl.float32) / 3,
+    )
 
 
 @triton.jit
 def of_mixed_numbers(x, n, wide):
     keep(
-        x + n, n * x, wide + n, n - wide, n < wide, x > n, n[:, None] * wide[None, :], (wide * 2) // 3, n & wide,
-        tl.where(n > 0, n, wide), tl.where(n > 0, x, n), x.to(tl.float16) * n, x.to(tl.int32) + wide, x * wide,
-    )  # fmt: skip
+        x + n,
+        n * x,
+        wide + n,
+        n - wide,
+        n < wide,
+        x > n,
+        n[:, None] * wide[None, :],
+        (wide * 2) // 3,
+        n & wide,
+        tl.where(n > 0, n, wide),
+        tl.where(n > 0, x, n),
+        x.to(tl.float16) * n,
+        x.to(tl.int32) + wide,
+        x * wide,
+    )
 
 
 @triton.jit
@@ -69,14 +148,28 @@ def of_memory(p_x, p_n, p_wide, p_half, p_to, x, n):
     tl.store(p_to + 25 + two, tl.load(p_x))
     tl.store(p_half + 8 + i, x, mask=inside)
     keep(
-        tl.load(p_x + i, mask=inside), tl.load(p_x + i, mask=inside, other=-1.5), tl.load(p_n + i, inside, 3),
-        tl.load(p_x + i, mask=inside, other=n), tl.load(p_x + i, mask=inside, other=x), tl.load(p_x + 2),
-        tl.load(p_x + i, mask=inside, other=float("-inf")), tl.load(p_x + 8 - 1 - i), tl.load(p_wide + (n & 3)),
-        tl.load(p_half + i, mask=inside, other=0.3), tl.load(p_x + square, mask=(two < 1)[None, :], other=2),
-        tl.load(p_half + i).to(tl.float32) * 2, tl.load(p_to + i), tl.load(p_to + 16 + i), tl.load(p_half + 8 + i),
-        tl.load(1 + p_x), tl.load(p_x + (tl.load(p_wide) & 3)), tl.load(p_x, mask=tl.load(p_n) > 0, other=0.0),
-        tl.load(p_x + i, mask=inside, other=-0.0), tl.load(p_to + 24 + i), tl.load(p_x + i, cache_modifier=".cg"),
-    )  # fmt: skip
+        tl.load(p_x + i, mask=inside),
+        tl.load(p_x + i, mask=inside, other=-1.5),
+        tl.load(p_n + i, inside, 3),
+        tl.load(p_x + i, mask=inside, other=n),
+        tl.load(p_x + i, mask=inside, other=x),
+        tl.load(p_x + 2),
+        tl.load(p_x + i, mask=inside, other=float("-inf")),
+        tl.load(p_x + 8 - 1 - i),
+        tl.load(p_wide + (n & 3)),
+        tl.load(p_half + i, mask=inside, other=0.3),
+        tl.load(p_x + square, mask=(two < 1)[None, :], other=2),
+        tl.load(p_half + i).to(tl.float32) * 2,
+        tl.load(p_to + i),
+        tl.load(p_to + 16 + i),
+        tl.load(p_half + 8 + i),
+        tl.load(1 + p_x),
+        tl.load(p_x + (tl.load(p_wide) & 3)),
+        tl.load(p_x, mask=tl.load(p_n) > 0, other=0.0),
+        tl.load(p_x + i, mask=inside, other=-0.0),
+        tl.load(p_to + 24 + i),
+        tl.load(p_x + i, cache_modifier=".cg"),
+    )
 
 
 @triton.jit

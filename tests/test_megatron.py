@@ -27,7 +27,7 @@ from support.megatron import (
     rule,
     specification,
     stand_ins,
-)  # fmt: skip
+)
 from support.values import raised, relative
 
 if not all(importlib.util.find_spec(name) for name in ("megatron", "fla")):  # whose imports take seconds
@@ -65,8 +65,11 @@ def model_case(group, layout, tokens, lengths, options, params):
         share = own_losses.sum()
         share.backward()
         dist.all_reduce(share, group=group)
-        errors = {"logits": relative(own_logits, logits[mine]), "loss": relative(share, losses.sum()),
-                  "input": relative(given.grad, embedded.grad[mine])}  # fmt: skip
+        errors = {
+            "logits": relative(own_logits, logits[mine]),
+            "loss": relative(share, losses.sum()),
+            "input": relative(given.grad, embedded.grad[mine]),
+        }
         expected = gradients(whole)
         for name, gradient in gradients(own).items():
             if name.startswith("embedding"):
@@ -78,8 +81,12 @@ def model_case(group, layout, tokens, lengths, options, params):
 
 
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-NORM_RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["gdn_norm_out"],
-                       experimental_attention_variant="gated_delta_net", linear_attention_freq=2)  # fmt: skip
+NORM_RECOMPUTED = dict(
+    recompute_granularity="selective",
+    recompute_modules=["gdn_norm_out"],
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=2,
+)
 FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, mamba_num_groups=1)
 
 
@@ -357,8 +364,17 @@ def refusals_case(group):
 
 
 def test_what_is_refused(run, size=2):
-    words = ["inference", "'thd'", "a context parallel group of their own", "a batch of one", "multiples of 4",
-             "at least 12", "16 tokens of all ranks", "differs between ranks", "even"]  # fmt: skip
+    words = [
+        "inference",
+        "'thd'",
+        "a context parallel group of their own",
+        "a batch of one",
+        "multiples of 4",
+        "at least 12",
+        "16 tokens of all ranks",
+        "differs between ranks",
+        "even",
+    ]
     for answers, built, good in run(size, refusals_case):
         assert good
         for word, (kind, message) in zip(words * 2, answers, strict=True):

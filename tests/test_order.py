@@ -442,9 +442,13 @@ def recomputed_operators(comm):
     """{name: function of [1, 4, 2, 8]}; of the scans each rank has what another one does not."""
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     learned = torch.full((1, 2), 0.5, device=comm.device, requires_grad=True)
-    decays = {"some": 0.5 * learned.detach() if last else None, "number": 0.5 if first else learned.detach(),
-              "learned": learned if last else None, "learned or a number": learned if first else 0.0,
-              "learned or given": learned if last else learned.detach()}  # fmt: skip
+    decays = {
+        "some": 0.5 * learned.detach() if last else None,
+        "number": 0.5 if first else learned.detach(),
+        "learned": learned if last else None,
+        "learned or a number": learned if first else 0.0,
+        "learned or given": learned if last else learned.detach(),
+    }
     packed = torch.tensor([0, 5, 4 * comm.size], device=comm.device)
 
     def scan(decay, **options):
@@ -482,11 +486,18 @@ def recomputed_operators(comm):
     }
     for options in ({}, dict(layout="zigzag"), dict(cu_seqlens=packed)):
         name = str(options.get("layout", "packed" if options else "contiguous"))
-        made |= {f"{kind} {name}": lambda x, f=f, options=options: f(x, **options) for kind, f in (
-            ("halo", lambda x, **o: allscan.halo(x, 2, comm=comm, **o)), ("gla", gla),
-            ("kept gla", lambda x, **o: gla(x, recompute=False, **o)), ("kda", lambda x, **o: rule("kda", x, **o)),
-            ("gated delta rule", lambda x, **o: rule("gated", x, **o)), ("ssd", ssd),
-            ("ssd with states", lambda x, **o: ssd(x, return_final_states=True, **o)))}  # fmt: skip
+        made |= {
+            f"{kind} {name}": lambda x, f=f, options=options: f(x, **options)
+            for kind, f in (
+                ("halo", lambda x, **o: allscan.halo(x, 2, comm=comm, **o)),
+                ("gla", gla),
+                ("kept gla", lambda x, **o: gla(x, recompute=False, **o)),
+                ("kda", lambda x, **o: rule("kda", x, **o)),
+                ("gated delta rule", lambda x, **o: rule("gated", x, **o)),
+                ("ssd", ssd),
+                ("ssd with states", lambda x, **o: ssd(x, return_final_states=True, **o)),
+            )
+        }
     made["to_zigzag"] = lambda x: allscan.zigzag.to_zigzag(x, comm=comm)
     return made, learned
 

@@ -171,9 +171,13 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
 def python(code, tmp_path, **environment):
     """A program of a user's, in an empty folder."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True,
-        timeout=240, env=os.environ | {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"} | environment,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": ROOT, "TRITON_INTERPRET": "1"} | environment,
+    )
 
 
 def test_modules_are_imported_when_they_are_asked_for(tmp_path):
@@ -184,9 +188,13 @@ def test_modules_are_imported_when_they_are_asked_for(tmp_path):
 
 @pytest.mark.parametrize(
     "module, missing, package",
-    [("fla", "fla", "flash-linear-attention"), ("fla_cp", "fla", "flash-linear-attention"),
-     ("megatron", "megatron", "megatron-core"), ("transformers", "transformers", "transformers")],
-)  # fmt: skip
+    [
+        ("fla", "fla", "flash-linear-attention"),
+        ("fla_cp", "fla", "flash-linear-attention"),
+        ("megatron", "megatron", "megatron-core"),
+        ("transformers", "transformers", "transformers"),
+    ],
+)
 def test_a_missing_package_is_named(module, missing, package, tmp_path):
     """Names of packages on the index, which differ from those of modules."""
     code = f"""
@@ -217,10 +225,12 @@ def test_a_forgotten_init_process_group_is_refused(tmp_path):
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "first, then, value, words",
-    [("allscan", "os", "1", "set too late: triton and allscan had"),
-     ("triton", "allscan", "1", "set too late: triton had"),
-     ("allscan", "os", "0", "is off, and was on when triton and allscan were imported")],
-)  # fmt: skip
+    [
+        ("allscan", "os", "1", "set too late: triton and allscan had"),
+        ("triton", "allscan", "1", "set too late: triton had"),
+        ("allscan", "os", "0", "is off, and was on when triton and allscan were imported"),
+    ],
+)
 def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_path):
     """Triton reads it when kernels are defined."""
     code = f"import os, {first}; os.environ['TRITON_INTERPRET'] = '{value}'; import {then}, allscan"
@@ -279,8 +289,9 @@ def test_public_things_have_types():
         if inspect.isclass(thing):
             functions = [
                 getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-                for key, member in vars(thing).items() if not key.startswith("_") or key == "__init__"
-            ]  # fmt: skip
+                for key, member in vars(thing).items()
+                if not key.startswith("_") or key == "__init__"
+            ]
         for function in filter(inspect.isfunction, functions):
             signature = inspect.signature(function)
             untyped = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"]
@@ -408,8 +419,12 @@ def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
     assert "passed" in run("-v", "tests/test_package.py", "tests/test_docs.py", "tests/test_scan.py", "-k", chosen)
     lie = subprocess.run(
         [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import allscan.bindings as b; print(b.__file__)"],
-        cwd=folder, env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert lie.stdout.startswith(str(folder))
 
 

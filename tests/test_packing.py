@@ -29,13 +29,19 @@ pytestmark = pytest.mark.cpu
 @pytest.mark.parametrize(
     "shape, packed, expected",
     [
-        ((1, 16384, 16, 128, 128), False, 1024), ((1, 16384, 16, 128, 128), True, 512),
-        ((2, 16384, 16, 128, 128), False, 2048), ((4, 4096, 64, 128, 128), False, 4096),
-        ((4, 2048, 16, 128, 128), False, 1024), ((1, 16384, 16, 128, 256), False, 2048),
-        ((1, 16384, 16, 128, 64), False, 1024), ((1, 16384, 4, 256, 512), False, 1024),
-        ((8, 1024, 8, 64, 64), False, 256), ((1, 2048, 4, 64, 64), False, 128), ((1, 1, 1, 256, 16), False, 256),
+        ((1, 16384, 16, 128, 128), False, 1024),
+        ((1, 16384, 16, 128, 128), True, 512),
+        ((2, 16384, 16, 128, 128), False, 2048),
+        ((4, 4096, 64, 128, 128), False, 4096),
+        ((4, 2048, 16, 128, 128), False, 1024),
+        ((1, 16384, 16, 128, 256), False, 2048),
+        ((1, 16384, 16, 128, 64), False, 1024),
+        ((1, 16384, 4, 256, 512), False, 1024),
+        ((8, 1024, 8, 64, 64), False, 256),
+        ((1, 2048, 4, 64, 64), False, 128),
+        ((1, 1, 1, 256, 16), False, 256),
     ],
-)  # fmt: skip
+)
 def test_segments_on_a_gpu(shape, packed, expected):
     """As development runs on an H200 have found them best, of those that fill the GPU as often as they should."""
     assert segment_length(*shape, packed, True) == expected
@@ -216,9 +222,10 @@ def uses_case(group):
     """What calls, and their backward passes, read of tables without saying so, in later calls too."""
     counted = []
     use = packing.Tables.use
-    with allscan.Communicator(group) as comm, mock.patch.object(
-        packing.Tables, "use", lambda self, comm: (counted.append(self), use(self, comm))[1]
-    ):  # fmt: skip
+    with (
+        allscan.Communicator(group) as comm,
+        mock.patch.object(packing.Tables, "use", lambda self, comm: (counted.append(self), use(self, comm))[1]),
+    ):
         silent = []
         for (name, layout), call in calls(comm, 20).items():
             for lengths in (None, [0, 7, 20 * comm.size]):

@@ -613,10 +613,18 @@ class Bare:
     def __init__(self, handed):
         self.run = object.__new__(CudaLauncher)
         vars(self.run).update(
-            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1, num_ctas=1,
-            launch_cooperative_grid=False, launch_pdl=False, gsan_enabled=False, arg_annotations=["of arguments"],
-            kernel_signature=b"types", launch=lambda *x: handed.append(x),
-        )  # fmt: skip
+            global_scratch_size=0,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            num_ctas=1,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            gsan_enabled=False,
+            arg_annotations=["of arguments"],
+            kernel_signature=b"types",
+            launch=lambda *x: handed.append(x),
+        )
 
 
 def test_what_a_launch_hands_to_the_launcher_of_this_triton(monkeypatch):
@@ -680,15 +688,18 @@ def test_what_keeps_a_number_of_a_kernel_holds_it(kept, monkeypatch):
 
 HEADER = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "include", "cuda.h")
 STRUCTURES = {
-    "CUDA_KERNEL_NODE_PARAMS": cuda_driver._KernelParams, "CUDA_MEMSET_NODE_PARAMS": cuda_driver._MemsetParams,
+    "CUDA_KERNEL_NODE_PARAMS": cuda_driver._KernelParams,
+    "CUDA_MEMSET_NODE_PARAMS": cuda_driver._MemsetParams,
     "CUlaunchAttributeValue": cuda_driver._AttributeValue,
-}  # fmt: skip
+}
 CONSTANTS = {
-    "CU_STREAM_NON_BLOCKING": cuda_driver.NON_BLOCKING, "CU_STREAM_CAPTURE_MODE_RELAXED": cuda_driver.RELAXED,
+    "CU_STREAM_NON_BLOCKING": cuda_driver.NON_BLOCKING,
+    "CU_STREAM_CAPTURE_MODE_RELAXED": cuda_driver.RELAXED,
     "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY": cuda_driver.NODE_PRIORITY,
     "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT": cuda_driver.SHARED_MEMORY_CARVEOUT,
-    "CU_LAUNCH_ATTRIBUTE_PRIORITY": cuda_driver.PRIORITY, "CUDA_ERROR_INVALID_VALUE": cuda_driver.OUT_OF_RANGE,
-}  # fmt: skip
+    "CU_LAUNCH_ATTRIBUTE_PRIORITY": cuda_driver.PRIORITY,
+    "CUDA_ERROR_INVALID_VALUE": cuda_driver.OUT_OF_RANGE,
+}
 
 
 @pytest.mark.skipif(
@@ -722,18 +733,26 @@ def switches(group):
     What AllScans and plans are made with is fixed."""
     names = "ALLSCAN_CUDA_GRAPHS", "ALLSCAN_REPLAY"
     for values, options, wanted in (
-        ({}, {}, (256 << 20, True)), (dict.fromkeys(names, "0"), {}, (0, False)),
-        (dict.fromkeys(names, "1"), {}, (256 << 20, True)), ({}, dict(cuda_graphs=False, replay=False), (0, False)),
+        ({}, {}, (256 << 20, True)),
+        (dict.fromkeys(names, "0"), {}, (0, False)),
+        (dict.fromkeys(names, "1"), {}, (256 << 20, True)),
+        ({}, dict(cuda_graphs=False, replay=False), (0, False)),
         (dict.fromkeys(names, "0"), dict(cuda_graphs=True, replay=True), (256 << 20, True)),
         ({}, dict(cuda_graphs=1 << 20), (1 << 20, True)),
-    ):  # fmt: skip
+    ):
         with mock.patch.dict(os.environ, values), allscan.Communicator(group, **options) as comm:
             counts = comm.cuda_graphs
             assert (counts.most_bytes, comm.replay) == wanted and counts.enabled == bool(wanted[0])
             assert counts[1:3] == (0, 0) and counts.why == ""
             with allscan.AllScan(comm, (2, 4, 4)) as scan:
-                for thing, name in ((comm, "max_ctas"), (comm, "timeout"), (comm, "algorithm"), (comm, "nodes"),
-                                    (comm, "cuda_graphs"), (scan, "max_ctas")):  # fmt: skip
+                for thing, name in (
+                    (comm, "max_ctas"),
+                    (comm, "timeout"),
+                    (comm, "algorithm"),
+                    (comm, "nodes"),
+                    (comm, "cuda_graphs"),
+                    (scan, "max_ctas"),
+                ):
                     before = getattr(thing, name)
                     with pytest.raises(AttributeError):
                         setattr(thing, name, 1)

@@ -228,8 +228,15 @@ def test_the_choice():
     assert {choose(nodes, 1 << 21) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
     assert [choose((8,) * n, 1 << 21) for n in (2, 4, 16)] == ["rails", "rails", "doubling"]
     assert [distances(n) for n in (1, 2, 3, 4, 5, 7, 8, 32)] == [
-        [], [1], [1, 2], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3, 6], [1, 2, 3, 6, 12, 24]
-    ]  # fmt: skip
+        [],
+        [1],
+        [1, 2],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 3],
+        [1, 2, 3, 6],
+        [1, 2, 3, 6, 12, 24],
+    ]
 
 
 def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
@@ -250,9 +257,14 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
 
 @pytest.mark.parametrize(
     "algorithm, nodes, sleeper",
-    [("rails", (1, 3), 1), ("rails", (1, 3), 3), ("rails", (1, 1, 1), 2), ("doubling", (1, 1, 1), 2),
-     ("doubling", (2, 2, 2), 3)],
-)  # fmt: skip
+    [
+        ("rails", (1, 3), 1),
+        ("rails", (1, 3), 3),
+        ("rails", (1, 1, 1), 2),
+        ("doubling", (1, 1, 1), 2),
+        ("doubling", (2, 2, 2), 3),
+    ],
+)
 def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
     """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
     none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""

@@ -368,9 +368,12 @@ def transition_case(group, shape, reverse, from_zero):
                 leaf.grad = None
             late(len(errors), comm.rank, 3)
             prev = allscan.allscan(
-                factor * own[0], comm=comm, transition=own[1], initial_state=None if from_zero else factor * start,
+                factor * own[0],
+                comm=comm,
+                transition=own[1],
+                initial_state=None if from_zero else factor * start,
                 reverse=reverse,
-            )  # fmt: skip
+            )
             (prev * weights[comm.rank].to(comm.device)).sum().backward()
             prev, own[1].grad = prev / factor, own[1].grad / factor
             own[0].grad /= factor
@@ -533,7 +536,7 @@ def inference_case(group, operator):
                 q, q, q, g[..., 0], g.exp()[..., 0], comm=comm
             )[0],
             zeco_ssd=lambda q, g: allscan.zeco_ssd(q, g.exp()[..., 0], g[0, 0, :, 0], q, q, 8, comm=comm),
-        )  # fmt: skip
+        )
         call = calls[operator]
 
         def tensors():

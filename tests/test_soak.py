@@ -49,9 +49,15 @@ def test_what_the_verdict_sees(wrong, message):
     options.steps = 4
     memory = dict(gpu=0, arena=100)
     good = dict(
-        losses=[3.0, 2.0, 2.0, 1.0], validations=[1.0], spread=0.0, warm=memory, end=memory, free=100, closed=100,
+        losses=[3.0, 2.0, 2.0, 1.0],
+        validations=[1.0],
+        spread=0.0,
+        warm=memory,
+        end=memory,
+        free=100,
+        closed=100,
         keys=0,
-    )  # fmt: skip
+    )
     expected = good["losses"], good["validations"], [1e-6]
     soak.check(options, expected, [good, good])
     with pytest.raises(AssertionError, match=message):

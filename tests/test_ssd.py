@@ -28,9 +28,17 @@ def drawn(tokens, batch, sequences, strong=False):
 
     A = -torch.rand(H, generator=generator) * (60 if strong else 1)
     A[0] = 0.0
-    given = dict(x=normal(batch, tokens, H, P), dt=normal(batch, tokens, H), A=A, B=normal(batch, tokens, G, N),
-                 C=normal(batch, tokens, G, N), D=normal(H), z=normal(batch, tokens, H, P), dt_bias=normal(H),
-                 initial_states=normal(sequences, H, P, N))  # fmt: skip
+    given = dict(
+        x=normal(batch, tokens, H, P),
+        dt=normal(batch, tokens, H),
+        A=A,
+        B=normal(batch, tokens, G, N),
+        C=normal(batch, tokens, G, N),
+        D=normal(H),
+        z=normal(batch, tokens, H, P),
+        dt_bias=normal(H),
+        initial_states=normal(sequences, H, P, N),
+    )
     return given, normal(batch, tokens, H, P), normal(sequences, H, P, N)
 
 
@@ -49,9 +57,16 @@ def case(group, tokens, cuts, layout, strong, scan):
         cut = {name: t.to(comm.device).requires_grad_() for name, t in cut.items()}
         where = {} if cuts != "given" else dict(first_token=sum(tokens[: comm.rank]))
         own_y, own_final = allscan.zeco_ssd(
-            chunk_size=CHUNK, comm=comm, **cut, **OPTIONS, cu_seqlens=lengths, return_final_states=True, layout=layout,
-            chunk_scan=scan, **where,
-        )  # fmt: skip
+            chunk_size=CHUNK,
+            comm=comm,
+            **cut,
+            **OPTIONS,
+            cu_seqlens=lengths,
+            return_final_states=True,
+            layout=layout,
+            chunk_scan=scan,
+            **where,
+        )
         ((own_y * dy[:, mine].to(comm.device)).sum() + (own_final * dfinal.to(comm.device)).sum()).backward()
         errors["y"] = error(own_y, y[:, mine])
         shared = {"final": own_final.detach()}
@@ -66,8 +81,10 @@ def case(group, tokens, cuts, layout, strong, scan):
         return errors
 
 
-@pytest.mark.parametrize("cuts, layout", [(None, "contiguous"), ("asked", "contiguous"), ("given", "contiguous"),
-                                          (None, "zigzag"), ("asked", "zigzag")])  # fmt: skip
+@pytest.mark.parametrize(
+    "cuts, layout",
+    [(None, "contiguous"), ("asked", "contiguous"), ("given", "contiguous"), (None, "zigzag"), ("asked", "zigzag")],
+)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_and_gradients(run, size, cuts, layout):
     tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
@@ -153,11 +170,17 @@ WRONG = {
     "chunk_size must be at least 1": dict(chunk_size=0),
     "dt_limit must be": dict(dt_limit=(-1.0, 1.0)),
     "layout must be": dict(layout="other"),
-    "wants an even T": dict(layout="zigzag", x=torch.zeros(1, 3, H, P), dt=torch.zeros(1, 3, H),
-                            B=torch.zeros(1, 3, G, N), C=torch.zeros(1, 3, G, N), z=None),
+    "wants an even T": dict(
+        layout="zigzag",
+        x=torch.zeros(1, 3, H, P),
+        dt=torch.zeros(1, 3, H),
+        B=torch.zeros(1, 3, G, N),
+        C=torch.zeros(1, 3, G, N),
+        z=None,
+    ),
     "initial_states must have shape": dict(initial_states=torch.zeros(2, H, P, N)),
     "cu_seqlens must rise": dict(cu_seqlens=[0, 3], initial_states=None),
-}  # fmt: skip
+}
 
 
 def wrong_case(group):

@@ -99,9 +99,12 @@ def hooks_case(group):
             tensors = drawn(comm, shapes)
             expected = with_gradients(comm, function, tensors)
             for pack, unpack, bound in (
-                (lambda x: x, negated, EXACT), (lambda x: x, turned, EXACT), (lambda x: x, moved, EXACT),
-                (lambda x: (x.dtype, rounded(x)), lambda x: x[1].to(x[0]), 0.3), (quantized, lambda x: x, 1.0),
-            ):  # fmt: skip
+                (lambda x: x, negated, EXACT),
+                (lambda x: x, turned, EXACT),
+                (lambda x: x, moved, EXACT),
+                (lambda x: (x.dtype, rounded(x)), lambda x: x[1].to(x[0]), 0.3),
+                (quantized, lambda x: x, 1.0),
+            ):
                 torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty() is full of NaN then
                 with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                     answer = with_gradients(comm, function, tensors)
@@ -120,10 +123,13 @@ def refused_saved_case(group, kind, only, names):
     """What a rank says of a hook that gives back tensors of another dtype, shape or device on rank ``only``, or on all
     if it is None; and whether the calls behind are right."""
     change = dict(
-        half=lambda x: x.half() if x.dtype == torch.float32 else x, double=lambda x: x.double(),
-        integers=lambda x: x if x.is_floating_point() else x.double(), shorter=lambda x: x[..., :-1],
-        flat=lambda x: x.flatten() if x.ndim > 1 else x[None], elsewhere=lambda x: x.to("meta"),
-    )[kind]  # fmt: skip
+        half=lambda x: x.half() if x.dtype == torch.float32 else x,
+        double=lambda x: x.double(),
+        integers=lambda x: x if x.is_floating_point() else x.double(),
+        shorter=lambda x: x[..., :-1],
+        flat=lambda x: x.flatten() if x.ndim > 1 else x[None],
+        elsewhere=lambda x: x.to("meta"),
+    )[kind]
     found = {}
     with allscan.Communicator(group, timeout=2) as comm:
         for name, (function, shapes) in calls().items():
@@ -207,8 +213,9 @@ def tangents_case(group, only):
             ((2, 3, 4), (2, 3), (2, 3, 4), (2, 3, 4)),
         )
         all_calls["allscan, out"] = (
-            lambda comm, x, out: allscan.allscan(x, comm=comm, out=out), ((2, 5, 4), (2, 5, 4))
-        )  # fmt: skip
+            lambda comm, x, out: allscan.allscan(x, comm=comm, out=out),
+            ((2, 5, 4), (2, 5, 4)),
+        )
         for name, (function, shapes) in all_calls.items():
             if only is not None and not name.endswith(("decay", "halo", "gla, contiguous", "kda, raw", "ssd, zigzag")):
                 continue

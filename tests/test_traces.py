@@ -163,9 +163,16 @@ def another_each_time(x, y, count=[1]):  # noqa: B006
 
 @pytest.mark.parametrize(
     "function, planned",
-    [(plain, True), (partly, True), (not_of_triton, False), (another_operator, False), (a_part, False),
-     (kept, False), (another_each_time, False)],
-)  # fmt: skip
+    [
+        (plain, True),
+        (partly, True),
+        (not_of_triton, False),
+        (another_operator, False),
+        (a_part, False),
+        (kept, False),
+        (another_each_time, False),
+    ],
+)
 def test_what_is_not_seen_makes_no_plan(function, planned):
     assert run(function) == planned
 

@@ -54,16 +54,23 @@ def begin(groups):
 def arguments(folder, batch, **options):
     from transformers import TrainingArguments
 
-    options = dict(
-        max_steps=3, learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1, report_to="none",
-        save_strategy="no", disable_tqdm=True, max_grad_norm=0.3,
-        dataloader_pin_memory=False,
-    ) | options  # fmt: skip
+    options = (
+        dict(
+            max_steps=3,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            max_grad_norm=0.3,
+            dataloader_pin_memory=False,
+        )
+        | options
+    )
     if not torch.cuda.is_available():
         options = dict(use_cpu=True, ddp_backend="gloo") | options
-    return TrainingArguments(
-        folder, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **options
-    )  # fmt: skip
+    return TrainingArguments(folder, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **options)
 
 
 class _Seen:
@@ -91,9 +98,13 @@ def training(make, **options):
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     state = trainer.state
     return dict(
-        losses=[entry["loss"] for entry in history], norms=[float(entry["grad_norm"]) for entry in history],
-        train_loss=result.training_loss, epoch=state.epoch, flos=state.total_flos, tokens=state.num_input_tokens_seen,
-    )  # fmt: skip
+        losses=[entry["loss"] for entry in history],
+        norms=[float(entry["grad_norm"]) for entry in history],
+        train_loss=result.training_loss,
+        epoch=state.epoch,
+        flos=state.total_flos,
+        tokens=state.num_input_tokens_seen,
+    )
 
 
 def evaluation(make, labelled, **options):
@@ -127,8 +138,14 @@ def streams(make):
         sums.append(float(prediction.predictions.float().abs().mean() + prediction.label_ids.float().mean()))
         return {"sum": sum(sums)} if compute_result else {}
 
-    trainer = make(train_dataset=Stream(rows(11, True)), eval_dataset=Stream(rows(7, True)), compute_metrics=metrics,
-                   batch_eval_metrics=True, gradient_accumulation_steps=2, max_steps=2)  # fmt: skip
+    trainer = make(
+        train_dataset=Stream(rows(11, True)),
+        eval_dataset=Stream(rows(7, True)),
+        compute_metrics=metrics,
+        batch_eval_metrics=True,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+    )
     trainer.train()
     metrics, losses = trainer.evaluate(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return dict(losses=losses, **{name: metrics[name] for name in ("eval_loss", "eval_sum")})
@@ -136,8 +153,16 @@ def streams(make):
 
 def checkpoints(make):
     """Evaluated and saved within training, with checkpointed activations; gone on with; loaded as an ordinary model."""
-    options = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2, max_steps=3,
-                   gradient_checkpointing=True, load_best_model_at_end=True, metric_for_best_model="loss")  # fmt: skip
+    options = dict(
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        max_steps=3,
+        gradient_checkpointing=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
     data = dict(train_dataset=rows(11, True), eval_dataset=rows(7, True))
     trainer = make(**data, **options | dict(load_best_model_at_end=False))
     trainer.train()
@@ -158,14 +183,16 @@ CASES = {
     "training": functools.partial(training, include_num_input_tokens_seen="all"),
     "accumulation": functools.partial(training, gradient_accumulation_steps=2),
     "accumulation over epochs": functools.partial(
-        training, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2, logging_steps=2),
+        training, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2, logging_steps=2
+    ),
     "accumulation without averaging of tokens": functools.partial(
-        training, gradient_accumulation_steps=2, average_tokens_across_devices=False),
+        training, gradient_accumulation_steps=2, average_tokens_across_devices=False
+    ),
     "evaluation": functools.partial(evaluation, labelled=True, include_for_metrics=["inputs", "loss"]),
     "evaluation without labels": functools.partial(evaluation, labelled=False),
     "streams": streams,
     "checkpoints": checkpoints,
-}  # fmt: skip
+}
 
 
 def results(folder, kind, groups, layout, names, batch=2):
@@ -181,9 +208,13 @@ def results(folder, kind, groups, layout, names, batch=2):
             if kind != "stock":
                 sequence_parallel(model, comm=comm, layout=layout)
             return trainer_of(
-                kind, model, args=arguments(output_dir, batch * (2 if kind == "stock" else 2 // groups), **options),
-                train_dataset=train_dataset, eval_dataset=eval_dataset, compute_metrics=compute_metrics,
-            )  # fmt: skip
+                kind,
+                model,
+                args=arguments(output_dir, batch * (2 if kind == "stock" else 2 // groups), **options),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                compute_metrics=compute_metrics,
+            )
 
         for name in names:
             found[name] = CASES[name](make)
@@ -214,9 +245,14 @@ SOME = ["accumulation", "evaluation", "evaluation without labels"]
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "size, layout, names",
-    [(1, "zigzag", SOME), (2, "contiguous", list(CASES)), (3, "contiguous", SOME), (3, "zigzag", SOME),
-     (4, "contiguous", list(CASES))],
-)  # fmt: skip
+    [
+        (1, "zigzag", SOME),
+        (2, "contiguous", list(CASES)),
+        (3, "contiguous", SOME),
+        (3, "zigzag", SOME),
+        (4, "contiguous", list(CASES)),
+    ],
+)
 def test_as_the_ordinary_trainer(reference, fresh, tmp_path, size, layout, names):
     """Kind: what is a mean, a sum or a choice of rows over processes, each of which has a part of every row. Four
     ranks are two groups of two; batches have 4 rows, of which the last have 3 and 1."""
@@ -274,8 +310,12 @@ def refused_case(folder):
         answers["there is no loss without labels"] = raised(make(train_dataset=rows(4, False)).train)
         different = "given different batches"
         longer = dict(train_dataset=rows(4 + rank, True), max_steps=-1)
-        found = [raised(make(train_dataset=other).train), raised(make().predict, other),
-                 raised(make().evaluate, rows(4 + rank, False)), raised(make(**longer).train)]  # fmt: skip
+        found = [
+            raised(make(train_dataset=other).train),
+            raised(make().predict, other),
+            raised(make().evaluate, rows(4 + rank, False)),
+            raised(make(**longer).train),
+        ]
         answers |= {(different, i): answer for i, answer in enumerate(found)}
         answers["masks tokens"] = raised(make(train_dataset=padded).train)
         answers["multiple of 2 * 2"] = raised(make("zigzag").evaluate, odd)
@@ -372,14 +412,17 @@ def cut_case(group, layout):
         dealt = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(rank))
         last, other = rank == size - 1, comm.size > 1
         refused = {
-            "rows differ between ranks": {n: x[:1] if last and n != "use_cache" else x for n, x in part.items()
-                                          if n in ("input_ids", "labels", "use_cache")},
+            "rows differ between ranks": {
+                n: x[:1] if last and n != "use_cache" else x
+                for n, x in part.items()
+                if n in ("input_ids", "labels", "use_cache")
+            },
             "have cut different batches": cut(input_ids=dealt),
             "ranks have cut different batches": cut(labels=dealt),
             "others not": part if last else {n: x for n, x in part.items() if n != "allscan_cut"},
             "but the model has 2 rows": part | dict(input_ids=whole, labels=whole, position_ids=torch.arange(T)[None]),
             "but the model has 1 rows": {n: x[:1] if n in ("input_ids", "labels") else x for n, x in part.items()},
-        }  # fmt: skip
+        }
         for text, wrong in refused.items() if other else ():
             answers[text] = raised(model, **wrong)
         wrong = {

@@ -33,32 +33,115 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, s
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=10, mamba_chunk_size=8)
 CHOICES = {
     "qwen3_next": ("Qwen3Next", COMMON | DELTA | MIXED | EXPERTS | dict(num_key_value_heads=2, head_dim=8)),
-    "qwen3_5": ("Qwen3_5Text", COMMON | DELTA | MIXED | dict(
-        num_key_value_heads=2, head_dim=16, intermediate_size=32,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 1], partial_rotary_factor=0.5))),
-    "qwen3_5_moe": ("Qwen3_5MoeText", COMMON | DELTA | MIXED | EXPERTS | dict(
-        num_key_value_heads=2, head_dim=16,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 1], partial_rotary_factor=0.5))),
-    "kimi_linear": ("KimiLinear", COMMON | MIXED | dict(
-        num_key_value_heads=4, linear_num_heads=2, linear_head_dim=8, q_lora_rank=None, kv_lora_rank=12,
-        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, intermediate_size=32, moe_intermediate_size=16,
-        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)),
-    "nemotron_h": ("NemotronH", COMMON | dict(
-        layers_block_type=["linear_attention", "full_attention", "mlp"], num_key_value_heads=2, head_dim=8,
-        intermediate_size=32, mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=10, chunk_size=8)),
-    "bamba": ("Bamba", COMMON | MAMBA | dict(
-        num_hidden_layers=2, attn_layer_indices=[1], num_key_value_heads=2, intermediate_size=32,
-        z_loss_coefficient=0.0)),
-    "granitemoehybrid": ("GraniteMoeHybrid", COMMON | MAMBA | MIXED | dict(
-        num_key_value_heads=2, intermediate_size=32, shared_intermediate_size=32, num_local_experts=4,
-        num_experts_per_tok=2, position_embedding_type="rope")),
-    "falcon_h1": ("FalconH1", COMMON | dict(MAMBA, mamba_d_ssm=64, mamba_expand=2) | dict(
-        num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size=32)),
-}  # fmt: skip
+    "qwen3_5": (
+        "Qwen3_5Text",
+        COMMON
+        | DELTA
+        | MIXED
+        | dict(
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=32,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 1], partial_rotary_factor=0.5
+            ),
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        COMMON
+        | DELTA
+        | MIXED
+        | EXPERTS
+        | dict(
+            num_key_value_heads=2,
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 1], partial_rotary_factor=0.5
+            ),
+        ),
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        COMMON
+        | MIXED
+        | dict(
+            num_key_value_heads=4,
+            linear_num_heads=2,
+            linear_head_dim=8,
+            q_lora_rank=None,
+            kv_lora_rank=12,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+        ),
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        COMMON
+        | dict(
+            layers_block_type=["linear_attention", "full_attention", "mlp"],
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=32,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=10,
+            chunk_size=8,
+        ),
+    ),
+    "bamba": (
+        "Bamba",
+        COMMON
+        | MAMBA
+        | dict(
+            num_hidden_layers=2,
+            attn_layer_indices=[1],
+            num_key_value_heads=2,
+            intermediate_size=32,
+            z_loss_coefficient=0.0,
+        ),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        COMMON
+        | MAMBA
+        | MIXED
+        | dict(
+            num_key_value_heads=2,
+            intermediate_size=32,
+            shared_intermediate_size=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            position_embedding_type="rope",
+        ),
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        COMMON
+        | dict(MAMBA, mamba_d_ssm=64, mamba_expand=2)
+        | dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size=32),
+    ),
+}
 PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in CHOICES)]
-OWN = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan", "causal_conv1d_fn",
-       "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention", "mamba2_selective_state_update",
-       "causal_conv1d_update", "mamba2_split_conv1d_scan_combined")  # fmt: skip
+OWN = (
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "causal_conv1d_fn",
+    "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
+    "mamba2_selective_state_update",
+    "causal_conv1d_update",
+    "mamba2_split_conv1d_scan_combined",
+)
 
 
 def made(family, inner="sdpa", keep=False, **more):
@@ -142,13 +225,24 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
 
 @pytest.mark.parametrize(
     "family, size, packed, inner",
-    [("qwen3_next", 2, None, "sdpa"), ("qwen3_next", 4, "cu_seq_lens", "sdpa"),
-     ("qwen3_5", 3, None, "eager"), ("qwen3_5", 2, "position_ids", "eager"), ("qwen3_5_moe", 2, None, "sdpa"),
-     ("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "position_ids", "eager"),
-     ("nemotron_h", 1, None, "sdpa"), ("nemotron_h", 4, None, "sdpa"), ("nemotron_h", 2, "cu_seq_lens", "sdpa"),
-     ("bamba", 2, None, "sdpa"), ("bamba", 3, "position_ids", "sdpa"), ("granitemoehybrid", 2, None, "sdpa"),
-     ("falcon_h1", 2, None, "sdpa"), ("falcon_h1", 3, "cu_seq_lens", "eager")],
-)  # fmt: skip
+    [
+        ("qwen3_next", 2, None, "sdpa"),
+        ("qwen3_next", 4, "cu_seq_lens", "sdpa"),
+        ("qwen3_5", 3, None, "eager"),
+        ("qwen3_5", 2, "position_ids", "eager"),
+        ("qwen3_5_moe", 2, None, "sdpa"),
+        ("kimi_linear", 2, None, "sdpa"),
+        ("kimi_linear", 4, "position_ids", "eager"),
+        ("nemotron_h", 1, None, "sdpa"),
+        ("nemotron_h", 4, None, "sdpa"),
+        ("nemotron_h", 2, "cu_seq_lens", "sdpa"),
+        ("bamba", 2, None, "sdpa"),
+        ("bamba", 3, "position_ids", "sdpa"),
+        ("granitemoehybrid", 2, None, "sdpa"),
+        ("falcon_h1", 2, None, "sdpa"),
+        ("falcon_h1", 3, "cu_seq_lens", "eager"),
+    ],
+)
 def test_models(run, family, size, packed, inner):
     for errors, unused in run(size, model_case, family, packed, inner):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
@@ -156,9 +250,19 @@ def test_models(run, family, size, packed, inner):
 
 
 # A good batch, then ranks with fewer tokens than a convolution looks back at, or none; packed or not
-FEW = [((9, 8, 10), None), ((8, 2, 8), None), ((8, 0, 9), None), ((1, 8, 7), "position_ids"), ((8, 5, 0), None),
-       ((8, 5, 1), "cu_seq_lens"), ((0, 1, 8), None), ((8, 0, 6), "position_ids"), ((0, 9, 0), "cu_seq_lens"),
-       ((8, 0, 1), "position_ids"), ((5, 0, 0), None)]  # fmt: skip
+FEW = [
+    ((9, 8, 10), None),
+    ((8, 2, 8), None),
+    ((8, 0, 9), None),
+    ((1, 8, 7), "position_ids"),
+    ((8, 5, 0), None),
+    ((8, 5, 1), "cu_seq_lens"),
+    ((0, 1, 8), None),
+    ((8, 0, 6), "position_ids"),
+    ((0, 9, 0), "cu_seq_lens"),
+    ((8, 0, 1), "position_ids"),
+    ((5, 0, 0), None),
+]
 
 
 def few_case(group, family, inner, batches, layout):
@@ -179,8 +283,11 @@ def few_case(group, family, inner, batches, layout):
             model.zero_grad()
             mine = place(comm, tokens, layout == "zigzag")
             positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
-            how = {None: {}, "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
-                   "position_ids": dict(position_ids=positions[:, mine])}[packed]  # fmt: skip
+            how = {
+                None: {},
+                "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
+                "position_ids": dict(position_ids=positions[:, mine]),
+            }[packed]
             sequence_parallel(model, comm=comm, layout=layout)
             output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how)
             output.loss.backward()
@@ -200,9 +307,13 @@ def few_case(group, family, inner, batches, layout):
 
 @pytest.mark.parametrize(
     "family, inner, layout",
-    [("qwen3_next", "sdpa", "contiguous"), ("kimi_linear", "eager", "contiguous"), ("nemotron_h", "sdpa", "contiguous"),
-     ("kimi_linear", "sdpa", "zigzag")],
-)  # fmt: skip
+    [
+        ("qwen3_next", "sdpa", "contiguous"),
+        ("kimi_linear", "eager", "contiguous"),
+        ("nemotron_h", "sdpa", "contiguous"),
+        ("kimi_linear", "sdpa", "zigzag"),
+    ],
+)
 def test_few_tokens(run, family, inner, layout, size=3):
     batches = FEW if layout == "contiguous" else [((n,) * 3, None) for n in (8, 2, 0, 4)]
     for errors in run(size, few_case, family, inner, batches, layout):
@@ -211,13 +322,24 @@ def test_few_tokens(run, family, inner, layout, size=3):
 
 @pytest.mark.parametrize(
     "family, size, given, inner",
-    [("kimi_linear", 2, None, "sdpa"), ("kimi_linear", 4, "one", "eager"), ("kimi_linear", 1, None, "sdpa"),
-     ("kimi_linear", 4, "cu_seq_lens", "sdpa"), ("nemotron_h", 2, "position_ids", "sdpa"),
-     ("qwen3_next", 4, "position_ids", "eager"), ("qwen3_next", 2, "one", "sdpa"), ("qwen3_next", 4, None, "sdpa"),
-     ("qwen3_next", 2, None, "eager"), ("qwen3_5", 2, "one", "sdpa"), ("nemotron_h", 2, None, "eager"),
-     ("nemotron_h", 4, None, "sdpa"), ("bamba", 2, None, "sdpa"), ("granitemoehybrid", 2, None, "eager"),
-     ("falcon_h1", 4, None, "sdpa")],
-)  # fmt: skip
+    [
+        ("kimi_linear", 2, None, "sdpa"),
+        ("kimi_linear", 4, "one", "eager"),
+        ("kimi_linear", 1, None, "sdpa"),
+        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
+        ("nemotron_h", 2, "position_ids", "sdpa"),
+        ("qwen3_next", 4, "position_ids", "eager"),
+        ("qwen3_next", 2, "one", "sdpa"),
+        ("qwen3_next", 4, None, "sdpa"),
+        ("qwen3_next", 2, None, "eager"),
+        ("qwen3_5", 2, "one", "sdpa"),
+        ("nemotron_h", 2, None, "eager"),
+        ("nemotron_h", 4, None, "sdpa"),
+        ("bamba", 2, None, "sdpa"),
+        ("granitemoehybrid", 2, None, "eager"),
+        ("falcon_h1", 4, None, "sdpa"),
+    ],
+)
 def test_models_in_zigzag(run, family, size, given, inner):
     for errors, unused in run(size, model_case, family, given, inner, False, "zigzag"):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
@@ -265,8 +387,10 @@ def packing_scan(function):
         if seq_idx is None:
             return function(x, dt, A, B, C, **options)
         lengths = [0, *seq_idx[0].unique_consecutive(return_counts=True)[1].cumsum(0).tolist()]
-        parts = [function(*(t[:, a:b] for t in (x, dt)), A, *(t[:, a:b] for t in (B, C)), **options)
-                 for a, b in pairwise(lengths)]  # fmt: skip
+        parts = [
+            function(*(t[:, a:b] for t in (x, dt)), A, *(t[:, a:b] for t in (B, C)), **options)
+            for a, b in pairwise(lengths)
+        ]
         return torch.cat([y for y, _ in parts], 1), parts[-1][1]
 
     return call
@@ -303,9 +427,12 @@ def test_functions_that_take_packed_sequences(run, size, layout):
 
 RULES = {
     "kimi_linear": ("chunk_kimi_delta_attention", "chunk_kda", dict(linear_head_dim=16)),
-    "qwen3_next": ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule",
-                   dict(linear_key_head_dim=16, linear_value_head_dim=16)),
-}  # fmt: skip
+    "qwen3_next": (
+        "torch_chunk_gated_delta_rule",
+        "chunk_gated_delta_rule",
+        dict(linear_key_head_dim=16, linear_value_head_dim=16),
+    ),
+}
 
 
 def ours_case(group, family, packed, layout):
@@ -330,9 +457,14 @@ def ours_case(group, family, packed, layout):
         return found and found.__name__
 
     with pytest.MonkeyPatch.context() as patch:
-        choices = [chosen("cuda"), chosen("cuda", scale=0.5), chosen("cuda", use_cache=True),
-                   chosen("cuda", cp_context=1), chosen("cpu"),
-                   integration.ours(own, torch.device("cuda"), {})]  # fmt: skip
+        choices = [
+            chosen("cuda"),
+            chosen("cuda", scale=0.5),
+            chosen("cuda", use_cache=True),
+            chosen("cuda", cp_context=1),
+            chosen("cpu"),
+            integration.ours(own, torch.device("cuda"), {}),
+        ]
         patch.setattr(integration, "on_gpu", lambda device: True)
         patch.setitem(integration.OURS, theirs, counted)
         errors, _ = functions_case(group, family, name, decorated, packed, layout=layout, **more)
@@ -341,10 +473,16 @@ def ours_case(group, family, packed, layout):
 
 @pytest.mark.parametrize(
     "family, packed, size, layout",
-    [("kimi_linear", None, 2, "contiguous"), ("qwen3_next", "cu_seq_lens", 2, "contiguous"),
-     ("qwen3_next", None, 3, "contiguous"), ("kimi_linear", None, 4, "zigzag"), ("qwen3_next", None, 2, "zigzag"),
-     ("kimi_linear", "position_ids", 2, "zigzag"), ("qwen3_next", "cu_seq_lens", 4, "zigzag")],
-)  # fmt: skip
+    [
+        ("kimi_linear", None, 2, "contiguous"),
+        ("qwen3_next", "cu_seq_lens", 2, "contiguous"),
+        ("qwen3_next", None, 3, "contiguous"),
+        ("kimi_linear", None, 4, "zigzag"),
+        ("qwen3_next", None, 2, "zigzag"),
+        ("kimi_linear", "position_ids", 2, "zigzag"),
+        ("qwen3_next", "cu_seq_lens", 4, "zigzag"),
+    ],
+)
 def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
     pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
     name = {"kimi_linear": "zeco_kda", "qwen3_next": "zeco_gated_delta_rule"}[family]
@@ -394,9 +532,13 @@ COPIED = {
 
 @pytest.mark.parametrize(
     "family, layout, packed",
-    [("kimi_linear", "contiguous", False), ("kimi_linear", "contiguous", True), ("kimi_linear", "zigzag", False),
-     ("nemotron_h", "zigzag", False)],
-)  # fmt: skip
+    [
+        ("kimi_linear", "contiguous", False),
+        ("kimi_linear", "contiguous", True),
+        ("kimi_linear", "zigzag", False),
+        ("nemotron_h", "zigzag", False),
+    ],
+)
 def test_what_a_split_copies(run, family, layout, packed, size=2):
     """A few tokens at the cuts, of whatever length the sequence is, beside labels and positions: no row."""
     for (one, split), (one_of_more, split_of_more) in run(size, copies_case, family, layout, packed):
@@ -510,8 +652,9 @@ def prefill_case(group, family, layout):
         assert found.past_key_values.get_seq_length() == sum(tokens)
         for step in range(3):
             token = torch.full((2, 1), step + 1)
-            found, want = (model(input_ids=token, past_key_values=x.past_key_values, use_cache=True)
-                           for x in (found, want))  # fmt: skip
+            found, want = (
+                model(input_ids=token, past_key_values=x.past_key_values, use_cache=True) for x in (found, want)
+            )
             errors.append(relative(found.logits, want.logits))
         return max(errors)
 
@@ -604,9 +747,13 @@ def training_case(group, family, how, layout):
 
 @pytest.mark.parametrize(
     "family, how, layout",
-    [("qwen3_5", "plain", "contiguous"), ("nemotron_h", "checkpointing", "contiguous"),
-     ("falcon_h1", "FSDP", "contiguous"), ("kimi_linear", "checkpointing", "zigzag")],
-)  # fmt: skip
+    [
+        ("qwen3_5", "plain", "contiguous"),
+        ("nemotron_h", "checkpointing", "contiguous"),
+        ("falcon_h1", "FSDP", "contiguous"),
+        ("kimi_linear", "checkpointing", "zigzag"),
+    ],
+)
 def test_ten_steps_of_training(run, family, how, layout, size=2):
     for alone, split in run(size, training_case, family, how, layout):
         assert alone[-1] < alone[0] - 1  # it learns
@@ -678,7 +825,8 @@ def options_case(group):
         answers["attention.memory needs merged blocks"] = raised(limited, input_ids=part)
         sequence_parallel(limited, comm=comm, attention=Attention(memory=1000 + comm.rank))
         answers["attention differs between ranks: rank 0: Attention(merged=True, memory=1000)"] = raised(
-            limited, input_ids=part)  # fmt: skip
+            limited, input_ids=part
+        )
         modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
         patch.setattr(modeling, "causal_conv1d_fn", modeling.causal_conv1d_fn.original)
         answers["was replaced since"] = raised(model, input_ids=part)

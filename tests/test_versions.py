@@ -17,13 +17,26 @@ from allscan.tools import doctor
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 pytestmark = pytest.mark.cpu
 OLD = {
-    "torch": "2.10.0+cu128", "Triton": "3.5.1", "NVSHMEM": "3.3.24", "nvshmem4py": "0.2.1", "CuPy": "12.3.0",
-    "transformers": "5.10.4", "flash-linear-attention": "0.5.1", "megatron-core": "0.18.0", "accelerate": "1.9.0",
-}  # fmt: skip
+    "torch": "2.10.0+cu128",
+    "Triton": "3.5.1",
+    "NVSHMEM": "3.3.24",
+    "nvshmem4py": "0.2.1",
+    "CuPy": "12.3.0",
+    "transformers": "5.10.4",
+    "flash-linear-attention": "0.5.1",
+    "megatron-core": "0.18.0",
+    "accelerate": "1.9.0",
+}
 NEW = {
-    "torch": "2.16.0", "Triton": "3.10.0+git1234", "NVSHMEM": "3.9.0", "nvshmem4py": "0.4.1", "transformers": "6.0",
-    "flash-linear-attention": "0.7.0", "megatron-core": "0.20.0", "accelerate": "2.0",
-}  # fmt: skip
+    "torch": "2.16.0",
+    "Triton": "3.10.0+git1234",
+    "NVSHMEM": "3.9.0",
+    "nvshmem4py": "0.4.1",
+    "transformers": "6.0",
+    "flash-linear-attention": "0.7.0",
+    "megatron-core": "0.20.0",
+    "accelerate": "2.0",
+}
 GOOD = {"torch": "2.11.0", "Triton": "3.6.0", "NVSHMEM": "3.4.5"}
 
 
@@ -32,8 +45,12 @@ def install(monkeypatch):
     """install({name: version}): nothing else is."""
 
     def install(given):
-        of = {name: version for known in versions.PACKAGES for name in known.distributions[:1]
-              if (version := given.get(known.name))}  # fmt: skip
+        of = {
+            name: version
+            for known in versions.PACKAGES
+            for name in known.distributions[:1]
+            if (version := given.get(known.name))
+        }
         monkeypatch.setattr(versions, "installed_version", lambda *names: next(filter(None, map(of.get, names)), None))
         monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
         versions.refusal.cache_clear()
@@ -106,9 +123,13 @@ def python(code, tmp_path, **installed):
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return subprocess.run(
-        [sys.executable, *code], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        [sys.executable, *code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), ROOT)), "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,18 +165,25 @@ def test_the_first_communicator_warns_once(tmp_path):
     assert done.returncode == 0 and done.stderr.count("torch 2.16.0 is newer than 2.15") == 1, done.stderr
 
 
-@pytest.mark.parametrize("module, name, version", [
-    ("transformers", "transformers", "5.10.4"), ("fla", "flash-linear-attention", "0.5.0"),
-    ("fla_cp", "flash-linear-attention", "0.5.0"), ("megatron", "megatron-core", "0.18.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, name, version",
+    [
+        ("transformers", "transformers", "5.10.4"),
+        ("fla", "flash-linear-attention", "0.5.0"),
+        ("fla_cp", "flash-linear-attention", "0.5.0"),
+        ("megatron", "megatron-core", "0.18.0"),
+    ],
+)
 def test_integrations_name_what_is_too_old(module, name, version, tmp_path):
     done = python(["-c", f"import allscan.integrations.{module}"], tmp_path, **{name: version})
     assert f"ImportError: allscan.integrations.{module}: {name} {version} is too old" in done.stderr, done.stderr
 
 
 def test_delta_rules_name_a_fla_that_is_too_old(tmp_path):
-    code = "import torch, allscan\nx = torch.ones(1, 2, 1, 4)\n" \
-           "allscan.zeco_kda(x, x, x, -x, x[..., 0], comm=allscan.Communicator())"  # fmt: skip
+    code = (
+        "import torch, allscan\nx = torch.ones(1, 2, 1, 4)\n"
+        "allscan.zeco_kda(x, x, x, -x, x[..., 0], comm=allscan.Communicator())"
+    )
     done = python(["-c", code], tmp_path, **{"flash-linear-attention": "0.5.0"})
     assert "ImportError: flash-linear-attention 0.5.0 is too old" in done.stderr, done.stderr
 

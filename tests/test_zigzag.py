@@ -51,9 +51,12 @@ def zigzag_case(group, T):
             documents = [total[a:b].chunk(2 * P) for a, b in itertools.pairwise(lengths) if b > a]
             wanted = torch.cat([x for chunks in documents for x in (chunks[rank], chunks[2 * P - 1 - rank])])
             assert torch.equal(found.cpu(), wanted)
-        wrong = {"needs cu_seqlens": dict(per_document=True), "must rise from 0": dict(cu_seqlens=[0, P * T + 2]),
-                 "cu_seqlens must be": dict(cu_seqlens=[0.5]),
-                 "multiples of": dict(cu_seqlens=[0, 1, P * T], per_document=True)}  # fmt: skip
+        wrong = {
+            "needs cu_seqlens": dict(per_document=True),
+            "must rise from 0": dict(cu_seqlens=[0, P * T + 2]),
+            "cu_seqlens must be": dict(cu_seqlens=[0.5]),
+            "multiples of": dict(cu_seqlens=[0, 1, P * T], per_document=True),
+        }
         for text, given in wrong.items():
             with pytest.raises((TypeError, ValueError), match=text):
                 zigzag_positions(T, comm=comm, **given)

@@ -174,9 +174,20 @@ class KDA:
             chunk_kda_bwd_wy_dqkg_fused, q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
         )
         dq, dk, dbeta, dg = fla(
-            chunk_kda_bwd_intra, q=q, k=k, g=sums, beta=beta, dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta,
-            dg=dg, **self.safe, **options,
-        )  # fmt: skip
+            chunk_kda_bwd_intra,
+            q=q,
+            k=k,
+            g=sums,
+            beta=beta,
+            dAqk=d_scores,
+            dAkk=d_solved,
+            dq=dq,
+            dk=dk,
+            db=dbeta,
+            dg=dg,
+            **self.safe,
+            **options,
+        )
         return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(fla, dg, tables), dbeta
 
 

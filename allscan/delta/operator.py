@@ -62,16 +62,26 @@ class Before(NamedTuple):
     def fields(self) -> str:
         """What all ranks have alike, but lower_bound, as names and values."""
         given = (
-            self.normalize, self.gate, self.sigmoid, self.twice, self.A_log is None, self.dt_bias is None,
+            self.normalize,
+            self.gate,
+            self.sigmoid,
+            self.twice,
+            self.A_log is None,
+            self.dt_bias is None,
             self.state_v_first,
-        )  # fmt: skip
+        )
         return _fields(*given) if torch.compiler.is_compiling() else _kept_fields(*given)
 
 
 FIELDS = (
-    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "A_log is None",
-    "dt_bias is None", "state_v_first",
-)  # fmt: skip
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "A_log is None",
+    "dt_bias is None",
+    "state_v_first",
+)
 
 
 def _fields(*given: bool) -> str:
@@ -82,13 +92,29 @@ _kept_fields = functools.lru_cache(maxsize=256)(_fields)
 
 
 def zeco_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool | str = False, use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    safe_gate: bool = False, lower_bound: float | None = None, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, state_v_first: bool = False, cu_seqlens: Tensor | Sequence[int] | None = None,
-    first_token: int | None = None, layout: str = "contiguous",
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    comm: Communicator,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | str = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
+) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
         S_t = (1 - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
@@ -122,9 +148,15 @@ def zeco_kda(
         >>> o, _ = allscan.zeco_kda(q, k, v, g, beta, comm=comm)         # q[:, t0:t1], ... of the whole sequence
     """
     before = Before(
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, A_log,
-        dt_bias, state_v_first,
-    )  # fmt: skip
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        lower_bound,
+        A_log,
+        dt_bias,
+        state_v_first,
+    )
     rule = "safe_kda" if safe_gate else "kda"
     return _call(
         rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
@@ -132,12 +164,27 @@ def zeco_kda(
 
 
 def zeco_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, comm: Communicator, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool | str = False, use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None, state_v_first: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    comm: Communicator,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | str = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
+) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
 
         S_t = exp(g_t) (1 - beta_t k_t k_t^T) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
@@ -150,13 +197,31 @@ def zeco_gated_delta_rule(
         >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
     """
     before = Before(
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, A_log, dt_bias,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        None,
+        A_log,
+        dt_bias,
         state_v_first,
-    )  # fmt: skip
+    )
     return _call(
-        "gated_delta_rule", before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens,
-        first_token, layout,
-    )  # fmt: skip
+        "gated_delta_rule",
+        before,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        comm,
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        first_token,
+        layout,
+    )
 
 
 def _call(rule, before, q, k, v, g, beta, comm, *options):
@@ -169,9 +234,21 @@ def _call(rule, before, q, k, v, g, beta, comm, *options):
 
 
 def _delta(
-    rule, before: Before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token,
+    rule,
+    before: Before,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    comm,
+    scale,
+    initial_state,
+    output_final_state,
+    cu_seqlens,
+    first_token,
     layout,
-):  # fmt: skip
+):
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
@@ -208,9 +285,22 @@ def _delta(
     elif beta.dtype not in BETAS:
         beta = beta.float()
     o, final_state, *_ = _operator(
-        q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, output_final_state, before.fields(), bound,
-        comm.handle, first_token, zigzag,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        rule,
+        scale,
+        output_final_state,
+        before.fields(),
+        bound,
+        comm.handle,
+        first_token,
+        zigzag,
+    )
     if not output_final_state:
         return o, None
     if of_all:
@@ -253,8 +343,10 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        raise TypeError("q, k, v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run "
-                        "there, makes garbage of products of bfloat16")  # fmt: skip
+        raise TypeError(
+            "q, k, v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run "
+            "there, makes garbage of products of bfloat16"
+        )
     if g.dtype not in (torch.float32, q.dtype):
         raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
     empty = 0 in (*q.shape[:1], *q.shape[2:], *v.shape[2:])
@@ -366,10 +458,22 @@ def _zeros(q, v, cu_seqlens, wanted):
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    rule: str, scale: float, final: bool, fields: str, bound: float | None, handle: int, first_token: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rule: str,
+    scale: float,
+    final: bool,
+    fields: str,
+    bound: float | None,
+    handle: int,
+    first_token: int | None = None,
     zigzag: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept). fields,
     bound: of Before, what the ranks compare."""
     comm = communicator_of(handle)
@@ -397,8 +501,23 @@ def _forward(
         return o, final_state, sums, scores.view(WORDS[scores.dtype]), solved, *kept
 
 
-def _fake(q, k, v, g, beta, initial_state, cu_seqlens, rule, scale, final, fields, bound, handle, first_token=None,
-          zigzag=False):  # fmt: skip
+def _fake(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    cu_seqlens,
+    rule,
+    scale,
+    final,
+    fields,
+    bound,
+    handle,
+    first_token=None,
+    zigzag=False,
+):
     final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
     return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
 
@@ -411,11 +530,27 @@ def _sums_and_chunks(rule, k, v, g):
 
 
 def _backward(
-    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, cu_seqlens: Tensor | None,
-    sums: Tensor, scores: Tensor, solved: Tensor, transitions: Tensor, enters: Tensor, ticket: Tensor,
-    beta_dtype: torch.dtype, rule: str, scale: float, initial: bool, handle: int, first_token: int | None = None,
+    do: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    sums: Tensor,
+    scores: Tensor,
+    solved: Tensor,
+    transitions: Tensor,
+    enters: Tensor,
+    ticket: Tensor,
+    beta_dtype: torch.dtype,
+    rule: str,
+    scale: float,
+    initial: bool,
+    handle: int,
+    first_token: int | None = None,
     zigzag: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     comm = communicator_of(handle)
     with comm.call(True, f"the backward of zeco_{rule}", (do, dfinal)):
@@ -439,9 +574,21 @@ def _backward(
                 q, k, v, sums, beta, scores if scores.numel() else None, solved, do
             )
         grads = RULES[rule].backward(
-            states, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial,
-            Kept(transitions, enters, ticket), tables,
-        )  # fmt: skip
+            states,
+            q,
+            k,
+            v,
+            sums,
+            beta,
+            scores,
+            solved,
+            scale,
+            do,
+            dfinal,
+            dinitial,
+            Kept(transitions, enters, ticket),
+            tables,
+        )
         grads = [x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)]
         if zigzag:
             grads = [x.view(y.shape) for x, y in zip(grads, like, strict=True)]
@@ -467,8 +614,28 @@ def _saved_kinds(keys, values, dtype, device, beta_dtype, boundaries, rule, zigz
     return [(of, torch.Size(shape), device) for of, shape in kinds]
 
 
-def _fake_backward(do, dfinal, q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, ticket, beta_dtype,
-                   rule, scale, initial, handle, first_token=None, zigzag=False):  # fmt: skip
+def _fake_backward(
+    do,
+    dfinal,
+    q,
+    k,
+    v,
+    beta,
+    cu_seqlens,
+    sums,
+    scores,
+    solved,
+    transitions,
+    enters,
+    ticket,
+    beta_dtype,
+    rule,
+    scale,
+    initial,
+    handle,
+    first_token=None,
+    zigzag=False,
+):
     dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 

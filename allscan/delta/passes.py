@@ -60,9 +60,13 @@ def blocks_of_cpus(BK: int, widest: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
     several = dict(BV=widest, BJ=BK)
     return dict(
-        summary=dict(BR=BK, BV=widest), carry=dict(BC=max(BK, widest), BJ=BK), states=several, leaves=several,
-        adjoint=several, gradients=several,
-    )  # fmt: skip
+        summary=dict(BR=BK, BV=widest),
+        carry=dict(BC=max(BK, widest), BJ=BK),
+        states=several,
+        leaves=several,
+        adjoint=several,
+        gradients=several,
+    )
 
 
 def prepare(comm: Communicator, shape, agree=None, problem: Problem | None = None, at_first: bool = False) -> AllScan:
@@ -89,9 +93,18 @@ class StatePass:
     """
 
     def __init__(
-        self, comm: Communicator, layout: Layout, B: int, H: int, HK: int, K: int, V: int, dtype: torch.dtype,
-        scalar: bool, zigzag: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        comm: Communicator,
+        layout: Layout,
+        B: int,
+        H: int,
+        HK: int,
+        K: int,
+        V: int,
+        dtype: torch.dtype,
+        scalar: bool,
+        zigzag: bool = False,
+    ) -> None:
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing travels
@@ -203,9 +216,23 @@ class StatePass:
         made = [plan.output_like(x) for x in (w, w, w, g)]
         chunked = {name: value for name, value in self.chunked.items() if name != "SCALAR"}
         self._launch(
-            plan, "gradients", scalar_gradient_kernel, (self.layout.num_chunks, self.H),
-            q, k, v_new, g, do, dv, h, dh, plan.table(self.layout.chunks), *made, scale=scale, **chunked,
-        )  # fmt: skip
+            plan,
+            "gradients",
+            scalar_gradient_kernel,
+            (self.layout.num_chunks, self.H),
+            q,
+            k,
+            v_new,
+            g,
+            do,
+            dv,
+            h,
+            dh,
+            plan.table(self.layout.chunks),
+            *made,
+            scale=scale,
+            **chunked,
+        )
         return made
 
     def _total(self, plan: Plan, k, w, u, g):
@@ -249,10 +276,22 @@ class StatePass:
         block = self.blocks["carry"]["BC"]
         columns = cdiv(self.V, block) + (0 if through is None else cdiv(self.K, block))
         self._launch(
-            plan, "carry", delta_carry_kernel, (columns, self.num_states * self.H),
-            transitions, leaves, self._segments(plan), plan.table(self.layout.first_segments), outside or leaves,
-            enters, through or enters, own, dense or own, HAS_OUTSIDE=outside is not None, REVERSE=reverse,
-        )  # fmt: skip
+            plan,
+            "carry",
+            delta_carry_kernel,
+            (columns, self.num_states * self.H),
+            transitions,
+            leaves,
+            self._segments(plan),
+            plan.table(self.layout.first_segments),
+            outside or leaves,
+            enters,
+            through or enters,
+            own,
+            dense or own,
+            HAS_OUTSIDE=outside is not None,
+            REVERSE=reverse,
+        )
 
     def _carry(self, plan: Plan, transitions, leaves, enters, outside, ticket, reverse, room) -> None:
         """_through, and the scan."""
@@ -285,9 +324,21 @@ class StatePass:
     def _states(self, plan: Plan, k, w, u, g, entering, final, made):
         h, v_new = made
         self._by_segments(
-            plan, "states", delta_states_kernel, k, w, u, g, self._segments(plan), *_entering(*entering), h, v_new,
-            final or h, HAS_PREV=entering[1] is not None, HAS_FINAL=final is not None,
-        )  # fmt: skip
+            plan,
+            "states",
+            delta_states_kernel,
+            k,
+            w,
+            u,
+            g,
+            self._segments(plan),
+            *_entering(*entering),
+            h,
+            v_new,
+            final or h,
+            HAS_PREV=entering[1] is not None,
+            HAS_FINAL=final is not None,
+        )
         return made
 
     def _leaves(self, plan: Plan, q, k, w, g, do, given, dfinal, scale, from_scores: bool):
@@ -295,20 +346,63 @@ class StatePass:
         from zero."""
         leaves = plan.empty(*self.of_states)
         self._adjoint(
-            plan, q, k, w, g, do, given, scale, (leaves, None, None), (leaves, leaves), leaves, dfinal,
+            plan,
+            q,
+            k,
+            w,
+            g,
+            do,
+            given,
+            scale,
+            (leaves, None, None),
+            (leaves, leaves),
+            leaves,
+            dfinal,
             FROM_SCORES=from_scores,
-        )  # fmt: skip
+        )
         return leaves
 
     def _adjoint(
-        self, plan: Plan, q, k, w, g, do, given, scale, entering, written, out, outside=None, *, EVERY_CHUNK=False,
-        HAS_FINAL=False, FROM_SCORES=False,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        q,
+        k,
+        w,
+        g,
+        do,
+        given,
+        scale,
+        entering,
+        written,
+        out,
+        outside=None,
+        *,
+        EVERY_CHUNK=False,
+        HAS_FINAL=False,
+        FROM_SCORES=False,
+    ) -> None:
         self._by_segments(
-            plan, "adjoint" if EVERY_CHUNK else "leaves", adjoint_kernel, q, k, w, g, do, given, self._segments(plan),
-            *_entering(*entering), *written, out, outside or out, scale=scale, HAS_PREV=entering[1] is not None,
-            EVERY_CHUNK=EVERY_CHUNK, HAS_OUTSIDE=outside is not None, HAS_FINAL=HAS_FINAL, FROM_SCORES=FROM_SCORES,
-        )  # fmt: skip
+            plan,
+            "adjoint" if EVERY_CHUNK else "leaves",
+            adjoint_kernel,
+            q,
+            k,
+            w,
+            g,
+            do,
+            given,
+            self._segments(plan),
+            *_entering(*entering),
+            *written,
+            out,
+            outside or out,
+            scale=scale,
+            HAS_PREV=entering[1] is not None,
+            EVERY_CHUNK=EVERY_CHUNK,
+            HAS_OUTSIDE=outside is not None,
+            HAS_FINAL=HAS_FINAL,
+            FROM_SCORES=FROM_SCORES,
+        )
 
     def _segments(self, plan: Plan):
         return plan.table(self.layout.segments)

@@ -50,7 +50,7 @@ class StateCarrier(Protocol):
 
     def record(
         self, plan: Plan, state: Buffer, decay: Buffer, out: Buffer, ticket: Buffer, reverse: bool, zigzag: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: :func:`record_call`, or
         something quicker."""
 

@@ -132,9 +132,15 @@ class GLAPlan(Plan):
     """
 
     def __init__(
-        self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool, outside: bool,
+        self,
+        carrier: StateCarrier,
+        shape: Shape,
+        scale: float,
+        layout: Layout,
+        reverse: bool,
+        outside: bool,
         final: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(carrier.comm.graphs)
         self.shape, self.scale, self.layout = shape, scale, layout
         self.reverse, self.has_outside, self.has_final = reverse, outside, final
@@ -174,25 +180,64 @@ class GLAPlan(Plan):
     def keys(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
         """See keys_kernel."""
         self.launch(
-            keys_kernel, self.by_chunks, k, g, self.chunks, k_out, gate, strong,
-            **self.widths, BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1), BK=self.BK,
-            num_warps=max(1, self.BK // 128), RANGE=self.range,
-        )  # fmt: skip
+            keys_kernel,
+            self.by_chunks,
+            k,
+            g,
+            self.chunks,
+            k_out,
+            gate,
+            strong,
+            **self.widths,
+            BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1),
+            BK=self.BK,
+            num_warps=max(1, self.BK // 128),
+            RANGE=self.range,
+        )
 
     def operands(self, keys: bool, q, k, g, gate, strong, q_in, k_out, a) -> None:
         """See operands_kernel."""
         self.launch(
-            operands_kernel, self.by_chunks, q, k, g, self.chunks, self.weights, gate, strong, q_in, k_out,
-            a, scale=self.scale, **self.widths, **self.precision, BK=min(32, self.BK), KEYS=keys,
-            RANGE=self.range, num_warps=2 if self.narrow else 4, num_stages=3,
-        )  # fmt: skip
+            operands_kernel,
+            self.by_chunks,
+            q,
+            k,
+            g,
+            self.chunks,
+            self.weights,
+            gate,
+            strong,
+            q_in,
+            k_out,
+            a,
+            scale=self.scale,
+            **self.widths,
+            **self.precision,
+            BK=min(32, self.BK),
+            KEYS=keys,
+            RANGE=self.range,
+            num_warps=2 if self.narrow else 4,
+            num_stages=3,
+        )
 
     def strong_operands(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
         """See strong_decay_kernel."""
         self.launch(
-            strong_decay_kernel, self.lookers, q, k, g, self.chunks, strong, q_in, k_out, a,
-            scale=self.scale, **self.widths, **self.precision, **self.of_strong,
-        )  # fmt: skip
+            strong_decay_kernel,
+            self.lookers,
+            q,
+            k,
+            g,
+            self.chunks,
+            strong,
+            q_in,
+            k_out,
+            a,
+            scale=self.scale,
+            **self.widths,
+            **self.precision,
+            **self.of_strong,
+        )
 
     def _with_state(self, kernel, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
         """A kernel whose programs have BK rows and BV columns of a state in registers. ``chosen``: see blocks."""
@@ -219,15 +264,38 @@ class GLAPlan(Plan):
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
         sums = self.empty(self.layout.num_segments, self.H, self.K)
         self._with_state(
-            state_kernel, min(128, self.BK), {}, x, y, gate, self.segments, states, states, sums, states, sums, states,
-            states, sums, REVERSE=self.reverse, EVERY_CHUNK=False,
-        )  # fmt: skip
+            state_kernel,
+            min(128, self.BK),
+            {},
+            x,
+            y,
+            gate,
+            self.segments,
+            states,
+            states,
+            sums,
+            states,
+            sums,
+            states,
+            states,
+            sums,
+            REVERSE=self.reverse,
+            EVERY_CHUNK=False,
+        )
         return sums
 
     def carry(
-        self, carrier: StateCarrier, states, sums, gates, outside, prev, final, ticket,
+        self,
+        carrier: StateCarrier,
+        states,
+        sums,
+        gates,
+        outside,
+        prev,
+        final,
+        ticket,
         long: Callable[[], Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Through the segments (carry_kernel), then over the ranks, beside what is recorded until :meth:`join_carry`.
 
         Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
@@ -257,9 +325,20 @@ class GLAPlan(Plan):
 
         def segments() -> None:
             self.launch(
-                carry_kernel, grid, states, sums, gates, *tables, outside or states, own, decay, final or prev,
-                HAS_OUTSIDE=self.has_outside, HAS_FINAL=self.has_final, **blocks,
-            )  # fmt: skip
+                carry_kernel,
+                grid,
+                states,
+                sums,
+                gates,
+                *tables,
+                outside or states,
+                own,
+                decay,
+                final or prev,
+                HAS_OUTSIDE=self.has_outside,
+                HAS_FINAL=self.has_final,
+                **blocks,
+            )
 
         def nothing_enters() -> None:
             self.zero(prev)
@@ -300,9 +379,23 @@ class GLAPlan(Plan):
     def outputs(self, k_out, v, q_in, a, gate, entering, o) -> None:
         """See output_kernel; forward has no use for what comes behind o."""
         self._with_state(
-            output_kernel, self.BK, OUTPUTS, k_out, v, q_in, a, gate, self.segments, *entering, o, o, o, o, o,
+            output_kernel,
+            self.BK,
+            OUTPUTS,
+            k_out,
+            v,
+            q_in,
+            a,
+            gate,
+            self.segments,
+            *entering,
+            o,
+            o,
+            o,
+            o,
+            o,
             REVERSE=False,
-        )  # fmt: skip
+        )
 
     def value_gradients(self, do, q_in, k_out, a, gate, entering, dv, states, low) -> tuple[Buffer, Buffer]:
         """Makes dv; (D, what passes from state to state): see output_kernel."""
@@ -312,19 +405,59 @@ class GLAPlan(Plan):
         passed = self.empty(*self.by_chunks, cdiv(self.V, self.blocks(BK, chosen)[0]), self.K)
         if whole:
             self._with_state(
-                output_kernel, BK, chosen, q_in, do, k_out, a, gate, self.segments, *entering, dv, states, low,
-                dstates, passed, REVERSE=True,
-            )  # fmt: skip
+                output_kernel,
+                BK,
+                chosen,
+                q_in,
+                do,
+                k_out,
+                a,
+                gate,
+                self.segments,
+                *entering,
+                dv,
+                states,
+                low,
+                dstates,
+                passed,
+                REVERSE=True,
+            )
         else:
             self._with_state(
-                state_kernel, BK, chosen, q_in, do, gate, self.segments, dstates, low, gate, *entering, states, passed,
-                REVERSE=True, EVERY_CHUNK=True,
-            )  # fmt: skip
+                state_kernel,
+                BK,
+                chosen,
+                q_in,
+                do,
+                gate,
+                self.segments,
+                dstates,
+                low,
+                gate,
+                *entering,
+                states,
+                passed,
+                REVERSE=True,
+                EVERY_CHUNK=True,
+            )
             BV = min(128 if self.narrow else 64, self.widest)
             self.launch(
-                value_grad_kernel, (cdiv(self.V, BV), *self.by_chunks), do, k_out, a, self.chunks, dstates, dv,
-                **self.widths, **self.precision, V=self.V, BK=64, BV=BV, num_warps=4, num_stages=self.num_stages,
-            )  # fmt: skip
+                value_grad_kernel,
+                (cdiv(self.V, BV), *self.by_chunks),
+                do,
+                k_out,
+                a,
+                self.chunks,
+                dstates,
+                dv,
+                **self.widths,
+                **self.precision,
+                V=self.V,
+                BK=64,
+                BV=BV,
+                num_warps=4,
+                num_stages=self.num_stages,
+            )
         return dstates, passed
 
     def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]):
@@ -333,9 +466,22 @@ class GLAPlan(Plan):
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.narrow else states
         self._with_state(
-            state_kernel, min(128, self.BK), OF_CHUNKS, x, y, gate, self.segments, states, low, gate, *entering,
-            states, gate, REVERSE=False, EVERY_CHUNK=True,
-        )  # fmt: skip
+            state_kernel,
+            min(128, self.BK),
+            OF_CHUNKS,
+            x,
+            y,
+            gate,
+            self.segments,
+            states,
+            low,
+            gate,
+            *entering,
+            states,
+            gate,
+            REVERSE=False,
+            EVERY_CHUNK=True,
+        )
         return states, low
 
     def score_gradients(self, v: Buffer, do: Buffer):
@@ -343,9 +489,22 @@ class GLAPlan(Plan):
         da = self.per_token((2 if self.narrow else 1) * self.BT, dtype=self.dtype)
         diagonal = self.empty(self.shape.B, self.shape.T, self.H)
         self.launch(
-            da_kernel, self.by_chunks, v, do, self.chunks, da, diagonal, scale=self.scale, H=self.H, V=self.V,
-            BT=self.BT, BV=self.columns, **self.precision, num_warps=4, num_stages=self.num_stages,
-        )  # fmt: skip
+            da_kernel,
+            self.by_chunks,
+            v,
+            do,
+            self.chunks,
+            da,
+            diagonal,
+            scale=self.scale,
+            H=self.H,
+            V=self.V,
+            BT=self.BT,
+            BV=self.columns,
+            **self.precision,
+            num_warps=4,
+            num_stages=self.num_stages,
+        )
         return da, diagonal
 
     def gradients(self, q, k, v, g, do, gate, strong, of_scores, of_states, grads) -> None:
@@ -355,13 +514,41 @@ class GLAPlan(Plan):
         # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
         BK = 64 if self.narrow else min(32, self.BK)
         self.launch(
-            grad_kernel, (cdiv(self.K, BK), *self.by_chunks), q, k, v, g, do, self.chunks, self.weights, gate, strong,
-            *of_scores, *of_states, *grads, **common, BK=BK, num_warps=4, num_stages=self.num_stages,
-        )  # fmt: skip
+            grad_kernel,
+            (cdiv(self.K, BK), *self.by_chunks),
+            q,
+            k,
+            v,
+            g,
+            do,
+            self.chunks,
+            self.weights,
+            gate,
+            strong,
+            *of_scores,
+            *of_states,
+            *grads,
+            **common,
+            BK=BK,
+            num_warps=4,
+            num_stages=self.num_stages,
+        )
         self.launch(
-            strong_decay_grad_kernel, self.lookers, q, k, v, g, do, self.chunks, strong,
-            *of_scores, *of_states, *grads, **common, **self.of_strong,
-        )  # fmt: skip
+            strong_decay_grad_kernel,
+            self.lookers,
+            q,
+            k,
+            v,
+            g,
+            do,
+            self.chunks,
+            strong,
+            *of_scores,
+            *of_states,
+            *grads,
+            **common,
+            **self.of_strong,
+        )
 
     def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()):
         """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept has
@@ -421,9 +608,16 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
         plan.strong_operands(*operands)
     sums = plan.segment_states(q_in, do, gate, dstates)
     states, low = plan.carry(
-        carrier, dstates, sums, dgates, dfinal, dprev, dinitial, ticket,
+        carrier,
+        dstates,
+        sums,
+        dgates,
+        dfinal,
+        dprev,
+        dinitial,
+        ticket,
         lambda: plan.chunk_states(k_out, v, gate, entering, grads),
-    )  # fmt: skip
+    )
     of_scores = plan.score_gradients(v, do)
     plan.join_carry()
     of_dstates = plan.value_gradients(do, q_in, k_out, a, gate, (dstates, dgates, dprev), dv, states, low)

@@ -54,11 +54,20 @@ KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a
 
 
 def zeco_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, comm: Communicator, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool | str = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    comm: Communicator,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | str = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
     recompute: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
@@ -116,18 +125,36 @@ def zeco_gla(
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
     found = zeco_gla_by(
-        comm.attributes.get("carrier") or AllScanCarrier.of(comm), q, k, v, g, scale, initial_state,
-        output_final_state, cu_seqlens, first_token, layout, recompute,
-    )  # fmt: skip
+        comm.attributes.get("carrier") or AllScanCarrier.of(comm),
+        q,
+        k,
+        v,
+        g,
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        first_token,
+        layout,
+        recompute,
+    )
     return final_of_all(*found, comm, cu_seqlens is not None, layout == "zigzag") if of_all else found
 
 
 def zeco_gla_by(
-    carrier: StateCarrier, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None, first_token: int | None = None, layout: str = "contiguous",
+    carrier: StateCarrier,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    first_token: int | None = None,
+    layout: str = "contiguous",
     recompute: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
     tensors, comm = (q, k, v, g, initial_state), carrier.comm
     if torch.compiler.is_compiling():
@@ -199,8 +226,14 @@ class Prepared:
         self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
     def forward(
-        self, final: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None,
-    ) -> tuple[Tensor, Any, Tensor]:  # fmt: skip
+        self,
+        final: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        initial_state: Tensor | None,
+    ) -> tuple[Tensor, Any, Tensor]:
         """(o, final_state or None, and what backward takes: Shape.kept)."""
         final_state = q.new_zeros(self._states, dtype=torch.float32) if final else None
         kept = q.new_empty(self.shape.kept_words, dtype=KEPT_DTYPE)
@@ -211,9 +244,16 @@ class Prepared:
         return o, final_state, kept
 
     def backward(
-        self, do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, kept: Tensor,
+        self,
+        do: Tensor,
+        dfinal: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        kept: Tensor,
         initial: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """(dv, dq, dk, dg, dinitial_state or None)."""
         dinitial = q.new_zeros(self._states, dtype=torch.float32) if initial else None
         kind = backward_plan, dfinal is None, dinitial is None
@@ -371,7 +411,7 @@ def _gradient(backward, ctx, do, dfinal):
 
 def _run_backward(
     prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *options
-):  # fmt: skip
+):
     carrier = carrier_of(handle) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         refuse_second_derivative("zeco_gla")
@@ -392,9 +432,19 @@ def _run_backward(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, final: bool,
-    handle: int, scale: float, first_token: int | None = None, zigzag: bool = False, keeps: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    final: bool,
+    handle: int,
+    scale: float,
+    first_token: int | None = None,
+    zigzag: bool = False,
+    keeps: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     carrier = carrier_of(handle)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, scale, first_token, zigzag, keeps)
@@ -406,17 +456,44 @@ def _fake(q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_tok
 
 
 def _backward(
-    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None,
-    kept: Tensor, initial: bool, handle: int, gate_dtype: torch.dtype, scale: float, first_token: int | None = None,
-    zigzag: bool = False, keeps: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor | None,
+    kept: Tensor,
+    initial: bool,
+    handle: int,
+    gate_dtype: torch.dtype,
+    scale: float,
+    first_token: int | None = None,
+    zigzag: bool = False,
+    keeps: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _run_backward(
         None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, scale, first_token, zigzag, keeps
     )
 
 
-def _fake_backward(do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, scale, first_token=None,
-                   zigzag=False, keeps=False):  # fmt: skip
+def _fake_backward(
+    do,
+    dfinal,
+    q,
+    k,
+    v,
+    g,
+    cu_seqlens,
+    kept,
+    initial,
+    handle,
+    gate_dtype,
+    scale,
+    first_token=None,
+    zigzag=False,
+    keeps=False,
+):
     dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 

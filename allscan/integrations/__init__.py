@@ -29,8 +29,15 @@ def needing(module: str, *packages: str) -> Iterator[None]:
 
 def __getattr__(name: str) -> Any:
     if name in (
-        "attention", "batches", "fla", "fla_cp", "megatron", "recurrent", "softmax", "transformers",
+        "attention",
+        "batches",
+        "fla",
+        "fla_cp",
+        "megatron",
+        "recurrent",
+        "softmax",
+        "transformers",
         "transformers_trainer",
-    ):  # fmt: skip
+    ):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,9 +76,22 @@ def _cudnn_forward(q, k, v, causal, scale):
 def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale):
     shape, (cum_q, cum_k, *_), seeds = more
     return cudnn_backward(
-        _like(do, o), tokens_first(q), _aligned(k), _aligned(v), o, lse.reshape(*q.shape[:3], *shape[3:]), *seeds, None,
-        cum_q, cum_k, q.shape[2], k.shape[2], 0.0, causal, scale=scale,
-    )  # fmt: skip
+        _like(do, o),
+        tokens_first(q),
+        _aligned(k),
+        _aligned(v),
+        o,
+        lse.reshape(*q.shape[:3], *shape[3:]),
+        *seeds,
+        None,
+        cum_q,
+        cum_k,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
 
 
 def _cudnn_fits(q, k, v) -> bool:
@@ -241,10 +254,21 @@ def packed(q, k, v, comm, parts, lengths, scale=None):
     for mine, (first, end) in zip(q.split([end - first for first, end in parts]), parts, strict=True):
         pieces = pieces_of(comm, first, end, lengths)
         here = slice(pieces.begin, end)
-        outputs.append(flash_packed(
-            mine, k[here], v[here], pieces.queries, pieces.keys, end - first, pieces.longest, 0.0, True, False,
-            scale=scale,
-        )[0])  # fmt: skip
+        outputs.append(
+            flash_packed(
+                mine,
+                k[here],
+                v[here],
+                pieces.queries,
+                pieces.keys,
+                end - first,
+                pieces.longest,
+                0.0,
+                True,
+                False,
+                scale=scale,
+            )[0]
+        )
     return torch.cat(outputs)[None, ..., :width]
 
 
@@ -516,9 +540,11 @@ class _Steps(torch.autograd.Function):
         tensors, device = inputs[:count], q.device.type
         ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, count, []
         ctx.autocast = dict(
-            device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device),
+            device_type=device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
             cache_enabled=False,
-        )  # fmt: skip
+        )
         gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
@@ -553,8 +579,10 @@ class _Steps(torch.autograd.Function):
                 leaves = [*found, *(x for x in sources if x.requires_grad)]
                 gradients = torch.autograd.grad(keys, leaves, gradients, allow_unused=True)
                 sums = [a if b is None else b for a, b in zip(sums, gradients)]
-                weights = [b if a is None else a if b is None else a + b
-                           for a, b in zip(weights, gradients[len(found) :], strict=True)]  # fmt: skip
+                weights = [
+                    b if a is None else a if b is None else a + b
+                    for a, b in zip(weights, gradients[len(found) :], strict=True)
+                ]
             if plan.last is not None:
                 plan.collect(*plan.last)
             gather.start_sum(slots, sums)

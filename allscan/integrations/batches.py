@@ -137,8 +137,10 @@ def misfit(comm, rows, tokens, layout, stamps, seen=None) -> str | None:
     if any(stamp is None for stamp in stamps):
         return f"some ranks have a batch of cut_batch, others not: {by_rank(s is not None for s in stamps)}"
     if len(set(stamps)) > 1:
-        how = [f"{s.rows} rows, tokens {list(s.tokens)}, {s.layout}, checksums {s.digests and list(s.digests)}, "
-               f"{s.others}" for s in map(read, stamps)]  # fmt: skip
+        how = [
+            f"{s.rows} rows, tokens {list(s.tokens)}, {s.layout}, checksums {s.digests and list(s.digests)}, {s.others}"
+            for s in map(read, stamps)
+        ]
         return f"the ranks have cut different batches (does a loader deal rows to them?): {by_rank(how)}"
     stamp = read(stamps[0])
     if (stamp.rows, stamp.tokens, stamp.layout) != (rows[0], tuple(tokens), layout):

@@ -135,9 +135,19 @@ def _kind(module):
 
 
 def _layer(
-    layer, comm, layout, attention, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
-    output_attentions=False, cu_seqlens=None, first_token=None, **options,
-):  # fmt: skip
+    layer,
+    comm,
+    layout,
+    attention,
+    hidden_states,
+    attention_mask=None,
+    past_key_values=None,
+    use_cache=False,
+    output_attentions=False,
+    cu_seqlens=None,
+    first_token=None,
+    **options,
+):
     """The forward of a layer, over this rank's tokens."""
     kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
@@ -204,11 +214,22 @@ def _delta_rule(rule, layer, x, cache, where, g, gated, **options):
     """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
     q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
     o, state = rule(
-        q, k, v, g, layer.b_proj(x), output_final_state="all" if cache is not None else False,
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=layer.allow_neg_eigval, A_log=layer.A_log, dt_bias=layer.dt_bias, state_v_first=True,
-        **where, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        layer.b_proj(x),
+        output_final_state="all" if cache is not None else False,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=layer.allow_neg_eigval,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        state_v_first=True,
+        **where,
+        **options,
+    )
     _remember(layer, cache, state, conv_states)
     gate = (layer.g_proj(x).unflatten(-1, (-1, layer.head_v_dim)),) if gated else ()
     return layer.o_proj(layer.o_norm(o, *gate).flatten(-2))
@@ -267,9 +288,11 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
         k, v = others.read(others.in_order())
     if cache is not None:
         cache.update(
-            attn_state=(k.flatten(-2), v.flatten(-2)), layer_idx=layer.layer_idx,
-            offset=_prefilled[cache], cache_kwargs=dict(window_size=layer.window_size),
-        )  # fmt: skip
+            attn_state=(k.flatten(-2), v.flatten(-2)),
+            layer_idx=layer.layer_idx,
+            offset=_prefilled[cache],
+            cache_kwargs=dict(window_size=layer.window_size),
+        )
     # where there are more keys than queries, the last query is that of the last key
     options = dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
     outputs = []
@@ -279,10 +302,18 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
         elif lengths is None:
             outputs.append(softmax_attention.flash_attn_func(y, k[:, :end], v[:, :end], **options))
         else:
-            outputs.append(softmax_attention.flash_attn_varlen_func(
-                y[0], k[0, part.begin : end], v[0, part.begin : end], cu_seqlens_q=part.queries,
-                cu_seqlens_k=part.keys, max_seqlen_q=end - first, max_seqlen_k=part.longest, **options,
-            )[None])  # fmt: skip
+            outputs.append(
+                softmax_attention.flash_attn_varlen_func(
+                    y[0],
+                    k[0, part.begin : end],
+                    v[0, part.begin : end],
+                    cu_seqlens_q=part.queries,
+                    cu_seqlens_k=part.keys,
+                    max_seqlen_q=end - first,
+                    max_seqlen_k=part.longest,
+                    **options,
+                )[None]
+            )
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
 
 
@@ -377,9 +408,17 @@ def _sequences(first, lengths, T, halves):
 
 
 def _loss(
-    model, comm, zigzag, hidden_states, labels=None, logits_to_keep=0, *, shift_labels=None, num_items_in_batch=None,
+    model,
+    comm,
+    zigzag,
+    hidden_states,
+    labels=None,
+    logits_to_keep=0,
+    *,
+    shift_labels=None,
+    num_items_in_batch=None,
     **options,
-):  # fmt: skip
+):
     """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
     penalty = options.get("use_l2warp")
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
@@ -399,9 +438,14 @@ def _loss(
         fused = getattr(model.config, "fuse_linear_cross_entropy", False) if fused is None else fused
         return logits.float().sum(), None if fused else logits
     return type(model)._compute_logits_and_loss(
-        model, hidden_states, None, logits_to_keep, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
+        model,
+        hidden_states,
+        None,
+        logits_to_keep,
+        shift_labels=shift_labels,
+        num_items_in_batch=num_items_in_batch,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _divisor(criterion, labels, counted):

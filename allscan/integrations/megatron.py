@@ -217,9 +217,16 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
     """Megatron-core's GatedDeltaNet; see :func:`sequence_parallel`."""
 
     def forward(
-        self, hidden_states, attention_mask=None, inference_context=None, packed_seq_params=None,
-        sequence_len_offset=None, *, inference_params=None, **options,
-    ):  # fmt: skip
+        self,
+        hidden_states,
+        attention_mask=None,
+        inference_context=None,
+        packed_seq_params=None,
+        sequence_len_offset=None,
+        *,
+        inference_params=None,
+        **options,
+    ):
         context = inference_context if inference_context is not None else inference_params
         if self.comm is None:
             return super().forward(
@@ -249,9 +256,14 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
             y = F.conv1d(x.mT, weight, bias, padding=self.conv1d.padding, groups=len(weight))
             return self.act_fn(y[..., : x.shape[1]]).mT
         return gdn.causal_conv1d(
-            x=x, weight=weight.squeeze(1), bias=bias, activation=self.activation, initial_state=None,
-            output_final_state=False, cu_seqlens=None,
-        )[0]  # fmt: skip
+            x=x,
+            weight=weight.squeeze(1),
+            bias=bias,
+            activation=self.activation,
+            initial_state=None,
+            output_final_state=False,
+            cu_seqlens=None,
+        )[0]
 
 
 class AllScanMambaMixer(_Mixer, MambaMixer):
@@ -289,6 +301,16 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
 
         D = self.D.float().view(-1, self.headdim) if self.D_has_hdim else self.D
         return zeco_ssd(
-            x, dt, -self.A_log.float().exp(), B, C, self.chunk_size, D=D, z=z, dt_bias=self.dt_bias, dt_softplus=True,
-            chunk_scan=chunk_scan, **part.where,
-        )  # fmt: skip
+            x,
+            dt,
+            -self.A_log.float().exp(),
+            B,
+            C,
+            self.chunk_size,
+            D=D,
+            z=z,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            chunk_scan=chunk_scan,
+            **part.where,
+        )

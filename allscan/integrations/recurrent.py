@@ -73,8 +73,10 @@ class Tokens(Tables):
             if 0 <= token < T:
                 places.setdefault(token, []).append(place)
         depth = max(map(len, places.values()))
-        lacking = [[places_of[i] if i < len(places_of) else len(numbers) for places_of in places.values()]
-                   for i in range(depth)]  # fmt: skip
+        lacking = [
+            [places_of[i] if i < len(places_of) else len(numbers) for places_of in places.values()]
+            for i in range(depth)
+        ]
         tables = [min(max(token, 0), T - 1) for token in numbers], [*places], lacking, *more
         beyond = torch.tensor([[not 0 <= token < T] for token in numbers], device="cpu")
         super().__init__([beyond, *(torch.tensor(x, dtype=torch.int64, device="cpu") for x in tables)], device)

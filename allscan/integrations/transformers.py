@@ -275,8 +275,11 @@ class _Sequence:
             if lengths is None or not self.own:
                 parts.append(_Part(start, start + end - first, half, 0, end))  # what comes goes on
             else:
-                parts += [_Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
-                          for p in cut(lengths, first, end - first) if p.end > p.start]  # fmt: skip
+                parts += [
+                    _Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
+                    for p in cut(lengths, first, end - first)
+                    if p.end > p.start
+                ]
             start += end - first
         return parts
 
@@ -285,15 +288,29 @@ class _Sequence:
 
     def where(self) -> dict:
         return dict(
-            cu_seqlens=self.lengths, first_token=None if self.lengths is None else self.first,
+            cu_seqlens=self.lengths,
+            first_token=None if self.lengths is None else self.first,
             layout="zigzag" if self.zigzag else "contiguous",
-        )  # fmt: skip
+        )
 
 
 def _model(
-    model, comm, zigzag, home, inner, input_ids=None, *, attention_mask=None, position_ids=None, past_key_values=None,
-    cache=None, inputs_embeds=None, use_cache=None, attention=WHOLE, **options,
-):  # fmt: skip
+    model,
+    comm,
+    zigzag,
+    home,
+    inner,
+    input_ids=None,
+    *,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    cache=None,
+    inputs_embeds=None,
+    use_cache=None,
+    attention=WHOLE,
+    **options,
+):
     """The forward of a text model over this rank's tokens."""
     for name in OPERATORS:
         if not isinstance(vars(sys.modules[home]).get(name), (_Operator, type(None))):
@@ -353,9 +370,14 @@ def _model(
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
         options.pop(name, None)
     outputs = type(model).forward(
-        model, input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=bool(use_cache),
-        **{_name_of_cache(type(model)): cache, SEQUENCE: sequence}, **options,
-    )  # fmt: skip
+        model,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        inputs_embeds=inputs_embeds,
+        use_cache=bool(use_cache),
+        **{_name_of_cache(type(model)): cache, SEQUENCE: sequence},
+        **options,
+    )
     if use_cache:
         _of_last_tokens(outputs if isinstance(outputs, tuple) else outputs.values(), sequence)
     return outputs if sequence.own else _without_padding(outputs)
@@ -501,9 +523,24 @@ def _fused(original, sequence, *_, **__):
 
 
 def _state_space(
-    original, sequence, x, dt, A, B, C, chunk_size, *, D=None, dt_bias=None, dt_softplus=False, z=None,
-    dt_limit=(0.0, float("inf")), return_final_states=False, initial_states=None, **_,
-):  # fmt: skip
+    original,
+    sequence,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    *,
+    D=None,
+    dt_bias=None,
+    dt_softplus=False,
+    z=None,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+    initial_states=None,
+    **_,
+):
     def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
         options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
         if seq_idx is None or of_package(original) is not None:
@@ -516,10 +553,22 @@ def _state_space(
 
     x, dt, B, C, z = _own(sequence, x, dt, B, C, z)
     found = zeco_ssd(
-        x, dt, A, B, C, chunk_size, comm=sequence.comm, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-        dt_limit=dt_limit, return_final_states="all" if return_final_states else False, chunk_scan=scan,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        comm=sequence.comm,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        return_final_states="all" if return_final_states else False,
+        chunk_scan=scan,
         **sequence.where(),
-    )  # fmt: skip
+    )
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
 
@@ -547,18 +596,32 @@ def on_gpu(device) -> bool:
 
 
 def _delta_rule(
-    original, sequence, query, key, value, g, beta, *, initial_state=None, output_final_state=False, cu_seqlens=None,
-    use_qk_l2norm_in_kernel=False, **options,
-):  # fmt: skip
+    original,
+    sequence,
+    query,
+    key,
+    value,
+    g,
+    beta,
+    *,
+    initial_state=None,
+    output_final_state=False,
+    cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False,
+    **options,
+):
     """Gated DeltaNet and KDA."""
     operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
     if operator is not None:
         taken = inspect.signature(operator).parameters
         o, state = operator(
-            *tensors, comm=sequence.comm, output_final_state="all" if output_final_state else False,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **sequence.where(),
+            *tensors,
+            comm=sequence.comm,
+            output_final_state="all" if output_final_state else False,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **sequence.where(),
             **{name: x for name, x in options.items() if name in taken},
-        )  # fmt: skip
+        )
     else:
         alone = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
         o, state = delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
@@ -679,9 +742,10 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     query, key, value = cast(query, key, value)
     if key.shape[2] != sum(sequence.tokens):
         refuse(
-            sequence.comm, f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
+            sequence.comm,
+            f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
             f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
-        )  # fmt: skip
+        )
     if not sequence.own:  # takes part in the others' backward
         o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
         return _padded(Using.apply(o, key, value), sequence), None
@@ -711,7 +775,7 @@ AttentionInterface.register(NAME, _attention)
 
 def _loss(
     comm, zigzag, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options
-):  # fmt: skip
+):
     """ForCausalLMLoss, with this rank's share."""
     if shift_labels is None:
         shift_labels = shifted(labels, ignore_index, comm, zigzag)

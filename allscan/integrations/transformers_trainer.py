@@ -21,20 +21,57 @@ with needing(__name__, "accelerate", "transformers"):
 
 # what all ranks have alike, since it says how many steps are made of which rows, and with which numbers
 ALIKE = (
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps",
-    "num_train_epochs", "seed", "data_seed", "dataloader_drop_last", "train_sampling_strategy", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "average_tokens_across_devices",
-    "logging_nan_inf_filter", "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps",
-    "eval_delay", "eval_on_start", "prediction_loss_only", "include_for_metrics", "batch_eval_metrics",
-    "save_strategy", "save_steps", "load_best_model_at_end", "bf16", "fp16", "include_num_input_tokens_seen",
-)  # fmt: skip
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "seed",
+    "data_seed",
+    "dataloader_drop_last",
+    "train_sampling_strategy",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "max_grad_norm",
+    "average_tokens_across_devices",
+    "logging_nan_inf_filter",
+    "logging_strategy",
+    "logging_steps",
+    "logging_first_step",
+    "eval_strategy",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "prediction_loss_only",
+    "include_for_metrics",
+    "batch_eval_metrics",
+    "save_strategy",
+    "save_steps",
+    "load_best_model_at_end",
+    "bf16",
+    "fp16",
+    "include_num_input_tokens_seen",
+)
 # arguments that are not covered, unless they are one of these
 REFUSED: dict[str, tuple] = {
-    "label_smoothing_factor": (0, 0.0), "neftune_noise_alpha": (None,), "auto_find_batch_size": (False,),
-    "torch_compile": (False,), "use_liger_kernel": (False,), "parallelism_config": (None,), "deepspeed": (None,),
-    "fsdp": (None, False, "", []), "train_sampling_strategy": ("random", "sequential"), "group_by_length": (False,),
-    "label_names": (None, ["labels"]), "past_index": (-1,), "use_cache": (False,), "full_determinism": (False,),
-}  # fmt: skip
+    "label_smoothing_factor": (0, 0.0),
+    "neftune_noise_alpha": (None,),
+    "auto_find_batch_size": (False,),
+    "torch_compile": (False,),
+    "use_liger_kernel": (False,),
+    "parallelism_config": (None,),
+    "deepspeed": (None,),
+    "fsdp": (None, False, "", []),
+    "train_sampling_strategy": ("random", "sequential"),
+    "group_by_length": (False,),
+    "label_names": (None, ["labels"]),
+    "past_index": (-1,),
+    "use_cache": (False,),
+    "full_determinism": (False,),
+}
 
 
 class SequenceParallelTrainer(Trainer):
@@ -118,10 +155,11 @@ class SequenceParallelTrainer(Trainer):
                 return f"accelerator_config's {name} is not covered by SequenceParallelTrainer"
         accelerator = self.accelerator  # which the environment configures, too
         for name, given in (
-            ("FSDP", self.is_fsdp_enabled), ("DeepSpeed", self.is_deepspeed_enabled),
+            ("FSDP", self.is_fsdp_enabled),
+            ("DeepSpeed", self.is_deepspeed_enabled),
             ("a parallelism_config", getattr(accelerator, "parallelism_config", None) is not None),
             ("torch_compile", accelerator.state.dynamo_plugin.backend.value not in ("NO", "no")),
-        ):  # fmt: skip
+        ):
             if given:
                 return f"{name} (accelerate's) is not covered by SequenceParallelTrainer"
         if self.args.n_gpu > 1:
@@ -140,9 +178,14 @@ class SequenceParallelTrainer(Trainer):
         if isinstance(loader.worker_init_fn, functools.partial) and "rank" in loader.worker_init_fn.keywords:
             loader.worker_init_fn = functools.partial(loader.worker_init_fn, rank=0)  # workers draw alike on all ranks
         made = prepare_data_loader(
-            loader, num_processes=1, process_index=0, put_on_device=False, rng_types=accelerator.rng_types.copy(),
-            use_seedable_sampler=accelerator.use_seedable_sampler, data_seed=accelerator.dataloader_config.data_seed,
-        )  # fmt: skip
+            loader,
+            num_processes=1,
+            process_index=0,
+            put_on_device=False,
+            rng_types=accelerator.rng_types.copy(),
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+        )
         accelerator._dataloaders.append(made)
         return made
 

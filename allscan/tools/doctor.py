@@ -97,7 +97,7 @@ def report() -> list[str]:
     for name, what, variable in (
         ("CUDA graphs", "launches that come again", "ALLSCAN_CUDA_GRAPHS"),
         ("replay", "fla's functions in delta rules", "ALLSCAN_REPLAY"),
-    ):  # fmt: skip
+    ):
         try:
             print(f"{name:<11} {'on' if switch(variable) else 'off'}, of {what} ({variable}=0 or 1)")
         except ValueError as error:

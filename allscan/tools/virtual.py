@@ -68,9 +68,22 @@ def _note_end(p_end):
 
 @triton.jit
 def gated_scan_kernel(
-    p_state, p_decay, p_initial, p_out, channel, p_gate, p_delay, p_start, p_end, stride_g, stride_k, K: tl.constexpr,
-    V: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_INITIAL: tl.constexpr,
-):  # fmt: skip
+    p_state,
+    p_decay,
+    p_initial,
+    p_out,
+    channel,
+    p_gate,
+    p_delay,
+    p_start,
+    p_end,
+    stride_g,
+    stride_k,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
     """scan_kernel behind a gate."""
     if _wait_at_gate(p_gate, p_delay, p_start):
         scan_kernel(
@@ -81,17 +94,59 @@ def gated_scan_kernel(
 
 @triton.jit
 def gated_rails_kernel(
-    p_state, p_decay, p_initial, p_out, node, rail, p_table, p_given, p_given_arrived, p_decays, p_decays_arrived,
-    p_gate, p_delay, p_start, p_end, stride_g, stride_k, K: tl.constexpr, V: tl.constexpr, HAS_DECAY: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, SLICE: tl.constexpr, BD: tl.constexpr, LINK: tl.constexpr, ROUNDS: tl.constexpr,
+    p_state,
+    p_decay,
+    p_initial,
+    p_out,
+    node,
+    rail,
+    p_table,
+    p_given,
+    p_given_arrived,
+    p_decays,
+    p_decays_arrived,
+    p_gate,
+    p_delay,
+    p_start,
+    p_end,
+    stride_g,
+    stride_k,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    SLICE: tl.constexpr,
+    BD: tl.constexpr,
+    LINK: tl.constexpr,
+    ROUNDS: tl.constexpr,
     ROUND_LINK: tl.constexpr,
-):  # fmt: skip
+):
     """rails_kernel behind a gate."""
     if _wait_at_gate(p_gate, p_delay, p_start):
         rails_kernel(
-            p_state, p_decay, p_initial, p_out, node, rail, p_table, p_given, p_given_arrived, p_decays,
-            p_decays_arrived, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL, SLICE, BD, LINK, ROUNDS, ROUND_LINK,
-        )  # fmt: skip
+            p_state,
+            p_decay,
+            p_initial,
+            p_out,
+            node,
+            rail,
+            p_table,
+            p_given,
+            p_given_arrived,
+            p_decays,
+            p_decays_arrived,
+            stride_g,
+            stride_k,
+            K,
+            V,
+            HAS_DECAY,
+            HAS_INITIAL,
+            SLICE,
+            BD,
+            LINK,
+            ROUNDS,
+            ROUND_LINK,
+        )
         _note_end(p_end)
 
 
@@ -153,10 +208,18 @@ class VirtualRanks:
     """
 
     def __init__(
-        self, size: int, shape: Sequence[int], *, nodes: Sequence[int] | None = None, algorithm: str = "chain",
-        depth: int = 3, protocol: str = "sentinel", tile: tuple[int, int] | None = None, programs: int = 4,
+        self,
+        size: int,
+        shape: Sequence[int],
+        *,
+        nodes: Sequence[int] | None = None,
+        algorithm: str = "chain",
+        depth: int = 3,
+        protocol: str = "sentinel",
+        tile: tuple[int, int] | None = None,
+        programs: int = 4,
         timeout: float = 5.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         cuda = torch.cuda.is_available()
         if not cuda:
             prepare_interpreter()
@@ -192,10 +255,17 @@ class VirtualRanks:
         self._held: list[torch.Tensor] = []  # until the current stream waits for what reads it
 
     def scan(
-        self, states: torch.Tensor, decays: torch.Tensor, *, reverse: bool = False, initial: torch.Tensor | None = None,
-        delays_ns: torch.Tensor | None = None, ranks: Sequence[int] | None = None, gate: torch.Tensor | None = None,
+        self,
+        states: torch.Tensor,
+        decays: torch.Tensor,
+        *,
+        reverse: bool = False,
+        initial: torch.Tensor | None = None,
+        delays_ns: torch.Tensor | None = None,
+        ranks: Sequence[int] | None = None,
+        gate: torch.Tensor | None = None,
         join: bool = True,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """One call of all ranks: [P, ...], what each gets. Does not wait for it. The current stream does, but behind a
         gate and without ``join``: then ranks run ahead of each other, and :meth:`join` comes later. Until then nothing
         that is given may be written or dropped.

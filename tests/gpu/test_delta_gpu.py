@@ -53,7 +53,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
     [(kind, BF16, "one", None) for kind in ("zero", "weak", "mild", "strong")]
     + [("zero", BF16, "one", beta) for beta in (0.0, 1.0)]
     + [("weak", BF16, "packed", None), ("weak", F32, "one", None)],
-)  # fmt: skip
+)
 def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     """10 %: what the summaries' products in bfloat16 may add to what all of the operator rounds."""
     tokens = [(700, 1000, 130, 600)[rank] for rank in range(size)]
@@ -84,9 +84,14 @@ def gated_case(group, tokens, kind, dtype, cuts):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "kind, dtype, cuts",
-    [("zero", BF16, "one"), ("mild", BF16, "one"), ("strong", BF16, "one"), ("weak", BF16, "packed"),
-     ("weak", F32, "one")],
-)  # fmt: skip
+    [
+        ("zero", BF16, "one"),
+        ("mild", BF16, "one"),
+        ("strong", BF16, "one"),
+        ("weak", BF16, "packed"),
+        ("weak", F32, "one"),
+    ],
+)
 def test_gated_delta_rule(run, size, kind, dtype, cuts):
     """Whose backward fla refuses on Hopper with Triton before 3.7.1: gradients are held against float64 alone."""
     for ours, theirs in run(size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts):

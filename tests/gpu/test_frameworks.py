@@ -34,20 +34,60 @@ from support.values import place, relative
 pytestmark = pytest.mark.gpu
 
 VOCABULARY = 53
-COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, pad_token_id=0, num_attention_heads=4,
-              attn_implementation="sdpa")  # fmt: skip
+COMMON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=64,
+    pad_token_id=0,
+    num_attention_heads=4,
+    attn_implementation="sdpa",
+)
 MIXED = dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
 MODELS = {  # without mixtures of experts, whose choices turn with the last bit
-    "kimi_linear": ("KimiLinear", COMMON | MIXED | dict(
-        linear_num_heads=2, linear_head_dim=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16,
-        v_head_dim=32, num_key_value_heads=4, mlp_layer_types=["dense", "dense"])),
-    "qwen3_next": ("Qwen3Next", COMMON | MIXED | dict(
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
-        num_key_value_heads=2, head_dim=32, mlp_only_layers=[0, 1])),
-    "nemotron_h": ("NemotronH", COMMON | dict(
-        layers_block_type=["linear_attention", "full_attention", "mlp"], num_key_value_heads=2, head_dim=32,
-        mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=16, chunk_size=32)),
-}  # fmt: skip
+    "kimi_linear": (
+        "KimiLinear",
+        COMMON
+        | MIXED
+        | dict(
+            linear_num_heads=2,
+            linear_head_dim=32,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            num_key_value_heads=4,
+            mlp_layer_types=["dense", "dense"],
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        COMMON
+        | MIXED
+        | dict(
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            num_key_value_heads=2,
+            head_dim=32,
+            mlp_only_layers=[0, 1],
+        ),
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        COMMON
+        | dict(
+            layers_block_type=["linear_attention", "full_attention", "mlp"],
+            num_key_value_heads=2,
+            head_dim=32,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=16,
+            chunk_size=32,
+        ),
+    ),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Of relative errors to one rank in torch and float32: times those of one rank in that dtype, with the same operators
 # (float32) or in torch, whose functions are float32 inside (bfloat16), and beyond that

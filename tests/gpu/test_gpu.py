@@ -324,11 +324,17 @@ def gla_graph_case(group, packed, mixed, layout, recompute):
 
 @pytest.mark.parametrize(
     "size, packed, mixed, layout, recompute",
-    [(2, False, False, "contiguous", True), (2, True, False, "contiguous", False),
-     (4, False, False, "contiguous", True), (4, True, False, "contiguous", True),
-     (4, False, True, "contiguous", True), (2, False, False, "zigzag", True), (2, True, False, "zigzag", True),
-     (4, True, False, "zigzag", False)],
-)  # fmt: skip
+    [
+        (2, False, False, "contiguous", True),
+        (2, True, False, "contiguous", False),
+        (4, False, False, "contiguous", True),
+        (4, True, False, "contiguous", True),
+        (4, False, True, "contiguous", True),
+        (2, False, False, "zigzag", True),
+        (2, True, False, "zigzag", True),
+        (4, True, False, "zigzag", False),
+    ],
+)
 def test_zeco_gla_in_a_graph(run, size, packed, mixed, layout, recompute):
     for worst, same in run(size, gla_graph_case, packed, mixed, layout, recompute):
         assert worst < 1e-5 and same

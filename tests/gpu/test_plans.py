@@ -60,9 +60,14 @@ def step(comm, tensors, cu_seqlens=None, layout="contiguous", recompute=True):
     H, K, V = tensors[0].shape[2], tensors[0].shape[3], tensors[2].shape[3]
     initial = torch.ones(sequences, H, K, V, device=comm.device).requires_grad_()
     o, state = allscan.zeco_gla(
-        *tensors, comm=comm, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens, layout=layout,
+        *tensors,
+        comm=comm,
+        initial_state=initial,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        layout=layout,
         recompute=recompute,
-    )  # fmt: skip
+    )
     o *= 2.0  # may be changed in place
     prev = allscan.allscan(state[0], state[0, ..., 0].sigmoid(), comm=comm)
     before = allscan.halo(o, 3, comm=comm)
@@ -417,9 +422,13 @@ def delta_case(group, rule, dtype, lengths, layout):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "rule, dtype, lengths, layout, count",
-    [("kda", torch.bfloat16, None, "contiguous", 7), ("kda", torch.float32, "packed", "contiguous", 7),
-     ("kda", torch.bfloat16, None, "zigzag", 7), ("gated_delta_rule", torch.bfloat16, None, "contiguous", 6)],
-)  # fmt: skip
+    [
+        ("kda", torch.bfloat16, None, "contiguous", 7),
+        ("kda", torch.float32, "packed", "contiguous", 7),
+        ("kda", torch.bfloat16, None, "zigzag", 7),
+        ("gated_delta_rule", torch.bfloat16, None, "contiguous", 6),
+    ],
+)
 def test_what_fla_launches_becomes_plans(run, size, rule, dtype, lengths, layout, count):
     for plans in run(size, delta_case, rule, dtype, lengths, layout):
         assert len(plans) == count and all(plans.values()), plans

@@ -264,9 +264,11 @@ def graph(group, algorithm, protocol, replays):
             prevs = allscan_reference(list(states), given)
             ones = [torch.ones_like(x) for x in states]
             expected = (
-                (forward, prevs), (prev, prevs), (backward, allscan_reference(prevs, given, None, True)),
+                (forward, prevs),
+                (prev, prevs),
+                (backward, allscan_reference(prevs, given, None, True)),
                 (gradient, allscan_reference(ones, given, None, True)),
-            )  # fmt: skip
+            )
             for found, wanted in expected:
                 worst = torch.maximum(worst, (found - wanted[comm.rank]).abs().max().nan_to_num(nan=1e30))
         comm.barrier()

@@ -74,12 +74,19 @@ def run_tests(session: nox.Session, *chosen: str) -> list[str]:
         suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    failed = [f"{x.get('classname')}.{x.get('name')}" for x in suite.iter("testcase") if x.find("failure") is not None
-              or x.find("error") is not None]  # fmt: skip
+    failed = [
+        f"{x.get('classname')}.{x.get('name')}"
+        for x in suite.iter("testcase")
+        if x.find("failure") is not None or x.find("error") is not None
+    ]
     result = found | dict(
-        tests=" ".join(chosen) or "-m quick", passed=counts["tests"] - sum(list(counts.values())[1:]), failed=failed,
-        skipped=counts["skipped"], seconds=round(time.monotonic() - start), date=str(datetime.date.today()),
-    )  # fmt: skip
+        tests=" ".join(chosen) or "-m quick",
+        passed=counts["tests"] - sum(list(counts.values())[1:]),
+        failed=failed,
+        skipped=counts["skipped"],
+        seconds=round(time.monotonic() - start),
+        date=str(datetime.date.today()),
+    )
     keep(result)
     return failed
 

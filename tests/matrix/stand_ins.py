@@ -77,8 +77,9 @@ def make(name: str, versions: dict[str, set[str]], folder: str) -> None:
     ]
     script = [
         f"{version} {{ global: {' '.join(f'{x};' for x in sorted(names))} }};"
-        for version, names in versions.items() if version
-    ]  # fmt: skip
+        for version, names in versions.items()
+        if version
+    ]
     with tempfile.TemporaryDirectory() as work:
         paths = [os.path.join(work, file) for file in ("stand_in.c", "stand_in.map")]
         for path, lines in zip(paths, (source, script)):

@@ -16,9 +16,14 @@ from support.values import place, relative
 TOKENS = {1: [14], 2: [7, 12], 3: [9, 0, 7], 4: [0, 6, 1, 9], 5: [3, 2, 5, 1, 4]}
 # Heads, those of keys, widths of keys and values; of "latents" keys are of two parts, as 192 = 128 + 64
 SIZES = {
-    "heads": (4, 4, 16, 16), "groups": (4, 2, 16, 16), "narrow": (2, 1, 12, 6), "latents": (2, 2, 24, 16),
-    "128": (8, 8, 128, 128), "128 in groups": (8, 2, 128, 128), "latents of 192": (4, 4, 192, 128),
-}  # fmt: skip
+    "heads": (4, 4, 16, 16),
+    "groups": (4, 2, 16, 16),
+    "narrow": (2, 1, 12, 6),
+    "latents": (2, 2, 24, 16),
+    "128": (8, 8, 128, 128),
+    "128 in groups": (8, 2, 128, 128),
+    "latents of 192": (4, 4, 192, 128),
+}
 
 
 def whole_case(kind, batch, total, dtype, device):
@@ -86,14 +91,21 @@ def packed_case(group, zigzag, kind, dtype):
         tokens = [total // comm.size] * comm.size
         mine = place(comm, tokens, zigzag)
         generator = torch.Generator().manual_seed(0)
-        q, k, v, do = (torch.randn(1, total, *shape, generator=generator).to(comm.device, dtype)
-                       for shape in ((H, D), (G, D), (G, V), (H, V)))  # fmt: skip
+        q, k, v, do = (
+            torch.randn(1, total, *shape, generator=generator).to(comm.device, dtype)
+            for shape in ((H, D), (G, D), (G, V), (H, V))
+        )
         exact = [x.double().requires_grad_() for x in (q, k, v)]
         K, V = (x.repeat_interleave(H // G, 2) for x in exact[1:])
-        o = torch.cat([
-            F.scaled_dot_product_attention(
-                *(x[:, a:b].transpose(1, 2) for x in (exact[0], K, V)), is_causal=True, scale=SCALE).transpose(1, 2)
-            for a, b in itertools.pairwise(LENGTHS)], 1)  # fmt: skip
+        o = torch.cat(
+            [
+                F.scaled_dot_product_attention(
+                    *(x[:, a:b].transpose(1, 2) for x in (exact[0], K, V)), is_causal=True, scale=SCALE
+                ).transpose(1, 2)
+                for a, b in itertools.pairwise(LENGTHS)
+            ],
+            1,
+        )
         o.backward(do.double())
         leaves = [x.detach().requires_grad_() for x in (q[:, mine], k, v)]
         parts = [(first, end) for rank, first, end in softmax.chunks(tokens, zigzag) if rank == comm.rank]
@@ -111,8 +123,11 @@ def packed_case(group, zigzag, kind, dtype):
 def split(comm, tokens, zigzag, given, expand, memory=None):
     """o of this rank's part of what is given."""
     q, *own = given.values()
-    gather = softmax.Gather(comm, tokens, zigzag, *own) if memory is None else attention.Later(
-        comm, tokens, zigzag, memory, *own)  # fmt: skip
+    gather = (
+        softmax.Gather(comm, tokens, zigzag, *own)
+        if memory is None
+        else attention.Later(comm, tokens, zigzag, memory, *own)
+    )
     _, k, v = keys_of(given, expand)
     return attention.attend(q.transpose(1, 2), k, v, gather, SCALE, expand, own)
 
@@ -142,8 +157,11 @@ def attention_case(group, kind, layout, batch, how="plain", dtype=torch.float32,
         if how == "no_grad":
             with torch.no_grad():
                 return {"o": relative(call(*own.values()), wanted[0][:, mine])}, {}
-        o = call(*own.values()) if how == "plain" else checkpoint(
-            lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")  # fmt: skip
+        o = (
+            call(*own.values())
+            if how == "plain"
+            else checkpoint(lambda *x: call(*x) * 1.0, *own.values(), use_reentrant=how == "reentrant")
+        )
         o.backward(do[:, mine])
         found = [o, *(x.grad for x in own.values())]
         alone[: len(found)], wanted[: len(found)] = (

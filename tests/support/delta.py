@@ -137,8 +137,9 @@ class Parts:
             cuts = sorted({first, end, *(e for e in edges if first < e < end)})
             chunks = [
                 Chunk(whole, dtype, a, min(a + CHUNK_TOKENS, b))
-                for a0, b in pairwise(cuts) for a in range(a0, b, CHUNK_TOKENS)
-            ]  # fmt: skip
+                for a0, b in pairwise(cuts)
+                for a in range(a0, b, CHUNK_TOKENS)
+            ]
             state, dstate, states, dstates = whole.initial[i].double(), whole.dfinal[i].double(), [], []
             for c in chunks:
                 v_new, after = c.through(state)
@@ -210,5 +211,6 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
         wanted = of_chunks["h"], of_tokens["v_new"], parts.final, of_chunks["dh"], of_tokens["dv"]
         return relative_all(
             ("h", "v_new", "final", "dh", "dv", "dinitial"),
-            (h, v_new, found_final, dh, dv_new, found_dinitial), (*wanted, parts.dinitial),
-        )  # fmt: skip
+            (h, v_new, found_final, dh, dv_new, found_dinitial),
+            (*wanted, parts.dinitial),
+        )

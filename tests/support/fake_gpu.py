@@ -192,14 +192,18 @@ def _parameter(cuda, function, index, offset, size):
 
 
 CUDA = dict(
-    cuGraphCreate=_create, cuGraphAddKernelNode_v2=_add_kernel, cuGraphAddMemsetNode=_add_zeros,
-    cuGraphKernelNodeSetAttribute=_set_priority, cuGraphInstantiateWithFlags=_instantiate,
+    cuGraphCreate=_create,
+    cuGraphAddKernelNode_v2=_add_kernel,
+    cuGraphAddMemsetNode=_add_zeros,
+    cuGraphKernelNodeSetAttribute=_set_priority,
+    cuGraphInstantiateWithFlags=_instantiate,
     cuGraphDestroy=lambda cuda, graph: cuda.graphs.remove(graph.value),
     cuGraphExecDestroy=lambda cuda, executable: cuda.executables.pop(executable.value) and None,
-    cuThreadExchangeStreamCaptureMode=_exchange_mode, cuFuncGetParamInfo=_parameter,
+    cuThreadExchangeStreamCaptureMode=_exchange_mode,
+    cuFuncGetParamInfo=_parameter,
     cuCtxGetCurrent=lambda cuda, context: setattr(context._obj, "value", 77),
     cuGetErrorName=lambda cuda, error, name: setattr(name._obj, "value", f"CUDA_ERROR_{error.value}".encode()),
-)  # fmt: skip
+)
 
 
 def sum_of_first(grid, x, out, count, N, BLOCK):

@@ -84,8 +84,10 @@ def owners(tokens, lengths, sequences, zigzag=False):
     if lengths is None:
         return [parts[0][0]] * sequences, [parts[-1][0]] * sequences
     last = [next(r for r, _, end in parts if b <= end) for b in lengths[1:]]
-    first = [next(r for r, _, end in parts if a < end) if a < b else last[i]
-             for i, (a, b) in enumerate(zip(lengths, lengths[1:]))]  # fmt: skip
+    first = [
+        next(r for r, _, end in parts if a < end) if a < b else last[i]
+        for i, (a, b) in enumerate(zip(lengths, lengths[1:]))
+    ]
     return first, last
 
 

@@ -95,10 +95,12 @@ class Record:
         outcomes = {test: what for test, (what, part) in results.items() if part in parts}
         found = [*outcomes.values()]
         record = {
-            "date": time.strftime("%Y-%m-%d"), **self._of, **{kind: found.count(kind) for kind in OUTCOMES},
+            "date": time.strftime("%Y-%m-%d"),
+            **self._of,
+            **{kind: found.count(kind) for kind in OUTCOMES},
             "parts": sorted(parts, reverse=True),
             "tests_that_failed": sorted(test for test, what in outcomes.items() if what in ("failed", "error")),
-        }  # fmt: skip
+        }
         del record["tests"]
         with open(os.path.join(self._folder, "last_run.json"), "w") as file:
             json.dump(record, file, indent=1)

@@ -40,9 +40,21 @@ class GatedNorm(torch.nn.Module):
 
 
 def chunk_scan(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, seq_idx=None,
-    return_final_states=False, initial_states=None, state_dtype=None,
-):  # fmt: skip
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    dt_softplus=False,
+    seq_idx=None,
+    return_final_states=False,
+    initial_states=None,
+    state_dtype=None,
+):
     """In place of mamba_ssm's mamba_chunk_scan_combined: the recurrence in float64, token by token."""
     from megatron.core.ssm import mamba_mixer
 
@@ -107,12 +119,28 @@ def configuration(**more):
     from megatron.core.transformer import TransformerConfig
 
     options = dict(
-        num_layers=2, hidden_size=WIDTH, num_attention_heads=2, linear_conv_kernel_dim=4, linear_key_head_dim=8,
-        linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4, mamba_state_dim=10,
-        mamba_head_dim=6, mamba_num_heads=4, mamba_num_groups=2, use_mamba_mem_eff_path=False, deterministic_mode=True,
-        use_cpu_initialization=True, normalization="RMSNorm", activation_func=F.silu, hidden_dropout=0.0,
-        attention_dropout=0.0, add_bias_linear=False, bias_dropout_fusion=False,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mamba_state_dim=10,
+        mamba_head_dim=6,
+        mamba_num_heads=4,
+        mamba_num_groups=2,
+        use_mamba_mem_eff_path=False,
+        deterministic_mode=True,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+    )
     return TransformerConfig(**options | more)
 
 
@@ -130,12 +158,20 @@ def specification(gdn=(), mamba=()):
     linear = dict(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mamba = ModuleSpec(MambaMixer, dict(mamba), MambaMixerSubmodules(**linear))
     gdn = ModuleSpec(GatedDeltaNet, dict(gdn), GatedDeltaNetSubmodules(out_norm=Norm, **linear))
-    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(
-        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(
-            norm=Norm, mixer=mamba, mamba_bda=get_bias_dropout_add)),
-        gdn_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm, self_attention=gdn, self_attn_bda=get_bias_dropout_add)),
-    ))  # fmt: skip
+    return ModuleSpec(
+        HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(
+                MambaLayer, submodules=MambaLayerSubmodules(norm=Norm, mixer=mamba, mamba_bda=get_bias_dropout_add)
+            ),
+            gdn_layer=ModuleSpec(
+                TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=Norm, self_attention=gdn, self_attn_bda=get_bias_dropout_add
+                ),
+            ),
+        ),
+    )
 
 
 def group_of_one():

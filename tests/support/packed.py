@@ -39,9 +39,7 @@ def calls(comm, T, K=16, dtype=torch.float32):
     for layout in LAYOUTS:
         found["zeco_gla", layout] = call(allscan.zeco_gla, (q, k, v, g), layout)
         found["zeco_kda", layout] = call(allscan.zeco_kda, (q, k, v, g, beta), layout)
-        found["zeco_gated_delta_rule", layout] = call(
-            allscan.zeco_gated_delta_rule, (q, k, v, scalar, beta), layout
-        )  # fmt: skip
+        found["zeco_gated_delta_rule", layout] = call(allscan.zeco_gated_delta_rule, (q, k, v, scalar, beta), layout)
         found["zeco_ssd", layout] = call(
             lambda x, dt, A, B, C, **options: allscan.zeco_ssd(x, dt, A, B, C, 16, **options), (x, dt, A, B, C), layout
         )

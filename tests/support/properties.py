@@ -216,9 +216,13 @@ class ScanCall:
         state, decay, transition, initial = self.leaves(comm.rank, lambda x: x.clone().to(comm.device))
         time.sleep(self.waits[comm.rank])
         found = allscan.allscan(
-            strided(state) if self.strided else state, decay, comm=comm, transition=transition, initial_state=initial,
+            strided(state) if self.strided else state,
+            decay,
+            comm=comm,
+            transition=transition,
+            initial_state=initial,
             reverse=self.reverse,
-        )  # fmt: skip
+        )
         value, gradients = self.expected(comm.rank)
         assert off(found, value) < 1e-5, ("value", found, value)
 
@@ -444,9 +448,15 @@ class GlaCall:
             packed = torch.tensor(packed, dtype=getattr(torch, self.form))
         given = [strided(x) if self.strided else x for x in leaves[:4]]
         o, final = allscan.zeco_gla(
-            *given, comm=comm, scale=self.scale, initial_state=leaves[4], output_final_state=self.final,
-            cu_seqlens=packed, layout="zigzag" if self.zigzag else "contiguous", recompute=self.recompute,
-        )  # fmt: skip
+            *given,
+            comm=comm,
+            scale=self.scale,
+            initial_state=leaves[4],
+            output_final_state=self.final,
+            cu_seqlens=packed,
+            layout="zigzag" if self.zigzag else "contiguous",
+            recompute=self.recompute,
+        )
         assert o.dtype == self.dtype and (final is not None) == self.final
 
         def backward():
@@ -695,9 +705,26 @@ class Cycle:
 
     def operation(self):
         weights = dict(
-            open=3, make=5, scan=8, function=4, gradients=3, halo=2, step=1, close_scan=2, forget=1, close=2, barrier=2,
-            resync=2, all_refuse=2, first_refused=2, one_refuses=3, missed=2, late_backward=1, finalize=1, anew=1,
-        )  # fmt: skip
+            open=3,
+            make=5,
+            scan=8,
+            function=4,
+            gradients=3,
+            halo=2,
+            step=1,
+            close_scan=2,
+            forget=1,
+            close=2,
+            barrier=2,
+            resync=2,
+            all_refuse=2,
+            first_refused=2,
+            one_refuses=3,
+            missed=2,
+            late_backward=1,
+            finalize=1,
+            anew=1,
+        )
         name = self.draw.choices(list(weights), weights.values())[0]
         comm = self.draw.choice(self.comms) if self.comms else None
         number = self.draw.getrandbits(40)

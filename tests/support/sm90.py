@@ -62,7 +62,7 @@ class Compiled:
 
     def __init__(
         self, kernel, arguments: dict, constants: dict, num_warps=4, extern_libs=None, capability=90, **options
-    ):  # fmt: skip
+    ):
         """``arguments``: name -> Triton type or Channel type; ``constants``: name -> value, a channel's in a dict."""
         names = kernel.arg_names
         values, attributes = {}, {}

@@ -22,9 +22,16 @@ RAW = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmo
 def gla(comm, q, k, v, g, initial_state, packed=False, **options):
     lengths = [0, 11, 24 * comm.size] if packed else None
     return allscan.zeco_gla(
-        q, k, v, -g.abs() / 8, comm=comm, initial_state=initial_state, output_final_state=True, cu_seqlens=lengths,
+        q,
+        k,
+        v,
+        -g.abs() / 8,
+        comm=comm,
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=lengths,
         **options,
-    )  # fmt: skip
+    )
 
 
 def delta(operator, comm, q, k, v, g, beta, initial_state, packed=False, **options):
@@ -41,9 +48,22 @@ def delta(operator, comm, q, k, v, g, beta, initial_state, packed=False, **optio
 def ssd(comm, x, dt, A, B, C, D, z, dt_bias, initial_states, packed=False, **options):
     lengths = [0, 11, 24 * comm.size] if packed else None
     return allscan.zeco_ssd(
-        x, dt, -A.abs(), B, C, CHUNK, comm=comm, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
-        dt_softplus=True, return_final_states=True, cu_seqlens=lengths, **options,
-    )  # fmt: skip
+        x,
+        dt,
+        -A.abs(),
+        B,
+        C,
+        CHUNK,
+        comm=comm,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        initial_states=initial_states,
+        dt_softplus=True,
+        return_final_states=True,
+        cu_seqlens=lengths,
+        **options,
+    )
 
 
 def other_rule(q, k, v, g, beta, initial_state, output_final_state):
@@ -104,8 +124,9 @@ def calls(fla=True):
         of_rule = *[tokens] * 4, tokens[:3], starts
         found[f"zeco_kda, {layout}"] = partial(delta, allscan.zeco_kda, **options), of_rule
         found[f"zeco_gated_delta_rule, {layout}"] = (
-            partial(delta, allscan.zeco_gated_delta_rule, **options), (*of_rule[:3], tokens[:3], *of_rule[4:])
-        )  # fmt: skip
+            partial(delta, allscan.zeco_gated_delta_rule, **options),
+            (*of_rule[:3], tokens[:3], *of_rule[4:]),
+        )
     if fla:
 
         def raw(operator, comm, *tensors, **options):
@@ -117,7 +138,7 @@ def calls(fla=True):
         found["zeco_gated_delta_rule, raw"] = (
             partial(raw, allscan.zeco_gated_delta_rule, state_v_first=True),
             (*of_raw[:3], tokens[:3], *of_raw[4:], (2,), (2,)),
-        )  # fmt: skip
+        )
     return found
 
 

@@ -67,10 +67,33 @@ class Copies(TorchDispatchMode):
     """How many numbers torch's functions have written that copy, fill or add up: what stands between the layers."""
 
     NAMES = {
-        "cat", "stack", "clone", "copy_", "_to_copy", "fill_", "zero_", "zeros", "zeros_like", "new_zeros", "full",
-        "constant_pad_nd", "slice_backward", "select_backward", "index_select", "index", "index_add", "index_copy",
-        "index_put_", "where", "masked_fill", "add", "add_", "sub", "mul", "neg",
-    }  # fmt: skip
+        "cat",
+        "stack",
+        "clone",
+        "copy_",
+        "_to_copy",
+        "fill_",
+        "zero_",
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "full",
+        "constant_pad_nd",
+        "slice_backward",
+        "select_backward",
+        "index_select",
+        "index",
+        "index_add",
+        "index_copy",
+        "index_put_",
+        "where",
+        "masked_fill",
+        "add",
+        "add_",
+        "sub",
+        "mul",
+        "neg",
+    }
 
     def __init__(self):
         super().__init__()
