@@ -159,8 +159,8 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
         if out is not None:
-            if differentiable or not out.is_contiguous():
-                raise ValueError("out must be contiguous, and cannot be used where a gradient is wanted")
+            if differentiable:
+                raise ValueError("out cannot be used where a gradient is wanted")
             check_out(inputs)
         given = state, decay, transition, initial_state
         check_saveable(given, given)

@@ -124,7 +124,8 @@ def test_transitions(K, one):
     assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 512: most(80, v37=0, v38=0, v39=16)}.get(
         K, 0
     )
-    assert not compiled.spilled_beside_products()
+    # 3.6: of the rows of a transition with K=512 one address, twice
+    assert len(compiled.spilled_beside_products()) <= (most(2, v37=0, v38=0, v39=0) if K == 512 else 0)
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
 
 

@@ -308,6 +308,7 @@ def nvshmem_case():
 
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.is_available = lambda: True
+    runtime._interpreted = lambda: False
     heap = object.__new__(nvshmem_host.NvshmemHeap)
     heap.device, heap._base, heap._owner, heap._block, heap._bindings = "cuda", 0, True, None, Forever()
     runtime._heap, runtime._job = heap, object()
