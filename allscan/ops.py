@@ -160,7 +160,7 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
                 check_tensor(name, x, state.shape, comm.device)
         if out is not None:
             if differentiable:
-                raise ValueError("out cannot be used where a gradient is wanted")
+                raise ValueError("out must be None where a gradient is wanted")
             check_out(inputs)
         given = state, decay, transition, initial_state
         check_saveable(given, given)
