@@ -37,7 +37,10 @@ _dynamo_hooked = False
 
 
 def _store() -> Any:
-    return default_store() if dist.is_initialized() else None
+    """None where there is no job, or it ends at this moment."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        return default_store() if dist.is_initialized() else None
+    return None
 
 
 def begin(*_: Any) -> None:
@@ -103,21 +106,33 @@ def watch(comm: Any) -> None:
 
 
 def _run() -> None:
-    own: Any = None  # a connection of the thread's own: another thread may wait for an answer in the first one
-    of: Any = None
-    clocks: weakref.WeakKeyDictionary[Any, _Clock] = weakref.WeakKeyDictionary()
+    watch = _Watch()
     interval = 1.0
     while not _stop.wait(interval):
-        interval = 1.0
         _hook_dynamo()
+        interval = watch.look()
+
+
+class _Watch:
+    """What the thread keeps from one look to the next: no communicator, which lives as long as its user wants."""
+
+    def __init__(self) -> None:
+        self._own: Any = None  # a connection of the thread's own: another thread may wait for an answer in the first
+        self._of: Any = None
+        self._clocks: weakref.WeakKeyDictionary[Any, _Clock] = weakref.WeakKeyDictionary()
+
+    def look(self) -> float:
+        """Give time to those whose kernels are late. Seconds until the next look."""
+        interval = 1.0
         for comm in list(_watched):
             interval = min(interval, max(0.02, comm.timeout / 20))
             if not comm.host_record[_EXTRA] or comm.closed or (store := _store()) is None:
                 continue
-            if store is not of:
-                own, of = _connection(store), store
-            clock = clocks.setdefault(comm, _Clock())
-            comm.host_record[_EXTRA] = clock.extra(comm, another_compiles(own))
+            if store is not self._of:
+                self._own, self._of = _connection(store), store
+            clock = self._clocks.setdefault(comm, _Clock())
+            comm.host_record[_EXTRA] = clock.extra(comm, another_compiles(self._own))
+        return interval
 
 
 class _Clock:

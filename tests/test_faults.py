@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import importlib
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 
 import conftest
 import pytest
@@ -791,6 +793,22 @@ def test_a_compilation_without_end(fresh):
     """A process that has counted itself and not come back is waited for no longer than the limit."""
     first, second = fresh(2).run(compiles_late_case, "triton", 6 * TIMEOUT, TIMEOUT, 0, timeout=120)
     assert not second
+
+
+def dropped_case():
+    """Whether a communicator goes when nobody has it any more, though a thread has looked at it many times."""
+    comm = allscan.Communicator(timeout=0.5)
+    allscan.allscan(torch.ones(1, 4, 8, device=comm.device), comm=comm)
+    time.sleep(2.0)  # the first look comes after a second
+    there = weakref.ref(comm)
+    with pytest.warns(ResourceWarning, match="without close"):
+        del comm
+        gc.collect()
+    return there() is None
+
+
+def test_the_thread_that_looks_keeps_no_communicator(fresh):
+    assert all(fresh(2).run(dropped_case, timeout=100))
 
 
 def cold_cache_case(cold, timeout):
