@@ -20,7 +20,7 @@ from .tiling import cdiv
 from .torch_compat import without_dispatch_modes
 
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
-KEPT = 256  # partitions of cu_seqlens, tables, and kinds of calls of zeco_gla, that a communicator keeps
+KEPT = 256  # partitions of cu_seqlens, tables, and calls that were checked, that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
 
 Tables_ = TypeVar("Tables_", bound=Tables)
@@ -37,7 +37,7 @@ def remember_agreement(comm: Communicator, shape, agree) -> None:
         agreements.clear()
         comm.calls.clear()
         for kind, found in comm.attributes.items():  # by which calls are found that ask nobody
-            if kind.startswith(("signatures of ", "calls of ")):
+            if kind.startswith("signatures of "):
                 found.clear()
     agreements[shape, agree] = True
 

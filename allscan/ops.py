@@ -274,6 +274,8 @@ class _AllScan(Function):
 
     @staticmethod
     def backward(ctx, dprev):
+        if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
+            return _backward_not_traced(ctx, dprev)
         prepared, ticket, number, pending, has_decay, shape = ctx.given
         comm, reverse = prepared.scan.comm, prepared.reverse
         if pending is not None:
@@ -292,6 +294,9 @@ class _AllScan(Function):
                 prepared.backward = _adjoint(prepared.scan, inputs, reverse)
             dstate = prepared.backward.run(inputs, False, ticket)
             return None, dstate, *_gradients(prepared.scan, dstate, inputs, prev, reverse, ctx.needs_input_grad[2:])
+
+
+_backward_not_traced = dynamo_disabled(_AllScan.backward)
 
 
 def _adjoint(scan: AllScan, inputs: ScanInputs, reverse: bool) -> PreparedScan:

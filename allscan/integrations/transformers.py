@@ -20,9 +20,10 @@ from torch.nn.attention.bias import causal_lower_right
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
+from ..ops import Using
 from ..packing import boundaries_on_host, cut
 from ..rendezvous import by_rank
-from ..ssd import Using, zeco_ssd
+from ..ssd import zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, packed, takes_packed
