@@ -1,6 +1,6 @@
 import re
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 URL = ""  # of the repository, once it has one: the package index does not know where relative links lead
 
@@ -18,6 +18,8 @@ def for_the_index(text: str) -> str:
 # No upper bounds of what torch brings along: Triton and NVSHMEM are those of the torch that is installed, and pip would
 # take an older torch for them. docs/limits.md says which are tested; `allscan doctor` compares.
 NVSHMEM = ">=3.4"
+# Links in allscan/, which find_packages would follow; files that it would leave out, in a checkout without links
+LINKED = "allscan.bindings", "allscan.shmem_kernels"
 FLA = "flash-linear-attention>=0.6,<0.7"
 
 setup(
@@ -31,16 +33,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[
-        "allscan",
-        "allscan.gla",
-        "allscan.delta",
-        "allscan.integrations",
-        "allscan.tools",
-        "allscan.shmem_kernels",
-        "allscan.bindings",
-    ],
-    package_dir={"allscan.shmem_kernels": "shmem_kernels", "allscan.bindings": "bindings"},
+    packages=[*find_packages(include=["allscan*"], exclude=[f"{name}*" for name in LINKED]), *LINKED],
+    package_dir={name: name.partition(".")[2] for name in LINKED},
     package_data={"allscan": ["py.typed"]},
     install_requires=["torch>=2.11", "triton>=3.6", "numpy"],
     extras_require={

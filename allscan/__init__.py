@@ -1,9 +1,13 @@
 """All-Scan and ZeCO: sequence parallelism for linear attention. See README.md."""
 
 import importlib
+import os as _os
 from typing import TYPE_CHECKING, Any
 
-from .bindings import versions as _versions
+if not _os.path.isdir(_os.path.join(__path__[0], "bindings")):  # a checkout without symbolic links
+    __path__.append(_os.path.dirname(__path__[0]))
+
+from .bindings import versions as _versions  # noqa: E402
 
 _refused = _versions.refusal(*_versions.ALL)
 _cause: Exception | None = None

@@ -157,7 +157,9 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
         target,
         ROOT,
     ]
-    subprocess.run(command, check=True, capture_output=True)
+    config = tmp_path / "build.cfg"  # else setuptools takes what an earlier build has left in build/
+    config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DIST_EXTRA_CONFIG": str(config)})
     code = "import allscan, allscan.device, allscan.bindings.arena as h; print(allscan.__file__, h.__file__)"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": target}
     done = subprocess.run(
@@ -166,6 +168,28 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
     assert all(path.startswith(target) for path in done.stdout.split())
     assert sorted(name for name in os.listdir(target) if not name.endswith("info") and name != "bin") == ["allscan"]
     assert os.path.exists(os.path.join(target, "allscan", "py.typed"))
+    installed = os.path.join(target, "allscan")
+    folders = os.path.join(ROOT, "allscan"), installed
+    here, there = ({os.path.relpath(path, folder) for path in python_files(folder)} for folder in folders)
+    assert here == there
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(not os.path.exists(os.path.join(ROOT, ".git")), reason="needs git")
+def test_a_checkout_without_symbolic_links(tmp_path):
+    """It imports where it lies, and has the sources of one with links."""
+    clone = str(tmp_path / "clone")
+    subprocess.run(["git", "clone", "-q", "-c", "core.symlinks=false", ROOT, clone], check=True, capture_output=True)
+    assert os.path.isfile(os.path.join(clone, "allscan", "bindings"))
+    code = """
+        import os, allscan, allscan.tools.ranks as ranks, allscan.bindings.arena as h, allscan.shmem_kernels.scan as s
+        from allscan.tools.provenance import source_hash
+        print(os.path.dirname(allscan.__file__), h.__file__, s.__file__, source_hash())
+    """
+    paths, with_links = [python(code, tmp_path, PYTHONPATH=path).stdout.split() for path in (clone, ROOT)]
+    assert len(paths) == 4 and all(path.startswith(clone) for path in paths[:3]), paths
+    if not subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True).stdout:
+        assert paths[3] == with_links[3]
 
 
 def python(code, tmp_path, **environment):
