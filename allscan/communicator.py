@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .algorithms import check_algorithm, choose, runs
 from .bindings import versions
 from .bindings.interpreter import prepare_interpreter
+from .bindings.torch_compat import current_stream_of, forward_ad, transforms_active
 from .checks import has_tangents, integer, switch
 from .compiling import watch
 from .errors import AllScanOutOfStep, AllScanTimeout
@@ -26,7 +27,6 @@ from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone,
 from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
 from .streams import Streams
-from .torch_compat import current_stream_of, forward_ad, transforms_active
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)

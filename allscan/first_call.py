@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
+from .bindings.torch_compat import without_dispatch_modes
 from .checks import boundaries
 from .collective import AllScan
 from .communicator import Communicator, cached_on
@@ -17,7 +18,6 @@ from .rendezvous import by_rank, differing
 from .runtime import outside_inference_mode
 from .shmem_kernels.gla_blocks import FIRST, LAST
 from .tiling import cdiv
-from .torch_compat import without_dispatch_modes
 
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 KEPT = 256  # partitions of cu_seqlens, tables, and calls that were checked, that a communicator keeps

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from .bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
 from .checks import boundaries, refuse_in_capture
 from .communicator import Communicator
 from .operators import ordered
@@ -18,7 +19,6 @@ from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 from .streams import table_stream
 from .tiling import cdiv
-from .torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
 
 T_ = TypeVar("T_")
 

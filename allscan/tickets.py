@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .torch_compat import num_dispatch_modes, without_dispatch_modes
+from .bindings.torch_compat import num_dispatch_modes, without_dispatch_modes
 
 if TYPE_CHECKING:
     from .communicator import Communicator

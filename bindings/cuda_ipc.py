@@ -8,9 +8,9 @@ import os
 
 import torch
 
-from ..torch_compat import ipc_handle, mapped
 from .arena import Arena, arena_bytes, check_alike
 from .nvshmem_host import Address
+from .torch_compat import ipc_handle, mapped
 
 _left: list[torch.Tensor] = []  # blocks into which kernels of other ranks may still write
 

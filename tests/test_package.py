@@ -28,7 +28,7 @@ from support import gpu_record
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Each file imports those above it only
 LAYERS = """
-torch_compat
+bindings.torch_compat
 bindings.versions bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
 bindings.interpreter_operations bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module
 bindings.nvshmem_device bindings.shared_memory bindings.cuda_ipc

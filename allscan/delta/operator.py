@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bindings.torch_compat import unsafe_view
 from ..bindings.versions import refusal
 from ..checks import (
     check_for_an_operator,
@@ -30,7 +31,6 @@ from ..ops import check_final, final_of_all
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from ..tickets import TICKETS
-from ..torch_compat import unsafe_view
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
 

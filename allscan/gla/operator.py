@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bindings.torch_compat import num_dispatch_modes
 from ..checks import (
     call_key,
     check_for_an_operator,
@@ -46,7 +47,6 @@ from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from ..plan import Plan
 from ..tiling import cdiv
-from ..torch_compat import num_dispatch_modes
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
 

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from ..bindings.torch_compat import operator
 from ..bindings.triton_compat import OPTIONS
 from ..first_call import cached_table
 from ..packing import Tables
 from ..shmem_kernels.merge import merge_kernel
-from ..torch_compat import operator
 from .softmax import Gather
 
 

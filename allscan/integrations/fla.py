@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..bindings.torch_compat import has_backward_hooks
 from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
@@ -20,7 +21,6 @@ from ..launching import dynamo_disabled
 from ..ops import Using
 from ..packing import Tables, boundaries_on_host
 from ..rendezvous import by_rank
-from ..torch_compat import has_backward_hooks
 from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of
 from .batches import STAMP, misfit, read

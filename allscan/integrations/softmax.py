@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..bindings.torch_compat import coalesced
 from ..halos import halo
 from ..packing import TensorKey
-from ..torch_compat import coalesced
 
 
 def chunks(tokens, zigzag=False):
