@@ -19,9 +19,9 @@ if not _refused:
         _refused, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
 if not _refused:
     from . import device, zigzag
+    from .base.errors import AllScanOutOfStep, AllScanTimeout
     from .collective import AllScan, Work
     from .communicator import Communicator
-    from .errors import AllScanOutOfStep, AllScanTimeout
     from .gla import zeco_gla
     from .halos import halo
     from .ops import allscan

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .bindings.triton_compat import launchable
-from .checks import (
+from .base.checks import (
     ScanInputs,
     Shift,
     call_key,
@@ -28,8 +27,10 @@ from .checks import (
     integer,
     plain,
 )
+from .base.errors import REMEDY, Problem
+from .base.tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
+from .bindings.triton_compat import launchable
 from .communicator import Communicator, check_communicator
-from .errors import REMEDY, Problem
 from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
 from .plan import Buffer, Plan
 from .rails import Rails
@@ -41,7 +42,6 @@ from .shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from .shmem_kernels.transition import transition_kernel
 from .streams import Beside
 from .tickets import new_tickets
-from .tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
 from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 
 _numbers = itertools.count(1)
@@ -428,7 +428,7 @@ class AllScan:
         state: float32 tensor of this AllScan's shape, on the communicator's device.
         decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
         transition: instead of a decay, float32 [..., K, K]: R_{p+1} = transition_p R_p + state_p; with ``adjoint`` the
-            transposed one. For an AllScan whose tiles are whole columns, see ``allscan.tiling.transition_tile``.
+            transposed one. For an AllScan whose tiles are whole columns, see ``allscan.base.tiling.transition_tile``.
         initial_state: like state, or None (0); used by the first rank in the direction of the scan.
         out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument otherwise.
         channel: what ``self.channel(reverse, ...)`` has returned, to be used instead of ``self.channel(reverse)``.

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from .algorithms import check_algorithm, choose, runs
+from .base.checks import has_tangents, integer, switch
+from .base.errors import AllScanOutOfStep, AllScanTimeout
 from .bindings import versions
 from .bindings.interpreter import prepare_interpreter
 from .bindings.torch_compat import current_stream_of, forward_ad, transforms_active
-from .checks import has_tangents, integer, switch
 from .compiling import watch
-from .errors import AllScanOutOfStep, AllScanTimeout
 from .graphs import MOST_BYTES, GraphCounts, Graphs
 from .order import Order, different_tags
 from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
+from .base.autograd import CustomOperator, check_saveable, inference_tensors, wants_gradient
+from .base.checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
+from .base.errors import Problem
 from .communicator import Communicator, cached_on, check_communicator, communicator_of
-from .errors import Problem
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 from .launching import dynamo_disabled
-from .operators import CustomOperator, check_saveable, inference_tensors, wants_gradient
 from .ops import scan_once, scan_zigzag
 from .packing import Tables, boundaries_on_host, own_boundaries
 

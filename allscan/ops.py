@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import (
+from .base.autograd import (
+    CustomOperator,
+    Function,
+    check_saveable,
+    product,
+    refuse_second_derivative,
+    wants_gradient,
+)
+from .base.checks import (
     ScanInputs,
     call_key,
     check_tensor,
@@ -18,22 +26,14 @@ from .checks import (
     plain_or_traced,
     restored,
 )
+from .base.errors import Problem
+from .base.tiling import transition_tile
 from .collective import AllScan, PreparedScan, Work, check_out, leaves
 from .communicator import Communicator, check_communicator, communicator_of, saved_tensors
-from .errors import Problem
 from .first_call import get_or_create_scan, remember_call
 from .launching import dynamo_disabled
-from .operators import (
-    CustomOperator,
-    Function,
-    check_saveable,
-    product,
-    refuse_second_derivative,
-    wants_gradient,
-)
 from .order import PendingBackward, recomputing
 from .tickets import borrow_ticket
-from .tiling import transition_tile
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 

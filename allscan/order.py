@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .base.errors import REMEDY, AllScanOutOfStep, names_of
 from .bindings.torch_compat import in_backward, stops_recomputation
 from .compiling import give_up
-from .errors import REMEDY, AllScanOutOfStep, names_of
 from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
 from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 

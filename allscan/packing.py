@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from .base.autograd import ordered
+from .base.checks import boundaries, refuse_in_capture
+from .base.tiling import cdiv
 from .bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
-from .checks import boundaries, refuse_in_capture
 from .communicator import Communicator
-from .operators import ordered
 from .plan import ALIGNMENT
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 from .streams import table_stream
-from .tiling import cdiv
 
 T_ = TypeVar("T_")
 

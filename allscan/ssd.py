@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_dense, check_halves, check_tensor, integer, is_zigzag
+from .base.autograd import check_saveable, product, wants_gradient
+from .base.checks import check_dense, check_halves, check_tensor, integer, is_zigzag
+from .base.errors import Problem
 from .communicator import Communicator, check_communicator
-from .errors import Problem
 from .first_call import (
     cached_table,
     check_gates,
@@ -24,7 +25,6 @@ from .first_call import (
     partition_start,
 )
 from .launching import dynamo_disabled
-from .operators import check_saveable, product, wants_gradient
 from .ops import Using, allscan, check_final, final_of_all
 from .packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 
+from .base.errors import Problem
 from .bindings.arena import ALIGNMENT
 from .communicator import Communicator
-from .errors import Problem
 from .rendezvous import by_rank, differing
 from .shmem_kernels import wait
 from .shmem_kernels.channel import Channel

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import boundaries
+from .base.autograd import CustomOperator
+from .base.checks import boundaries
+from .base.errors import REMEDY, Problem
 from .communicator import Communicator, cached_on, check_communicator, communicator_of
-from .errors import REMEDY, Problem
 from .first_call import KEPT, ask_all
-from .operators import CustomOperator
 from .packing import boundaries_on_host
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.base.tiling import transition_tile
 from allscan.reference import allscan_reference
-from allscan.tiling import transition_tile
 from allscan.tools.ranks import Ranks
 from bench.harness import Table, group_of, quantiles, results, slowest, stopwatches
 

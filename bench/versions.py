@@ -23,12 +23,12 @@ from functools import partial
 import torch
 
 import allscan
+from allscan.base.tiling import transition_blocks, transition_tile
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launching import Launch
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
-from allscan.tiling import transition_blocks, transition_tile
 from allscan.tools.virtual import VirtualRanks
 from bench import local, tuning
 from bench.harness import capture, checked, inputs, machine, quantiles, sample, step

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from allscan.base.tiling import transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
@@ -24,7 +25,6 @@ from allscan.shmem_kernels.rails import RAILS, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.streams import Streams
-from allscan.tiling import transition_blocks, transition_tile
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
 from support.delta import kept_for

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import allscan
 from allscan import zigzag
-from allscan.operators import CustomOperator
+from allscan.base.autograd import CustomOperator
 from support.fla import import_fla
 from support.values import backend_of_gpus, error, raised
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import allscan
-from allscan.checks import Shift
+from allscan.base.checks import Shift
 from allscan.integrations import softmax
 from allscan.reference import delta_reference, gla_reference, ssd_reference
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions

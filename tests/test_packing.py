@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
 from allscan import first_call, packing
+from allscan.base.autograd import REVISION
 from allscan.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
 from allscan.launching import Launch
-from allscan.operators import REVISION
 from allscan.packing import Layout, cut, most_segments, segment_length
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from support.packed import calls, differ, forward_and_backward

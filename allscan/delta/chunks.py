@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import described, plain, restored
+from ..base.autograd import Function
+from ..base.checks import described, plain, restored
 from ..communicator import communicator_of, saved_tensors
-from ..operators import Function
 from ..packing import CHUNK_TOKENS, Layout
 from ..traces import Traced
 from .passes import StatePass

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bindings.torch_compat import unsafe_view
-from ..bindings.versions import refusal
-from ..checks import (
+from ..base.autograd import Operator, check_saveable, refuse_second_derivative
+from ..base.checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -23,10 +22,11 @@ from ..checks import (
     restored,
     signature_of,
 )
+from ..base.errors import Problem
+from ..bindings.torch_compat import unsafe_view
+from ..bindings.versions import refusal
 from ..communicator import Communicator, check_communicator, communicator_of, saved_tensors
-from ..errors import Problem
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
-from ..operators import Operator, check_saveable, refuse_second_derivative
 from ..ops import check_final, final_of_all
 from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries

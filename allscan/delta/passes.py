@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.errors import Problem
+from ..base.tiling import cdiv, next_power_of_2, transition_tile
 from ..collective import AllScan
 from ..communicator import Communicator, cached_on
-from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..packing import CHUNK_TOKENS, KEPT, Layout
 from ..plan import Plan
@@ -22,7 +23,6 @@ from ..shmem_kernels.delta import (
     summary_kernel,
 )
 from ..tickets import zigzag_channels
-from ..tiling import cdiv, next_power_of_2, transition_tile
 from ..traces import Traced
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..base.errors import Problem
 from ..collective import AllScan
 from ..communicator import Communicator, communicator_of
-from ..errors import Problem
 from ..first_call import get_or_create_scan
 from ..order import PendingBackward, pending_backwards
 from ..plan import Buffer, Plan

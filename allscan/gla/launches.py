@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..base.tiling import cdiv, default_tile, next_power_of_2
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from ..plan import WORD, Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
@@ -26,7 +27,6 @@ from ..shmem_kernels.gla_fwd import (
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ..streams import LONG
 from ..tickets import TICKETS
-from ..tiling import cdiv, default_tile, next_power_of_2
 from .carrier import StateCarrier
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bindings.torch_compat import num_dispatch_modes
-from ..checks import (
+from ..base.autograd import (
+    CustomOperator,
+    Function,
+    check_saveable,
+    refuse_second_derivative,
+    wants_gradient,
+    watched,
+)
+from ..base.checks import (
     call_key,
     check_for_an_operator,
     check_halves,
@@ -23,8 +30,10 @@ from ..checks import (
     restored,
     signature_of,
 )
+from ..base.errors import Problem
+from ..base.tiling import cdiv
+from ..bindings.torch_compat import num_dispatch_modes
 from ..communicator import Communicator, check_communicator, saved_tensors
-from ..errors import Problem
 from ..first_call import (
     check_first,
     check_packed,
@@ -34,19 +43,10 @@ from ..first_call import (
     find_layout,
     remember_call,
 )
-from ..operators import (
-    CustomOperator,
-    Function,
-    check_saveable,
-    refuse_second_derivative,
-    wants_gradient,
-    watched,
-)
 from ..ops import check_final, final_of_all
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from ..plan import Plan
-from ..tiling import cdiv
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checks import is_zigzag
+from ..base.checks import is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..rendezvous import by_rank
 from .softmax import chunks, refuse

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..base.checks import boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
-from ..checks import boundaries, is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start

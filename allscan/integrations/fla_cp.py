@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.tiling import transition_tile
 from ..communicator import Communicator, check_communicator
 from ..delta.passes import StatePass, delta_segment_length
 from ..first_call import cached_table, get_or_create_scan
 from ..halos import halo
 from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
-from ..tiling import transition_tile
 from . import needing
 
 with needing(__name__, "flash-linear-attention"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 
-from ..checks import is_zigzag
+from ..base.checks import is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule
 from ..first_call import partition_start

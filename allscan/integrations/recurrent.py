@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..checks import has_tangents
+from ..base.autograd import product
+from ..base.checks import has_tangents
 from ..collective import leaves
 from ..first_call import cached_table
 from ..halos import halo, halo_of_ends
 from ..launching import dynamo_disabled
-from ..operators import product
 from ..ops import Using, allscan, final_of_all
 from ..packing import Tables
 

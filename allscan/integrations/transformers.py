@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from ..checks import boundaries, is_zigzag
+from ..base.checks import boundaries, is_zigzag
 from ..communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..ops import Using

@@ -63,8 +63,8 @@ def report() -> list[str]:
     """Print what this machine has. What it needs and is missing."""
     import torch
 
+    from ..base.checks import switch
     from ..bindings.arena import arena_bytes
-    from ..checks import switch
 
     gpus = torch.cuda.device_count()
     needs = []

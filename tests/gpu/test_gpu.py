@@ -15,9 +15,9 @@ import triton.language as tl
 
 import allscan
 from allscan import runtime
+from allscan.base.tiling import transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.reference import allscan_reference, gla_reference
-from allscan.tiling import transition_tile
 from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
 from support.gla import check, gates, gla_case

@@ -54,7 +54,7 @@ def every_kernel() -> None:
             assert max(errors.values()) < (1e-5 if dtype == F32 else 2e-2), (K, V, kind, errors)
         for K, V in ((24, 40), (128, 128), (200, 64)):
             state, transition = (torch.randn(3, K, width, device="cuda") for width in (V, K))
-            tile = allscan.tiling.transition_tile(K)
+            tile = allscan.base.tiling.transition_tile(K)
             with allscan.AllScan(comm, (3, K, V), tile=tile) as scan:
                 for reverse, adjoint in itertools.product((False, True), repeat=2):
                     scan.scan(state, transition=transition, adjoint=adjoint, initial_state=state, reverse=reverse)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan import rendezvous
-from allscan.tiling import transition_tile
+from allscan.base.tiling import transition_tile
 
 from .gla import gates
 from .values import chunks, place, raised

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bindings.torch_compat import forward_ad
+from ..bindings.torch_compat import forward_ad
 
 
 class Shift(NamedTuple):

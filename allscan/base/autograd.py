@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bindings.torch_compat import (
+from ..bindings.torch_compat import (
     bare_apply,
     compiled_effects,
     left_out_arguments,
