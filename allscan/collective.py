@@ -31,8 +31,15 @@ from .base.errors import REMEDY, Problem
 from .base.tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
 from .bindings.triton_compat import launchable
 from .communicator import Communicator, check_communicator
-from .launching import Launch, channel_addresses, dynamo_disabled, prefer_shared_memory_carveout, with_nvshmem
-from .plan import Buffer, Plan
+from .launch.compiled_kernel import (
+    Launch,
+    channel_addresses,
+    dynamo_disabled,
+    prefer_shared_memory_carveout,
+    with_nvshmem,
+)
+from .launch.plan import Buffer, Plan
+from .launch.streams import Beside
 from .rails import Rails
 from .runtime import outside_inference_mode
 from .shmem_kernels.channel import Channel
@@ -40,7 +47,6 @@ from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel
 from .shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from .shmem_kernels.transition import transition_kernel
-from .streams import Beside
 from .tickets import new_tickets
 from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 

@@ -21,12 +21,12 @@ from .bindings import versions
 from .bindings.interpreter import prepare_interpreter
 from .bindings.torch_compat import current_stream_of, forward_ad, transforms_active
 from .compiling import watch
-from .graphs import MOST_BYTES, GraphCounts, Graphs
+from .launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
+from .launch.streams import Streams
 from .order import Order, different_tags
 from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
 from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .shmem_kernels import wait
-from .streams import Streams
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)

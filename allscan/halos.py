@@ -15,7 +15,7 @@ from .base.checks import ScanInputs, Shift, check_dense, check_halves, integer, 
 from .base.errors import Problem
 from .communicator import Communicator, cached_on, check_communicator, communicator_of
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
-from .launching import dynamo_disabled
+from .launch.compiled_kernel import dynamo_disabled
 from .ops import scan_once, scan_zigzag
 from .packing import Tables, boundaries_on_host, own_boundaries
 

@@ -31,7 +31,7 @@ from .base.tiling import transition_tile
 from .collective import AllScan, PreparedScan, Work, check_out, leaves
 from .communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from .first_call import get_or_create_scan, remember_call
-from .launching import dynamo_disabled
+from .launch.compiled_kernel import dynamo_disabled
 from .order import PendingBackward, recomputing
 from .tickets import borrow_ticket
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .launching import Launch
+from .launch.compiled_kernel import Launch
 from .shmem_kernels import rails as kernels
 from .shmem_kernels import wait
 from .shmem_kernels.channel import Channel

@@ -24,7 +24,7 @@ from .first_call import (
     looks_at_gates,
     partition_start,
 )
-from .launching import dynamo_disabled
+from .launch.compiled_kernel import dynamo_disabled
 from .ops import Using, allscan, check_final, final_of_all
 from .packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST

@@ -14,7 +14,7 @@ import allscan
 from allscan.first_call import remember_agreement
 from allscan.gla import zeco_gla_by
 from allscan.gla.carrier import record_call, register
-from allscan.streams import SCANS
+from allscan.launch.streams import SCANS
 
 
 @triton.jit

@@ -25,7 +25,7 @@ import torch
 import allscan
 from allscan.base.tiling import transition_blocks, transition_tile
 from allscan.bindings.triton_compat import OPTIONS
-from allscan.launching import Launch
+from allscan.launch.compiled_kernel import Launch
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel

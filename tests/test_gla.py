@@ -21,9 +21,9 @@ import allscan
 from allscan import packing, rendezvous
 from allscan.communicator import cached_on
 from allscan.gla import operator
-from allscan.launching import Launch
+from allscan.launch.compiled_kernel import Launch
+from allscan.launch.streams import Streams
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
-from allscan.streams import Streams
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
 from support.values import backend_of_gpus, place, raised, relative
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan import runtime
-from allscan.launching import Launch
+from allscan.launch.compiled_kernel import Launch
 from support.fla import import_fla
 from support.values import raised
 

@@ -17,7 +17,7 @@ from allscan import first_call, packing
 from allscan.base.autograd import REVISION
 from allscan.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
-from allscan.launching import Launch
+from allscan.launch.compiled_kernel import Launch
 from allscan.packing import Layout, cut, most_segments, segment_length
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from support.packed import calls, differ, forward_and_backward

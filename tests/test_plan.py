@@ -21,14 +21,14 @@ import triton.language as tl
 from triton.backends.nvidia.driver import CudaLauncher
 
 import allscan
-from allscan import graphs, launching, streams
 from allscan.bindings import cuda_driver, nvshmem_module, triton_compat
 from allscan.bindings.cuda_driver import parameter_sizes
 from allscan.collective import Work
 from allscan.gla import launches
-from allscan.launching import Launch
+from allscan.launch import compiled_kernel, graph_cache, streams
+from allscan.launch.compiled_kernel import Launch
+from allscan.launch.plan import OWN, Plan
 from allscan.packing import Layout, Piece
-from allscan.plan import OWN, Plan
 from allscan.shmem_kernels.scan import scan_kernel
 from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
 
@@ -308,7 +308,7 @@ def a_plan_with_side_streams(made, some):
 def test_a_graph_is_built_of_nodes(monkeypatch):
     """In whatever order its edges allow it gives what the launches do; each kernel has the priority of its stream, the
     parameters that its machine code reads, and no stream captures."""
-    made = graphs.Graphs()
+    made = graph_cache.Graphs()
     with (
         fake_gpu({"sum_kernel": as_sum}, with_graphs=True) as gpu,
         side_streams(monkeypatch) as some,
@@ -427,7 +427,7 @@ class Middle:
 
 def edges_of(plan, carrier):
     found = Edges()
-    plan.build(graphs.Builder(found, carrier, [0] * 32))
+    plan.build(graph_cache.Builder(found, carrier, [0] * 32))
     return found
 
 
@@ -465,7 +465,7 @@ def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
         assert found.behind["grad_kernel"] == {"output_kernel"}
 
 
-NODE = graphs.NODE_BYTES
+NODE = graph_cache.NODE_BYTES
 
 
 def test_an_empty_buffer_is_no_node():
@@ -474,7 +474,7 @@ def test_an_empty_buffer_is_no_node():
     x = plan.given(torch.zeros(0, 8))
     plan.zero(x)
     plan.zero(plan.output(4))
-    plan.build(graphs.Builder(found, None, [0] * 4))
+    plan.build(graph_cache.Builder(found, None, [0] * 4))
     assert found.names == ["zeros"] and plan.num_nodes == 1
     assert torch.equal(plan.run(None, torch.zeros(0, 8))[0], torch.zeros(4))
 
@@ -504,13 +504,13 @@ def runs(made, gpu, *keys, sequence=None):
 
 
 def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
-    made = graphs.Graphs(3 * 2 * NODE)
+    made = graph_cache.Graphs(3 * 2 * NODE)
     with fake_gpu({}, with_graphs=True) as gpu:
         assert runs(made, gpu, *"abaab") == ["launched", "launched", "graph", "graph", "graph"]
-        monkeypatch.setattr(graphs, "capturing", lambda: True)
+        monkeypatch.setattr(graph_cache, "capturing", lambda: True)
         assert runs(made, gpu, *"ab") == ["launched", "launched"], "in a capture of the caller's"
-        monkeypatch.setattr(graphs, "capturing", lambda: False)
-        monkeypatch.setattr(graphs, "current_device", lambda: 1)
+        monkeypatch.setattr(graph_cache, "capturing", lambda: False)
+        monkeypatch.setattr(graph_cache, "current_device", lambda: 1)
         assert runs(made, gpu, "a") == ["launched"], "on another device"
         made.close()
 
@@ -518,7 +518,7 @@ def test_what_came_twice_is_launched_as_a_graph(monkeypatch):
 def test_memory_of_graphs_is_bounded():
     """Of three graphs that there is room for: more addresses in turn than that do not take each other's place, and are
     counted; addresses that do not come any more make room."""
-    made = graphs.Graphs(3 * 2 * NODE)
+    made = graph_cache.Graphs(3 * 2 * NODE)
     with fake_gpu({}, with_graphs=True) as gpu:
         for i in range(5):
             how = runs(made, gpu, *"abcde")
@@ -530,12 +530,12 @@ def test_memory_of_graphs_is_bounded():
         assert how == ["graph"] * 3 and made.counts().kept == len(gpu.cuda.executables) == 3
         made.forget(1)
         assert not gpu.cuda.executables and made.counts().bytes == 0
-    assert graphs.Graphs(0).counts().enabled is False
+    assert graph_cache.Graphs(0).counts().enabled is False
 
 
 def test_more_than_128_addresses_of_a_plan_become_graphs():
     """Layers times micro-batches."""
-    made = graphs.Graphs()
+    made = graph_cache.Graphs()
     with fake_gpu({}, with_graphs=True) as gpu:
         for i in range(3):
             assert set(runs(made, gpu, *range(1000))) == {"graph" if i else "launched"}
@@ -544,7 +544,7 @@ def test_more_than_128_addresses_of_a_plan_become_graphs():
 
 
 def test_a_plans_graphs_go_with_it(monkeypatch):
-    made = graphs.Graphs()
+    made = graph_cache.Graphs()
     with fake_gpu({"sum_kernel": as_sum}, with_graphs=True) as gpu, the_same_memory(monkeypatch) as run:
         plan = Plan(made)
         x = plan.given(torch.zeros(8))
@@ -565,7 +565,7 @@ def test_a_plans_graphs_go_with_it(monkeypatch):
 )
 def test_a_graph_that_cannot_be_made_is_no_error(function):
     """It is counted, with the driver's name for the error; after three of one plan in a row no other is tried."""
-    made, sequence = graphs.Graphs(), Sequence(1)
+    made, sequence = graph_cache.Graphs(), Sequence(1)
     with fake_gpu({}, with_graphs=True) as gpu:
         gpu.cuda.fails[function] = 2
         assert runs(made, gpu, *"aa", sequence=sequence) == ["launched"] * 2
@@ -665,19 +665,19 @@ class Unloaded:
 def test_what_keeps_a_number_of_a_kernel_holds_it(kept, monkeypatch):
     """Of its function or its module, which another one may have as soon as this one is unloaded."""
     loaded, told = [], []
-    monkeypatch.setattr(launching, "set_shared_memory_carveout", lambda function, percent: told.append(function))
+    monkeypatch.setattr(compiled_kernel, "set_shared_memory_carveout", lambda function, percent: told.append(function))
     state = types.SimpleNamespace(cumodule_init=lambda module: told.append(module))
     monkeypatch.setattr(nvshmem_module, "load", lambda: state)
     monkeypatch.setattr(nvshmem_module, "initialized_modules", {})
     monkeypatch.setattr(triton_compat, "_held", set())
-    monkeypatch.setattr(launching, "_preferring", set())
+    monkeypatch.setattr(compiled_kernel, "_preferring", set())
     for _ in range(2):
         kernel = Unloaded(loaded)
         for _ in range(2):
             if kept == "launcher":  # a graph of a caller's has the number, and not even the launcher
                 triton_compat.launcher(kernel, (1, 1, 1), [None], [0], lambda device: 0, 0)([16])
             elif kept == "carveout":
-                launching.prefer_shared_memory_carveout(kernel)
+                compiled_kernel.prefer_shared_memory_carveout(kernel)
             else:
                 nvshmem_module.initialize_module(kernel)
         del kernel

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.launching import Launch
+from allscan.launch.compiled_kernel import Launch
 from allscan.traces import ATTEMPTS, Traced
 from support.fake_gpu import fake_gpu, floats
 

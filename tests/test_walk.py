@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan import communicator, graphs, launching, packing, streams
+from allscan import communicator, packing
+from allscan.launch import compiled_kernel, graph_cache, streams
 
 pytestmark = pytest.mark.cpu
 
@@ -70,16 +71,16 @@ def as_on_a_gpu(comm):
         return None
 
     for found in gc.get_objects():
-        if issubclass(type(found), launching.Launch):
+        if issubclass(type(found), compiled_kernel.Launch):
             found.ready, found.at = True, nothing
         elif issubclass(type(found), packing.Tables):
             found._streams = {0}  # has been read there
-    for module in (communicator, graphs, streams, launching, packing):
+    for module in (communicator, graph_cache, streams, compiled_kernel, packing):
         for name, value in {"capturing": False, "current_stream_of": 0, "current_device": -1}.items():
             if hasattr(module, name):
                 setattr(module, name, lambda *_, value=value: value)
     comm.graphs._graphs = Always()
-    comm.graphs._graphs.kept = graphs._Kept(type("Graph", (), {"launch": nothing})(), 0)
+    comm.graphs._graphs.kept = graph_cache._Kept(type("Graph", (), {"launch": nothing})(), 0)
     comm.streams.cuda, comm.streams.last_number = True, 0
 
 

@@ -13,8 +13,8 @@ from ..base.tiling import cdiv, next_power_of_2, transition_tile
 from ..collective import AllScan
 from ..communicator import Communicator, cached_on
 from ..first_call import get_or_create_scan
+from ..launch.plan import Plan
 from ..packing import CHUNK_TOKENS, KEPT, Layout
-from ..plan import Plan
 from ..shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..base.tiling import cdiv, default_tile, next_power_of_2
+from ..launch.plan import WORD, Buffer, Plan
+from ..launch.streams import LONG
 from ..packing import CHUNK_TOKENS, Layout, most_segments, segment_length
-from ..plan import WORD, Buffer, Plan
 from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ..shmem_kernels.gla_fwd import (
     carry_kernel,
@@ -25,7 +26,6 @@ from ..shmem_kernels.gla_fwd import (
     state_kernel,
 )
 from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
-from ..streams import LONG
 from ..tickets import TICKETS
 from .carrier import StateCarrier
 

@@ -43,10 +43,10 @@ from ..first_call import (
     find_layout,
     remember_call,
 )
+from ..launch.plan import Plan
 from ..ops import check_final, final_of_all
 from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
-from ..plan import Plan
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
 

@@ -17,7 +17,7 @@ from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
 from ..halos import halo_of_ends
-from ..launching import dynamo_disabled
+from ..launch.compiled_kernel import dynamo_disabled
 from ..ops import Using
 from ..packing import Tables, boundaries_on_host
 from ..rendezvous import by_rank

@@ -15,7 +15,7 @@ from ..base.checks import has_tangents
 from ..collective import leaves
 from ..first_call import cached_table
 from ..halos import halo, halo_of_ends
-from ..launching import dynamo_disabled
+from ..launch.compiled_kernel import dynamo_disabled
 from ..ops import Using, allscan, final_of_all
 from ..packing import Tables
 

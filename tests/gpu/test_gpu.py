@@ -588,7 +588,7 @@ def streams_case(group):
 
 ENDS = """
 import gc, weakref, torch, allscan
-from allscan.streams import SCANS
+from allscan.launch.streams import SCANS
 streams = []
 for _ in range(2):
     with allscan.Communicator() as comm:

@@ -15,8 +15,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from allscan import graphs, launching, traces
+from allscan import traces
 from allscan.bindings import cuda_driver
+from allscan.launch import compiled_kernel, graph_cache
 from support.sm90 import parameters_in
 
 LOADED: dict[int, tuple] = {}  # kernels of the process by CUDA function: (name, source, bytes of each parameter)
@@ -226,12 +227,12 @@ def fake_gpu(kernels, with_graphs=False):
     before = driver._active
     driver.set_active(made)
     patches = (
-        mock.patch.object(launching.torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(launching, "current_stream_of", lambda device: 0),
+        mock.patch.object(compiled_kernel.torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(compiled_kernel, "current_stream_of", lambda device: 0),
         mock.patch.object(traces, "capturing", lambda: False),
-        mock.patch.object(graphs, "capturing", lambda: False),
-        mock.patch.object(graphs, "current_stream_of", lambda device: 0),
-        mock.patch.object(graphs, "current_device", lambda: -1 if with_graphs else 0),  # -1 is that of the tensors
+        mock.patch.object(graph_cache, "capturing", lambda: False),
+        mock.patch.object(graph_cache, "current_stream_of", lambda device: 0),
+        mock.patch.object(graph_cache, "current_device", lambda: -1 if with_graphs else 0),  # -1 is that of the tensors
         mock.patch.object(cuda_driver, "_library", lambda: made.cuda),
     )
     with contextlib.ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from .bindings.cuda_driver import ExecutableGraph, Graph, KernelNode, new_graph
+from ..bindings.cuda_driver import ExecutableGraph, Graph, KernelNode, new_graph
 from .streams import capturing, current_device, current_stream_of
 
 MOST_BYTES = 256 << 20  # of GPU memory, that the graphs of a communicator take by default

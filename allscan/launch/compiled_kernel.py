@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .bindings import nvshmem_module
-from .bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
-from .bindings.triton_compat import OPTIONS, kernel_node, launchable, launcher
-from .shmem_kernels.channel import Channel
+from ..bindings import nvshmem_module
+from ..bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
+from ..bindings.triton_compat import OPTIONS, kernel_node, launchable, launcher
+from ..shmem_kernels.channel import Channel
 from .streams import current_stream_of
 
 P = ParamSpec("P")

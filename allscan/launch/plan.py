@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bindings.triton_compat import launchable
-from .graphs import Builder, Graphs
-from .launching import Launch
+from ..bindings.triton_compat import launchable
+from .compiled_kernel import Launch
+from .graph_cache import Builder, Graphs
 from .streams import Side
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
@@ -49,7 +49,7 @@ class Plan:
 
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is an allocation for
     each output and one for all else, the addresses in them, and launches; those are one CUDA graph where the same
-    addresses have come before and nothing else is recorded, see :class:`allscan.graphs.Graphs`. In the interpreter, and
+    addresses have come before and nothing else is recorded, see :class:`allscan.launch.graph_cache.Graphs`. In the interpreter, and
     where a :class:`Launch` has to go through Triton, every buffer is a tensor.
 
     graphs: those of the communicator; None: nothing becomes a graph.

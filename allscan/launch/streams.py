@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .bindings import cuda_driver
-from .bindings.torch_compat import capturing, current_device, current_stream_of
+from ..bindings import cuda_driver
+from ..bindings.torch_compat import capturing, current_device, current_stream_of
 
 # Priorities of a communicator's own streams. SCANS: what other ranks wait for. LONG: kernels of few long programs,
 # which are to begin before what is left of the many short ones on the caller's stream
