@@ -21,11 +21,11 @@ if not _refused:
     from . import device, zigzag
     from .base.errors import AllScanOutOfStep, AllScanTimeout
     from .collective import AllScan, Work
-    from .communicator import Communicator
+    from .comm.communicator import Communicator
+    from .comm.heap import finalize, init
     from .gla import zeco_gla
     from .halos import halo
     from .ops import allscan
-    from .runtime import finalize, init
     from .ssd import zeco_ssd
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from .base.checks import (
 from .base.errors import REMEDY, Problem
 from .base.tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
 from .bindings.triton_compat import launchable
-from .communicator import Communicator, check_communicator
+from .comm.communicator import Communicator, check_communicator
+from .comm.heap import outside_inference_mode
 from .launch.compiled_kernel import (
     Launch,
     channel_addresses,
@@ -41,7 +42,6 @@ from .launch.compiled_kernel import (
 from .launch.plan import Buffer, Plan
 from .launch.streams import Beside
 from .rails import Rails
-from .runtime import outside_inference_mode
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT
 from .shmem_kernels.rails import rails_kernel

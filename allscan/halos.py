@@ -13,7 +13,7 @@ from torch import Tensor
 from .base.autograd import CustomOperator, check_saveable, inference_tensors, wants_gradient
 from .base.checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
 from .base.errors import Problem
-from .communicator import Communicator, cached_on, check_communicator, communicator_of
+from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 from .launch.compiled_kernel import dynamo_disabled
 from .ops import scan_once, scan_zigzag

@@ -15,7 +15,7 @@ from .base.autograd import ordered
 from .base.checks import boundaries, refuse_in_capture
 from .base.tiling import cdiv
 from .bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
-from .communicator import Communicator
+from .comm.communicator import Communicator
 from .launch.plan import ALIGNMENT
 from .launch.streams import table_stream
 from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT

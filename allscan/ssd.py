@@ -13,7 +13,7 @@ from torch import Tensor
 from .base.autograd import check_saveable, product, wants_gradient
 from .base.checks import check_dense, check_halves, check_tensor, integer, is_zigzag
 from .base.errors import Problem
-from .communicator import Communicator, check_communicator
+from .comm.communicator import Communicator, check_communicator
 from .first_call import (
     cached_table,
     check_gates,

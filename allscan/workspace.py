@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .base.errors import Problem
 from .bindings.arena import ALIGNMENT
-from .communicator import Communicator
-from .rendezvous import by_rank, differing
+from .comm.communicator import Communicator
+from .comm.host_exchange import by_rank, differing
 from .shmem_kernels import wait
 from .shmem_kernels.channel import Channel
 from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL

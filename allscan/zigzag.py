@@ -13,7 +13,7 @@ from torch import Tensor
 from .base.autograd import CustomOperator
 from .base.checks import boundaries
 from .base.errors import REMEDY, Problem
-from .communicator import Communicator, cached_on, check_communicator, communicator_of
+from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from .first_call import KEPT, ask_all
 from .packing import boundaries_on_host
 

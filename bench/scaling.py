@@ -39,7 +39,7 @@ import sys
 
 import numpy as np
 
-from allscan.algorithms import ANY_SIZE
+from allscan.comm.topology import ANY_SIZE
 from allscan.rails import distances
 from bench.harness import results
 
@@ -123,7 +123,7 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
 
 
 def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
-    """allscan.algorithms.TABLE: the most bytes, a power of two, for which doubling is the fastest of SCANS with so many
+    """allscan.comm.topology.TABLE: the most bytes, a power of two, for which doubling is the fastest of SCANS with so many
     nodes, and then rails."""
     sizes = [1 << i for i in range(14, 31)]
     found = {}
@@ -221,7 +221,7 @@ def main(arguments=None) -> int:
                     lines.setdefault(method, ([], []))
                     lines[method][0].append(P)
                     lines[method][1].append(us)
-    print("EXTRAPOLATED: allscan.algorithms.TABLE (nodes at least, bytes at most):")
+    print("EXTRAPOLATED: allscan.comm.topology.TABLE (nodes at least, bytes at most):")
     for least, most, method in choices(fits, options.node, options.net_us, options.net_gbps):
         print(f"  {least:4d}  {'any size' if most == ANY_SIZE else f'{most / MIB:g} MiB':>9}  {method}")
     print("EXTRAPOLATED: doubling, 2 MiB, us, with 5 us and 50 GB/s / 7 us and 47 GB/s; wanted at most 120 and 150:")

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from triton import knobs
 
 import allscan
-from allscan import compiling, rendezvous
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
+from allscan.comm import compile_watch, host_exchange
 from allscan.reference import allscan_reference
 from support.faults import TIMEOUT, poisoned_case, scan_until_timeout
 from support.fla import import_fla
@@ -428,7 +428,7 @@ def test_communicators_in_threads(fresh):
 
 def missed_case():
     """Rank 1 does not come to a first call; what both call afterwards works."""
-    rendezvous.EXCHANGE_TIMEOUT_S = 2.0
+    host_exchange.EXCHANGE_TIMEOUT_S = 2.0
     with allscan.Communicator() as comm:
         allscan.allscan(torch.ones(1, 16), comm=comm)
         missed = raised(allscan.allscan, torch.ones(2, 16), comm=comm) if comm.rank == 0 else None
@@ -759,7 +759,7 @@ def compiles_by(way, seconds):
 
 
 def compiles_late_case(way, seconds, limit, first):
-    compiling.LIMIT_S = limit
+    compile_watch.LIMIT_S = limit
     with allscan.Communicator() as other:  # that no time-out breaks
         comm = allscan.Communicator(timeout=TIMEOUT)
         scan = allscan.AllScan(comm, (2, 4, 8), depth=2, tile=(4, 8))

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch._subclasses import FakeTensorMode
 
 import allscan
-from allscan import packing, rendezvous
-from allscan.communicator import cached_on
+from allscan import packing
+from allscan.comm import host_exchange
+from allscan.comm.communicator import cached_on
 from allscan.gla import operator
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
@@ -213,7 +214,7 @@ def first_token_case(group, debug):
             whole = Whole(i, 64, 1, 1, 16, 16, "weak", F32, F32, comm.device, [0, 11, 34 + 4 * (i > 1), 64])
             mine = place(comm, tokens)
             told = functools.partial(allscan.zeco_gla, first_token=mine.start)
-            before = dict(rendezvous._exchanges)
+            before = dict(host_exchange._exchanges)
             answers = [x.detach() for x in whole.ours(comm, mine, told)]
             expected = [x[:, mine] if n in (0, 2, 3, 4, 5) else x for n, x in enumerate(whole.reference())]
             assert max(relative(answers[n], expected[n]) for n in (0, 2, 3, 4, 5)) < LIMIT[F32]
@@ -222,7 +223,7 @@ def first_token_case(group, debug):
                 same = any(a <= t and mine.start < b for a, b in zip(whole.lengths, whole.lengths[1:]))
                 assert torch.equal(halo[:, n], whole.v[:, t] if same else torch.zeros_like(halo[:, n]))
             if i and not debug:
-                assert rendezvous._exchanges == before
+                assert host_exchange._exchanges == before
         wrong = [dict(first_token=-1), dict(first_token=1.0)]
         if debug:  # which a rank in the middle cannot see by itself
             wrong.append(dict(first_token=mine.start + (comm.rank == 1)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import allscan
-from allscan.runtime import init
+from allscan.comm.heap import init
 from support.megatron import (
     VOCABULARY,
     WIDTH,

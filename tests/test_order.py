@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan import runtime
+from allscan.comm import heap
 from allscan.launch.compiled_kernel import Launch
 from support.fla import import_fla
 from support.values import raised
@@ -572,7 +572,7 @@ def resync_case(group, options=None):
 
     comm = allscan.Communicator(group, **dict(timeout=0.5) | (options or {}))
     scan = allscan.AllScan(comm, (2, 4, 8))
-    free = runtime.symmetric_heap().arena.free_bytes
+    free = heap.symmetric_heap().arena.free_bytes
     state = torch.ones(2, 4, 8, device=comm.device)
     for round in range(3):
         if comm.rank != 1:
@@ -589,7 +589,7 @@ def resync_case(group, options=None):
             assert (scan.scan(i * state) == i * comm.rank).all(), (round, i)
             assert (scan.scan(i * state, reverse=True) == i * (comm.size - 1 - comm.rank)).all()
         comm.barrier()
-    assert runtime.symmetric_heap().arena.free_bytes == free
+    assert heap.symmetric_heap().arena.free_bytes == free
     comm.close()
     return True
 
@@ -676,7 +676,7 @@ def overtaking_case(group, depth):
     """Puts that are under way together arrive in any order, late by up to half a second."""
 
     allscan.init()
-    network = runtime.symmetric_heap().network
+    network = heap.symmetric_heap().network
     network.most_s = 0.3
     try:
         with allscan.Communicator(group) as comm:

@@ -37,7 +37,7 @@ shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
 shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd
 shmem_kernels.delta shmem_kernels.merge shmem_kernels
-base.errors base.checks algorithms compiling rendezvous runtime launch.streams launch.graph_cache order communicator tickets
+base.errors base.checks comm.topology comm.compile_watch comm.host_exchange comm.heap launch.streams launch.graph_cache comm.call_order comm.communicator tickets
 base.tiling launch.compiled_kernel launch.plan traces base.autograd workspace rails collective packing first_call ops halos
 gla.carrier gla.launches gla.operator gla
 delta.passes delta.chunks delta.operator delta

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import allscan
 from allscan import first_call, packing
 from allscan.base.autograd import REVISION
-from allscan.communicator import cached_on
+from allscan.comm.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
 from allscan.launch.compiled_kernel import Launch
 from allscan.packing import Layout, cut, most_segments, segment_length

@@ -11,7 +11,7 @@ from test_order import ignoring_case, other_backward_case, resync_case, shifted_
 from test_scan import gradient_case
 
 import allscan
-from allscan.algorithms import choose, runs
+from allscan.comm.topology import choose, runs
 from allscan.rails import distances
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.links import NONE

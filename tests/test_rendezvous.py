@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan import rendezvous
-from allscan.rendezvous import Rendezvous
+from allscan.comm import host_exchange
+from allscan.comm.host_exchange import Rendezvous
 from support.values import raised
 
 pytestmark = pytest.mark.cpu
@@ -119,8 +119,8 @@ def test_requests_and_keys(count):
 @pytest.mark.quick
 def test_an_exchange_fails_on_all_ranks_or_on_none(monkeypatch):
     """Rank 1 comes first and gives up; 0 and 2 come later, and meet it in the next exchange."""
-    monkeypatch.setattr(rendezvous, "EXCHANGE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
+    monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(host_exchange, "GRACE_S", 0.1)
     store = Store()
     ranks = [ThreadRank(rank, 3, store) for rank in range(3)]
 
@@ -142,7 +142,7 @@ def test_an_exchange_fails_on_all_ranks_or_on_none(monkeypatch):
 @pytest.mark.quick
 def test_the_first_rank_gives_up(monkeypatch):
     """Rank 2 does not come in time: all hear who, and of the rank that hears it late the next exchange is theirs."""
-    monkeypatch.setattr(rendezvous, "EXCHANGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.3)
     store = Store()
     ranks = [ThreadRank(rank, 3, store) for rank in range(3)]
 
@@ -157,15 +157,15 @@ def test_the_first_rank_gives_up(monkeypatch):
 
     try:
         assert together(ranks, there, there, absent) == [[0, 1, 2]] * 3
-        assert not store.words and not rendezvous._absent
+        assert not store.words and not host_exchange._absent
     finally:
-        rendezvous._absent.clear()
+        host_exchange._absent.clear()
 
 
 @pytest.mark.quick
 def test_who_did_not_come_is_not_waited_for_as_long_again(monkeypatch):
-    monkeypatch.setattr(rendezvous, "EXCHANGE_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(rendezvous, "ABSENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(host_exchange, "EXCHANGE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(host_exchange, "ABSENT_TIMEOUT_S", 0.05)
     store, times = Store(), []
     rank = ThreadRank(0, 2, store)
     try:
@@ -175,7 +175,7 @@ def test_who_did_not_come_is_not_waited_for_as_long_again(monkeypatch):
                 rank.exchange(1, "what")
             times.append(time.monotonic() - start)
     finally:
-        rendezvous._absent.clear()
+        host_exchange._absent.clear()
     assert times[0] > 0.4 and max(times[1:]) < 0.3, times
 
 
@@ -299,8 +299,8 @@ def test_a_communicator_whose_process_group_is_gone(fresh, how):
 
 def nvshmem_case():
     """What NVSHMEM's heap does of finalize(), with an NVSHMEM whose collectives would wait for ever."""
-    from allscan import runtime
     from allscan.bindings import nvshmem_host
+    from allscan.comm import heap as runtime
 
     class Forever:
         def __getattr__(self, name):
@@ -332,7 +332,7 @@ def hosting_case(port, how):
     comm = allscan.Communicator(timeout=5)
     allscan.allscan(torch.ones(1, 16), comm=comm)
     if rank:
-        rendezvous.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.0))
+        host_exchange.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.0))
     if how == "leave" and rank == 0:
         comm.__exit__(ValueError)
     elif how == "leave":

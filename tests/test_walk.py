@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan import communicator, packing
+from allscan import packing
+from allscan.comm import communicator
 from allscan.launch import compiled_kernel, graph_cache, streams
 
 pytestmark = pytest.mark.cpu

@@ -25,10 +25,10 @@ from ..base.checks import (
 from ..base.errors import Problem
 from ..bindings.torch_compat import unsafe_view
 from ..bindings.versions import refusal
-from ..communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ..comm.call_order import pending_backwards, recomputing
+from ..comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..ops import check_final, final_of_all
-from ..order import pending_backwards, recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from ..tickets import TICKETS
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.errors import Problem
 from ..base.tiling import cdiv, next_power_of_2, transition_tile
 from ..collective import AllScan
-from ..communicator import Communicator, cached_on
+from ..comm.communicator import Communicator, cached_on
 from ..first_call import get_or_create_scan
 from ..launch.plan import Plan
 from ..packing import CHUNK_TOKENS, KEPT, Layout

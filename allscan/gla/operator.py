@@ -33,7 +33,8 @@ from ..base.checks import (
 from ..base.errors import Problem
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import num_dispatch_modes
-from ..communicator import Communicator, check_communicator, saved_tensors
+from ..comm.call_order import recomputing
+from ..comm.communicator import Communicator, check_communicator, saved_tensors
 from ..first_call import (
     check_first,
     check_packed,
@@ -45,7 +46,6 @@ from ..first_call import (
 )
 from ..launch.plan import Plan
 from ..ops import check_final, final_of_all
-from ..order import recomputing
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.checks import is_zigzag
-from ..communicator import Communicator, check_communicator
-from ..rendezvous import by_rank
+from ..comm.communicator import Communicator, check_communicator
+from ..comm.host_exchange import by_rank
 from .softmax import chunks, refuse
 
 STAMP = "allscan_cut"  # the argument by which a model's forward is told

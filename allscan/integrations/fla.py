@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from ..base.checks import boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
-from ..communicator import Communicator, check_communicator
+from ..comm.communicator import Communicator, check_communicator
+from ..comm.host_exchange import by_rank
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..first_call import cached_table, partition_start
 from ..gla import zeco_gla
@@ -20,7 +21,6 @@ from ..halos import halo_of_ends
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops import Using
 from ..packing import Tables, boundaries_on_host
-from ..rendezvous import by_rank
 from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of
 from .batches import STAMP, misfit, read

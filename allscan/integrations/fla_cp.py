@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.tiling import transition_tile
-from ..communicator import Communicator, check_communicator
+from ..comm.communicator import Communicator, check_communicator
 from ..delta.passes import StatePass, delta_segment_length
 from ..first_call import cached_table, get_or_create_scan
 from ..halos import halo

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 
 from ..base.checks import is_zigzag
-from ..communicator import Communicator, check_communicator
+from ..comm.communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule
 from ..first_call import partition_start
 from ..packing import boundaries_on_host, cut, zigzag_cut

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from ..base.checks import boundaries, is_zigzag
-from ..communicator import Communicator, check_communicator
+from ..comm.communicator import Communicator, check_communicator
+from ..comm.host_exchange import by_rank
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..ops import Using
 from ..packing import boundaries_on_host, cut
-from ..rendezvous import by_rank
 from ..ssd import zeco_ssd
 from ..zigzag import zigzag_positions
 from . import needing

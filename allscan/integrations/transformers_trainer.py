@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..rendezvous import by_rank
+from ..comm.host_exchange import by_rank
 from . import needing
 from .batches import CUT, checksum, cut_batch, tokens_of_ranks
 from .softmax import chunks

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime import init
+from ..comm.heap import init
 
 LOOPBACK = "127.0.0.1"
 # What ranks without GPUs have imported when they start; torch imports the latter at an operator's first call

@@ -25,11 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..algorithms import ALGORITHMS
 from ..base.errors import AllScanTimeout
 from ..base.tiling import scan_tile
 from ..bindings.interpreter import prepare_interpreter
 from ..bindings.triton_compat import OPTIONS
+from ..comm.topology import ALGORITHMS
 from ..launch.streams import Streams
 from ..rails import Rails, warps_of
 from ..shmem_kernels import wait

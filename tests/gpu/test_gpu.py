@@ -14,9 +14,9 @@ import torch.distributed as dist
 import triton.language as tl
 
 import allscan
-from allscan import runtime
 from allscan.base.tiling import transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
+from allscan.comm import heap as runtime
 from allscan.reference import allscan_reference, gla_reference
 from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.communicator import cached_on
+from allscan.comm.communicator import cached_on
 from allscan.reference import gla_reference
 
 from .values import chunks, place, relative_all

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan import rendezvous
 from allscan.base.tiling import transition_tile
+from allscan.comm import host_exchange
 
 from .gla import gates
 from .values import chunks, place, raised
@@ -678,7 +678,7 @@ class Cycle:
         self.free = None
 
     def arena(self):
-        from allscan.runtime import symmetric_heap
+        from allscan.comm.heap import symmetric_heap
 
         return symmetric_heap().arena
 
@@ -1048,5 +1048,5 @@ def _without_adjoint(call):
 
 
 def cycle_case(seed):
-    rendezvous.EXCHANGE_TIMEOUT_S = 60.0  # of ranks that end with this test
+    host_exchange.EXCHANGE_TIMEOUT_S = 60.0  # of ranks that end with this test
     Cycle(seed).run()

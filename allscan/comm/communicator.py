@@ -14,19 +14,19 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from .algorithms import check_algorithm, choose, runs
-from .base.checks import has_tangents, integer, switch
-from .base.errors import AllScanOutOfStep, AllScanTimeout
-from .bindings import versions
-from .bindings.interpreter import prepare_interpreter
-from .bindings.torch_compat import current_stream_of, forward_ad, transforms_active
-from .compiling import watch
-from .launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
-from .launch.streams import Streams
-from .order import Order, different_tags
-from .rendezvous import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
-from .runtime import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
-from .shmem_kernels import wait
+from ..base.checks import has_tangents, integer, switch
+from ..base.errors import AllScanOutOfStep, AllScanTimeout
+from ..bindings import versions
+from ..bindings.interpreter import prepare_interpreter
+from ..bindings.torch_compat import current_stream_of, forward_ad, transforms_active
+from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
+from ..launch.streams import Streams
+from ..shmem_kernels import wait
+from .call_order import Order, different_tags
+from .compile_watch import watch
+from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
+from .host_exchange import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
+from .topology import check_algorithm, choose, runs
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .base.errors import AllScanOutOfStep
-from .bindings.torch_compat import default_store
-from .compiling import another_compiles
+from ..base.errors import AllScanOutOfStep
+from ..bindings.torch_compat import default_store
+from .compile_watch import another_compiles
 
 EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
 ABSENT_TIMEOUT_S = 10.0  # the same where one of them did not come the last time

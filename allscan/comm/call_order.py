@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .base.errors import REMEDY, AllScanOutOfStep, names_of
-from .bindings.torch_compat import in_backward, stops_recomputation
-from .compiling import give_up
-from .rendezvous import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
-from .shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
+from ..base.errors import REMEDY, AllScanOutOfStep, names_of
+from ..bindings.torch_compat import in_backward, stops_recomputation
+from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
+from .compile_watch import give_up
+from .host_exchange import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
 

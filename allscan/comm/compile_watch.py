@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .bindings.torch_compat import default_store
-from .bindings.triton_compat import compilations_told
-from .shmem_kernels import wait
+from ..bindings.torch_compat import default_store
+from ..bindings.triton_compat import compilations_told
+from ..shmem_kernels import wait
 
 LIMIT_S = 600.0  # of one compilation: a process that has ended while it compiled is not waited for any longer
 _KEY = "allscan/compiling"  # how many processes of the job compile

@@ -14,16 +14,16 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from .bindings import nvshmem_host
-from .bindings.arena import arena_bytes
-from .bindings.cuda_ipc import CudaIpcHeap
-from .bindings.interpreter import prepare_interpreter
-from .bindings.nvshmem_host import NvshmemHeap
-from .bindings.shared_memory import SharedMemoryHeap
-from .bindings.transport import SymmetricHeap
-from .bindings.triton_compat import interpreting
-from .rendezvous import Rendezvous
-from .shmem_kernels.scan import scan_kernel
+from ..bindings import nvshmem_host
+from ..bindings.arena import arena_bytes
+from ..bindings.cuda_ipc import CudaIpcHeap
+from ..bindings.interpreter import prepare_interpreter
+from ..bindings.nvshmem_host import NvshmemHeap
+from ..bindings.shared_memory import SharedMemoryHeap
+from ..bindings.transport import SymmetricHeap
+from ..bindings.triton_compat import interpreting
+from ..shmem_kernels.scan import scan_kernel
+from .host_exchange import Rendezvous
 
 P = ParamSpec("P")
 R = TypeVar("R")
