@@ -20,12 +20,12 @@ if not _refused:
 if not _refused:
     from . import device, zigzag
     from .base.errors import AllScanOutOfStep, AllScanTimeout
-    from .collective import AllScan, Work
     from .comm.communicator import Communicator
     from .comm.heap import finalize, init
     from .gla import zeco_gla
     from .halos import halo
     from .ops import allscan
+    from .scan.collective import AllScan, Work
     from .ssd import zeco_ssd
 
 if TYPE_CHECKING:

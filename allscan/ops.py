@@ -28,12 +28,12 @@ from .base.checks import (
 )
 from .base.errors import Problem
 from .base.tiling import transition_tile
-from .collective import AllScan, PreparedScan, Work, check_out, leaves
 from .comm.call_order import PendingBackward, recomputing
 from .comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from .first_call import get_or_create_scan, remember_call
 from .launch.compiled_kernel import dynamo_disabled
-from .tickets import borrow_ticket
+from .scan.collective import AllScan, PreparedScan, Work, check_out, leaves
+from .scan.tickets import borrow_ticket
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 

@@ -40,7 +40,7 @@ import sys
 import numpy as np
 
 from allscan.comm.topology import ANY_SIZE
-from allscan.rails import distances
+from allscan.scan.rails_links import distances
 from bench.harness import results
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.launch.streams import Streams
 from allscan.packing import Layout, Piece
-from allscan.rails import warps_of
+from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel

@@ -15,7 +15,7 @@ from allscan.first_call import remember_agreement
 from allscan.gla.carrier import register
 from allscan.gla.operator import zeco_gla_by
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
-from allscan.rails import warps_of
+from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks
 from support.gla import BF16, F32, LIMIT, Whole, errors_of_part

@@ -23,12 +23,12 @@ from triton.backends.nvidia.driver import CudaLauncher
 import allscan
 from allscan.bindings import cuda_driver, nvshmem_module, triton_compat
 from allscan.bindings.cuda_driver import parameter_sizes
-from allscan.collective import Work
 from allscan.gla import launches
 from allscan.launch import compiled_kernel, graph_cache, streams
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.plan import OWN, Plan
 from allscan.packing import Layout, Piece
+from allscan.scan.collective import Work
 from allscan.shmem_kernels.scan import scan_kernel
 from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
 

@@ -12,8 +12,8 @@ from test_scan import gradient_case
 
 import allscan
 from allscan.comm.topology import choose, runs
-from allscan.rails import distances
 from allscan.reference import allscan_reference
+from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
 from allscan.tools.virtual import VirtualRanks
 from support.values import error, inputs, late, raised

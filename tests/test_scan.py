@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import allscan
 from allscan.base.tiling import transition_tile
-from allscan.collective import PreparedScan
 from allscan.reference import allscan_reference
-from allscan.tickets import AT_ONCE as TICKETS_AT_ONCE
+from allscan.scan.collective import PreparedScan
+from allscan.scan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from support.fla import import_fla
 from support.scans import scan_case
 from support.values import backend_of_gpus, error, inputs, late, raised

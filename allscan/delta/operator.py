@@ -30,7 +30,7 @@ from ..comm.communicator import Communicator, check_communicator, communicator_o
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..ops import check_final, final_of_all
 from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
-from ..tickets import TICKETS
+from ..scan.tickets import TICKETS
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
 

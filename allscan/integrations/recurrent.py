@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from ..base.autograd import product
 from ..base.checks import has_tangents
-from ..collective import leaves
 from ..first_call import cached_table
 from ..halos import halo, halo_of_ends
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops import Using, allscan, final_of_all
 from ..packing import Tables
+from ..scan.collective import leaves
 
 
 class Piece(NamedTuple):

@@ -31,12 +31,12 @@ from ..bindings.interpreter import prepare_interpreter
 from ..bindings.triton_compat import OPTIONS
 from ..comm.topology import ALGORITHMS
 from ..launch.streams import Streams
-from ..rails import Rails, warps_of
+from ..scan.rails_links import Rails, warps_of
+from ..scan.workspace import PROTOCOLS, Spec, make_channels, reset, workspace_layout
 from ..shmem_kernels import wait
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel
 from ..shmem_kernels.wait import backoff, clock_ns
-from ..workspace import PROTOCOLS, Spec, make_channels, reset, workspace_layout
 
 CLOSED, OPEN, SKIP = 0, 1, 2  # what a gate says: wait; go; do nothing at all
 

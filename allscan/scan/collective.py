@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .base.checks import (
+from ..base.checks import (
     ScanInputs,
     Shift,
     call_key,
@@ -27,26 +27,26 @@ from .base.checks import (
     integer,
     plain,
 )
-from .base.errors import REMEDY, Problem
-from .base.tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
-from .bindings.triton_compat import launchable
-from .comm.communicator import Communicator, check_communicator
-from .comm.heap import outside_inference_mode
-from .launch.compiled_kernel import (
+from ..base.errors import REMEDY, Problem
+from ..base.tiling import next_power_of_2, scan_tile, transition_blocks, transition_tile
+from ..bindings.triton_compat import launchable
+from ..comm.communicator import Communicator, check_communicator
+from ..comm.heap import outside_inference_mode
+from ..launch.compiled_kernel import (
     Launch,
     channel_addresses,
     dynamo_disabled,
     prefer_shared_memory_carveout,
     with_nvshmem,
 )
-from .launch.plan import Buffer, Plan
-from .launch.streams import Beside
-from .rails import Rails
-from .shmem_kernels.channel import Channel
-from .shmem_kernels.links import NONE, PUT
-from .shmem_kernels.rails import rails_kernel
-from .shmem_kernels.scan import scan_kernel, shift_rows_kernel
-from .shmem_kernels.transition import transition_kernel
+from ..launch.plan import Buffer, Plan
+from ..launch.streams import Beside
+from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import NONE, PUT
+from ..shmem_kernels.rails import rails_kernel
+from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
+from ..shmem_kernels.transition import transition_kernel
+from .rails_links import Rails
 from .tickets import new_tickets
 from .workspace import PROTOCOLS, Spec, make_workspace, reset, workspace_bytes
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .launch.compiled_kernel import Launch
-from .shmem_kernels import rails as kernels
-from .shmem_kernels import wait
-from .shmem_kernels.channel import Channel
-from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from ..launch.compiled_kernel import Launch
+from ..shmem_kernels import rails as kernels
+from ..shmem_kernels import wait
+from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from .workspace import PROTOCOLS, Parts, Spec, lay_out, make_channel, reset, workspace_layout
 
 

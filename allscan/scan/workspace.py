@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 
-from .base.errors import Problem
-from .bindings.arena import ALIGNMENT
-from .comm.communicator import Communicator
-from .comm.host_exchange import by_rank, differing
-from .shmem_kernels import wait
-from .shmem_kernels.channel import Channel
-from .shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from ..base.errors import Problem
+from ..bindings.arena import ALIGNMENT
+from ..comm.communicator import Communicator
+from ..comm.host_exchange import by_rank, differing
+from ..shmem_kernels import wait
+from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 
 PROTOCOLS = {"sentinel": SENTINEL.value, "signal": SIGNAL.value, "put": PUT.value}
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .bindings.torch_compat import num_dispatch_modes, without_dispatch_modes
+from ..bindings.torch_compat import num_dispatch_modes, without_dispatch_modes
 
 if TYPE_CHECKING:
-    from .comm.communicator import Communicator
+    from ..comm.communicator import Communicator
 
 TICKETS = 4  # words of the tickets of a call in the zigzag layout: two, each at a multiple of 16 bytes
 AT_ONCE = 64  # that are allocated

@@ -1,0 +1,1 @@
+"""AllScan: the memory of a scan, its channels and its launches."""
