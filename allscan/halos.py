@@ -17,7 +17,7 @@ from .comm.communicator import Communicator, cached_on, check_communicator, comm
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 from .launch.compiled_kernel import dynamo_disabled
 from .ops import scan_once, scan_zigzag
-from .packing import Tables, boundaries_on_host, own_boundaries
+from .tokens.packing import Tables, boundaries_on_host, own_boundaries
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 

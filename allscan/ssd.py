@@ -26,8 +26,8 @@ from .first_call import (
 )
 from .launch.compiled_kernel import dynamo_disabled
 from .ops import Using, allscan, check_final, final_of_all
-from .packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 from .shmem_kernels.gla_blocks import FIRST, LAST
+from .tokens.packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 
 
 @dynamo_disabled

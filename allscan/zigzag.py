@@ -15,7 +15,7 @@ from .base.checks import boundaries
 from .base.errors import REMEDY, Problem
 from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from .first_call import KEPT, ask_all
-from .packing import boundaries_on_host
+from .tokens.packing import boundaries_on_host
 
 
 def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:

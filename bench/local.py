@@ -24,8 +24,8 @@ import time
 import torch
 
 import allscan
-from allscan.packing import CHUNK_TOKENS, segment_length
 from allscan.reference import gla_reference
+from allscan.tokens.packing import CHUNK_TOKENS, segment_length
 from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
 from bench.tuning import Job, compile_ahead
 

@@ -28,7 +28,7 @@ operands_kernel where a chunk's gates are so mild that such a product is harmles
 other chunks, those of strong decay, are ``strong_decay_kernel``'s.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
-The tables are int32, made by ``allscan/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
+The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
 token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that travel over the ranks (B is 1
 for packed sequences).
 

@@ -17,7 +17,6 @@ from allscan.bindings.versions import number, nvshmem_version
 from allscan.delta import passes
 from allscan.gla import launches, operator
 from allscan.launch.streams import Streams
-from allscan.packing import Layout, Piece
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
@@ -25,6 +24,7 @@ from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
+from allscan.tokens.packing import Layout, Piece
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
 from support.delta import kept_for

@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 
 import allscan
 from allscan.delta.passes import StatePass
-from allscan.packing import Layout, Piece
 from allscan.reference import delta_reference
+from allscan.tokens.packing import Layout, Piece
 from support.delta import NAMES, Whole, of_rank, operator_case, pass_case
 from support.fla import delta_recurrence, import_fla
 from support.gla import BF16, F32

@@ -18,13 +18,13 @@ import triton.language as tl
 from torch._subclasses import FakeTensorMode
 
 import allscan
-from allscan import packing
 from allscan.comm import host_exchange
 from allscan.comm.communicator import cached_on
 from allscan.gla import operator
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
+from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
 from support.values import backend_of_gpus, place, raised, relative
 

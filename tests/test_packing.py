@@ -13,13 +13,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
-from allscan import first_call, packing
+from allscan import first_call
 from allscan.base.autograd import REVISION
 from allscan.comm.communicator import cached_on
 from allscan.first_call import find_layout, partition_start
 from allscan.launch.compiled_kernel import Launch
-from allscan.packing import Layout, cut, most_segments, segment_length
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
+from allscan.tokens import packing
+from allscan.tokens.packing import Layout, cut, most_segments, segment_length
 from support.packed import calls, differ, forward_and_backward
 from support.values import own_triton, raised
 

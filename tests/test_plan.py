@@ -27,9 +27,9 @@ from allscan.gla import launches
 from allscan.launch import compiled_kernel, graph_cache, streams
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.plan import OWN, Plan
-from allscan.packing import Layout, Piece
 from allscan.scan.collective import Work
 from allscan.shmem_kernels.scan import scan_kernel
+from allscan.tokens.packing import Layout, Piece
 from support.fake_gpu import CUDA, LOADED, fake_gpu, floats
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]

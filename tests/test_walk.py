@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan import packing
 from allscan.comm import communicator
 from allscan.launch import compiled_kernel, graph_cache, streams
+from allscan.tokens import packing
 
 pytestmark = pytest.mark.cpu
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..base.autograd import Function
 from ..base.checks import described, plain, restored
 from ..comm.communicator import communicator_of, saved_tensors
-from ..packing import CHUNK_TOKENS, Layout
+from ..tokens.packing import CHUNK_TOKENS, Layout
 from ..traces import Traced
 from .passes import StatePass
 

@@ -29,8 +29,8 @@ from ..comm.call_order import pending_backwards, recomputing
 from ..comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from ..ops import check_final, final_of_all
-from ..packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from ..scan.tickets import TICKETS
+from ..tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
 from .chunks import KDA, GatedDeltaNet, gate, local, normalized
 from .passes import Kept, StatePass, delta_segment_length, prepare
 

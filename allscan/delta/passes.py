@@ -13,7 +13,6 @@ from ..base.tiling import cdiv, next_power_of_2, transition_tile
 from ..comm.communicator import Communicator, cached_on
 from ..first_call import get_or_create_scan
 from ..launch.plan import Plan
-from ..packing import CHUNK_TOKENS, KEPT, Layout
 from ..scan.collective import AllScan
 from ..scan.tickets import zigzag_channels
 from ..shmem_kernels.delta import (
@@ -23,6 +22,7 @@ from ..shmem_kernels.delta import (
     scalar_gradient_kernel,
     summary_kernel,
 )
+from ..tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..traces import Traced
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches

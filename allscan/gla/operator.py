@@ -46,7 +46,7 @@ from ..first_call import (
 )
 from ..launch.plan import Plan
 from ..ops import check_final, final_of_all
-from ..packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
+from ..tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .launches import Shape, backward_plan, forward_plan, shape_of
 

@@ -20,7 +20,7 @@ from ..gla import zeco_gla
 from ..halos import halo_of_ends
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops import Using
-from ..packing import Tables, boundaries_on_host
+from ..tokens.packing import Tables, boundaries_on_host
 from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of
 from .batches import STAMP, misfit, read

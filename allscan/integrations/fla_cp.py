@@ -14,7 +14,7 @@ from ..comm.communicator import Communicator, check_communicator
 from ..delta.passes import StatePass, delta_segment_length
 from ..first_call import cached_table, get_or_create_scan
 from ..halos import halo
-from ..packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
+from ..tokens.packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from . import needing
 
 with needing(__name__, "flash-linear-attention"):

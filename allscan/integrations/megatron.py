@@ -16,9 +16,9 @@ from ..base.checks import is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..delta import zeco_gated_delta_rule
 from ..first_call import partition_start
-from ..packing import boundaries_on_host, cut, zigzag_cut
 from ..shmem_kernels.gla_blocks import FIRST
 from ..ssd import zeco_ssd
+from ..tokens.packing import boundaries_on_host, cut, zigzag_cut
 from . import needing
 from .recurrent import Piece, convolved, delta_rule, joined
 from .softmax import refuse

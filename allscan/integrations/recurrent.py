@@ -16,8 +16,8 @@ from ..first_call import cached_table
 from ..halos import halo, halo_of_ends
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops import Using, allscan, final_of_all
-from ..packing import Tables
 from ..scan.collective import leaves
+from ..tokens.packing import Tables
 
 
 class Piece(NamedTuple):

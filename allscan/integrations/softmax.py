@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..bindings.torch_compat import coalesced
 from ..halos import halo
-from ..packing import TensorKey
+from ..tokens.packing import TensorKey
 
 
 def chunks(tokens, zigzag=False):

@@ -22,8 +22,8 @@ from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
 from ..delta import zeco_gated_delta_rule, zeco_kda
 from ..ops import Using
-from ..packing import boundaries_on_host, cut
 from ..ssd import zeco_ssd
+from ..tokens.packing import boundaries_on_host, cut
 from ..zigzag import zigzag_positions
 from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, packed, takes_packed

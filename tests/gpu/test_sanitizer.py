@@ -27,8 +27,8 @@ import torch  # noqa: E402
 import allscan  # noqa: E402
 from allscan.delta import passes  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
-from allscan.packing import Layout, Piece  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
+from allscan.tokens.packing import Layout, Piece  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
 from support.delta import kept_for  # noqa: E402
 from support.gla import BF16, F32, NAMES, Whole  # noqa: E402

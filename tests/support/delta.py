@@ -11,8 +11,8 @@ import allscan
 from allscan.delta.operator import _state_pass
 from allscan.delta.passes import Kept, delta_segment_length, prepare
 from allscan.first_call import find_layout
-from allscan.packing import CHUNK_TOKENS
 from allscan.reference import delta_reference
+from allscan.tokens.packing import CHUNK_TOKENS
 
 from .gla import F32, owners
 from .values import place, relative, relative_all

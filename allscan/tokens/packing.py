@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from .base.autograd import ordered
-from .base.checks import boundaries, refuse_in_capture
-from .base.tiling import cdiv
-from .bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
-from .comm.communicator import Communicator
-from .launch.plan import ALIGNMENT
-from .launch.streams import table_stream
-from .shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
+from ..base.autograd import ordered
+from ..base.checks import boundaries, refuse_in_capture
+from ..base.tiling import cdiv
+from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
+from ..comm.communicator import Communicator
+from ..launch.plan import ALIGNMENT
+from ..launch.streams import table_stream
+from ..shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
 
 T_ = TypeVar("T_")
 

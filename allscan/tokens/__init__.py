@@ -1,0 +1,1 @@
+"""Which tokens a rank has, and the tables that kernels read of them."""
