@@ -22,14 +22,14 @@ if not _refused:
     from .base.errors import AllScanOutOfStep, AllScanTimeout
     from .comm.communicator import Communicator
     from .comm.heap import finalize, init
-    from .gla import zeco_gla
-    from .halos import halo
-    from .ops import allscan
+    from .ops.allscan import allscan
+    from .ops.gla import zeco_gla
+    from .ops.halo import halo
+    from .ops.ssd import zeco_ssd
     from .scan.collective import AllScan, Work
-    from .ssd import zeco_ssd
 
 if TYPE_CHECKING:
-    from .delta import zeco_gated_delta_rule, zeco_kda
+    from .ops.delta import zeco_gated_delta_rule, zeco_kda
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     if _refused and name[:2] != "__":  # `allscan doctor` works all the same
         raise ImportError(f"allscan {__version__} does not run here: {_refused}") from _cause
     if name in ("zeco_gated_delta_rule", "zeco_kda"):
-        from . import delta
+        from .ops import delta
 
         return getattr(delta, name)
     if name in _ON_DEMAND:

@@ -14,7 +14,7 @@ from .base.autograd import CustomOperator
 from .base.checks import boundaries
 from .base.errors import REMEDY, Problem
 from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
-from .first_call import KEPT, ask_all
+from .ops.first_call import KEPT, ask_all
 from .tokens.packing import boundaries_on_host
 
 

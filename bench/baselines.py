@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 import allscan
-from allscan.first_call import remember_agreement
-from allscan.gla import zeco_gla_by
-from allscan.gla.carrier import record_call, register
 from allscan.launch.streams import SCANS
+from allscan.ops.first_call import remember_agreement
+from allscan.ops.gla import zeco_gla_by
+from allscan.ops.gla.carrier import record_call, register
 
 
 @triton.jit
@@ -108,7 +108,7 @@ METHODS = {
 
 
 class Baseline:
-    """A StateCarrier (allscan/gla/carrier.py) that is one of METHODS. ``scans`` counts what it has carried."""
+    """A StateCarrier (allscan/ops/gla/carrier.py) that is one of METHODS. ``scans`` counts what it has carried."""
 
     def __init__(self, comm, method: str):
         self.comm, self.handle = comm, register(self)

@@ -294,8 +294,8 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     ours and by fla's two kernels for it."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
-    from allscan.delta.passes import Kept, StatePass, delta_segment_length
-    from allscan.first_call import find_layout
+    from allscan.ops.delta.delta_passes import Kept, StatePass, delta_segment_length
+    from allscan.ops.first_call import find_layout
 
     with allscan.Communicator() as comm:
         generator = torch.Generator(comm.device).manual_seed(0)

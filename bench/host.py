@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.delta.passes import functions_with_plans
+from allscan.ops.delta.delta_passes import functions_with_plans
 from allscan.tools.ranks import Ranks
 from bench.harness import Table, group_of, inputs, results
 from bench.tuning import Job, compile_ahead

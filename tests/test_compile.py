@@ -14,9 +14,9 @@ from allscan.base.tiling import transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
-from allscan.delta import passes
-from allscan.gla import launches, operator
 from allscan.launch.streams import Streams
+from allscan.ops.delta import delta_passes
+from allscan.ops.gla import gla_operator, gla_plans
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
@@ -314,25 +314,25 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
 )
 def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU."""
-    for name, kernel in list(vars(launches).items()):
+    for name, kernel in list(vars(gla_plans).items()):
         if name.endswith("_kernel"):
-            monkeypatch.setattr(launches, name, Launches(kernel))
+            monkeypatch.setattr(gla_plans, name, Launches(kernel))
     for sizes in ("SUB_BLOCK", "STEP", "LOOKERS", "LOOK", "CARRY_WORDS", "FEW"):
-        monkeypatch.setattr(launches, sizes, {"cpu": getattr(launches, sizes)["cuda"]})
+        monkeypatch.setattr(gla_plans, sizes, {"cpu": getattr(gla_plans, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130
     layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, "cpu")
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
-    monkeypatch.setattr(operator, "carrier_of", lambda handle: NoCarrier())
-    monkeypatch.setattr(operator, "check_first", lambda *_: None)
-    monkeypatch.setattr(operator, "checked", lambda _: {})
-    monkeypatch.setattr(operator, "find_layout", lambda *_: layout)
+    monkeypatch.setattr(gla_operator, "carrier_of", lambda handle: NoCarrier())
+    monkeypatch.setattr(gla_operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(gla_operator, "checked", lambda _: {})
+    monkeypatch.setattr(gla_operator, "find_layout", lambda *_: layout)
     initial = torch.zeros(1, H, K, V)
     with torch.no_grad():
         how = 0.1, None, False, keeps
-        _, final, *kept = operator._forward(q, k, v, g, initial, None, True, 0, *how)
-        operator._backward(do, final, q, k, v, g, None, *kept, True, 0, g.dtype, *how)
+        _, final, *kept = gla_operator._forward(q, k, v, g, initial, None, True, 0, *how)
+        gla_operator._backward(do, final, q, k, v, g, None, *kept, True, 0, g.dtype, *how)
     seen = set()
     more = most(64, v37=136, v38=136, v39=384) if dtype == torch.bfloat16 and not keeps else None
     for kernel, compiled in compiled_launches(more_on_sm_100=more):
@@ -368,17 +368,17 @@ class NoScan:
 )
 def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     """All kernels between the chunks, forward and backward, with the block sizes of a GPU."""
-    for name, kernel in list(vars(passes).items()):
+    for name, kernel in list(vars(delta_passes).items()):
         if name.endswith("_kernel"):
-            monkeypatch.setattr(passes, name, Launches(kernel))
+            monkeypatch.setattr(delta_passes, name, Launches(kernel))
     dtype, H, T = torch.bfloat16, 4, 130
-    monkeypatch.setattr(passes, "blocks_of_cpus", lambda BK, widest: passes.blocks(BK, widest, dtype))
-    monkeypatch.setattr(passes, "prepare", lambda *_: NoScan())
+    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, widest: delta_passes.blocks(BK, widest, dtype))
+    monkeypatch.setattr(delta_passes, "prepare", lambda *_: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
-    states = passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
+    states = delta_passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 import allscan
-from allscan.delta.passes import StatePass
+from allscan.ops.delta.delta_passes import StatePass
 from allscan.reference import delta_reference
 from allscan.tokens.packing import Layout, Piece
 from support.delta import NAMES, Whole, of_rank, operator_case, pass_case

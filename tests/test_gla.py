@@ -20,9 +20,9 @@ from torch._subclasses import FakeTensorMode
 import allscan
 from allscan.comm import host_exchange
 from allscan.comm.communicator import cached_on
-from allscan.gla import operator
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
+from allscan.ops.gla import gla_operator
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
 from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
@@ -134,9 +134,9 @@ def kept_case(group, dtype):
     between the passes, and results."""
     launched, made, answers = [], [], []
     with allscan.Communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        call_launch, make = Launch.__call__, operator.Prepared.forward
+        call_launch, make = Launch.__call__, gla_operator.Prepared.forward
         patch.setattr(Launch, "__call__", lambda self, *x: (launched.append(self.kernel), call_launch(self, *x))[1])
-        patch.setattr(operator.Prepared, "forward", lambda self, *x: (made.append(make(self, *x)), made[-1])[1])
+        patch.setattr(gla_operator.Prepared, "forward", lambda self, *x: (made.append(make(self, *x)), made[-1])[1])
         whole = Whole(0, 70, 2, 2, 16, 24, "spots", dtype, F32, comm.device)
 
         def names():
@@ -335,7 +335,7 @@ def operator_case(group):
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         for final, cu_seqlens, initial, keeps in ((True, packed, leaves[4], True), (False, None, None, False)):
             arguments = (*leaves[:4], initial, cu_seqlens, final, comm.handle, 0.25, None, False, keeps)
-            torch.library.opcheck(operator._traced.operator, arguments, test_utils=checks)
+            torch.library.opcheck(gla_operator._traced.operator, arguments, test_utils=checks)
     return True
 
 

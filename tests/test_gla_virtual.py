@@ -11,10 +11,10 @@ import triton.language as tl
 
 import allscan
 from allscan.bindings.triton_compat import OPTIONS
-from allscan.first_call import remember_agreement
-from allscan.gla.carrier import register
-from allscan.gla.operator import zeco_gla_by
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
+from allscan.ops.first_call import remember_agreement
+from allscan.ops.gla.carrier import register
+from allscan.ops.gla.gla_operator import zeco_gla_by
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks

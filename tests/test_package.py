@@ -38,10 +38,10 @@ shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
 shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd
 shmem_kernels.delta shmem_kernels.merge shmem_kernels
 base.errors base.checks comm.topology comm.compile_watch comm.host_exchange comm.heap launch.streams launch.graph_cache comm.call_order comm.communicator scan.tickets
-base.tiling launch.compiled_kernel launch.plan traces base.autograd scan.workspace scan.rails_links scan.collective tokens.packing first_call ops halos
-gla.carrier gla.launches gla.operator gla
-delta.passes delta.chunks delta.operator delta
-ssd
+base.tiling launch.compiled_kernel launch.plan ops.delta.fla_replay base.autograd scan.workspace scan.rails_links scan.collective tokens.packing ops.first_call ops.allscan ops.halo
+ops.gla.carrier ops.gla.gla_plans ops.gla.gla_operator ops.gla
+ops.delta.delta_passes ops.delta.fla_chunks ops.delta.delta_operator ops.delta
+ops.ssd
 device reference zigzag
 __init__
 integrations integrations.softmax integrations.attention integrations.batches integrations.recurrent integrations.fla

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
-from allscan import first_call
 from allscan.base.autograd import REVISION
 from allscan.comm.communicator import cached_on
-from allscan.first_call import find_layout, partition_start
 from allscan.launch.compiled_kernel import Launch
+from allscan.ops import first_call
+from allscan.ops.first_call import find_layout, partition_start
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from allscan.tokens import packing
 from allscan.tokens.packing import Layout, cut, most_segments, segment_length

@@ -23,10 +23,10 @@ from triton.backends.nvidia.driver import CudaLauncher
 import allscan
 from allscan.bindings import cuda_driver, nvshmem_module, triton_compat
 from allscan.bindings.cuda_driver import parameter_sizes
-from allscan.gla import launches
 from allscan.launch import compiled_kernel, graph_cache, streams
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.plan import OWN, Plan
+from allscan.ops.gla import gla_plans
 from allscan.scan.collective import Work
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tokens.packing import Layout, Piece
@@ -435,11 +435,11 @@ def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
     """The scan waits for this rank's segments only, and da_kernel and the states of the chunks for no scan."""
     monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
     layout, like = Layout([Piece(0, 256, 0, 0, 0)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
-    shape = launches.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, False)
+    shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, False)
     kept, gates = torch.zeros(shape.kept_words), torch.zeros(1, 256, 2, 64)
     with side_streams(monkeypatch) as some:
         middle = Middle(some)
-        forward = launches.forward_plan(shape, 1.0, layout, middle, like, like, like, gates, None, None, kept)
+        forward = gla_plans.forward_plan(shape, 1.0, layout, middle, like, like, like, gates, None, None, kept)
         found = edges_of(forward, middle)
         assert found.behind["carry_kernel"] == {"state_kernel"} and found.behind["scan_kernel"] == {"carry_kernel"}
         assert found.behind["operands_kernel"] == {"state_kernel"}, "beside the scan"
@@ -447,15 +447,15 @@ def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
         assert {name for name, p in found.priorities.items() if p} == {"carry_kernel", "scan_kernel"}
         last = Middle(some, behind=False)
         found = edges_of(
-            launches.forward_plan(shape, 1.0, layout, last, like, like, like, gates, None, None, kept), last
+            gla_plans.forward_plan(shape, 1.0, layout, last, like, like, like, gates, None, None, kept), last
         )
         assert found.behind["carry_kernel"] == {"state_kernel"} == found.behind["scan_kernel"], "the last rank's scan"
         first = Middle(some, before=False)
         found = edges_of(
-            launches.forward_plan(shape, 1.0, layout, first, like, like, like, gates, None, None, kept), first
+            gla_plans.forward_plan(shape, 1.0, layout, first, like, like, like, gates, None, None, kept), first
         )
         assert found.behind["output_kernel"] == {"operands_kernel"}, "waits for no scan"
-        backward = launches.backward_plan(shape, 1.0, layout, middle, like, like, like, gates, like, None, None, kept)
+        backward = gla_plans.backward_plan(shape, 1.0, layout, middle, like, like, like, gates, like, None, None, kept)
         found = edges_of(backward, middle)
         names = found.names
         assert names.count("state_kernel") == 2, "the second, of the chunks, is that in these dictionaries"

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import allscan
+from allscan.ops.ssd import torch_chunk_scan
 from allscan.reference import ssd_reference
-from allscan.ssd import torch_chunk_scan
 from support.values import error, place, raised
 
 TOKENS = {1: [47], 2: [33, 18], 3: [21, 10, 15]}  # of each rank

@@ -32,7 +32,7 @@ def moved(x):
 
 def of_memory(x, dt, A, B, C, chunk_size, **options):
     """A chunk scan whose kernels see the memory of their arguments alone, and in backward that of the gradients."""
-    from allscan.ssd import torch_chunk_scan
+    from allscan.ops.ssd import torch_chunk_scan
 
     seen = [Memory.apply(t) for t in (x, dt, A, B, C, options.pop("D"))]
     y, last = torch_chunk_scan(*seen[:5], chunk_size, D=seen[5], **options)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from allscan.launch.compiled_kernel import Launch
-from allscan.traces import ATTEMPTS, Traced
+from allscan.ops.delta.fla_replay import ATTEMPTS, Traced
 from support.fake_gpu import fake_gpu, floats
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]

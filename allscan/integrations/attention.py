@@ -20,7 +20,7 @@ import triton
 
 from ..bindings.torch_compat import operator
 from ..bindings.triton_compat import OPTIONS
-from ..first_call import cached_table
+from ..ops.first_call import cached_table
 from ..shmem_kernels.merge import merge_kernel
 from ..tokens.packing import Tables
 from .softmax import Gather

@@ -14,12 +14,12 @@ from ..base.checks import boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
-from ..delta import zeco_gated_delta_rule, zeco_kda
-from ..first_call import cached_table, partition_start
-from ..gla import zeco_gla
-from ..halos import halo_of_ends
 from ..launch.compiled_kernel import dynamo_disabled
-from ..ops import Using
+from ..ops.allscan import Using
+from ..ops.delta import zeco_gated_delta_rule, zeco_kda
+from ..ops.first_call import cached_table, partition_start
+from ..ops.gla import zeco_gla
+from ..ops.halo import halo_of_ends
 from ..tokens.packing import Tables, boundaries_on_host
 from . import needing
 from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of

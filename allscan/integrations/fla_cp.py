@@ -11,9 +11,9 @@ import torch
 
 from ..base.tiling import transition_tile
 from ..comm.communicator import Communicator, check_communicator
-from ..delta.passes import StatePass, delta_segment_length
-from ..first_call import cached_table, get_or_create_scan
-from ..halos import halo
+from ..ops.delta.delta_passes import StatePass, delta_segment_length
+from ..ops.first_call import cached_table, get_or_create_scan
+from ..ops.halo import halo
 from ..tokens.packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from . import needing
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from ..base.checks import is_zigzag
 from ..comm.communicator import Communicator, check_communicator
-from ..delta import zeco_gated_delta_rule
-from ..first_call import partition_start
+from ..ops.delta import zeco_gated_delta_rule
+from ..ops.first_call import partition_start
+from ..ops.ssd import zeco_ssd
 from ..shmem_kernels.gla_blocks import FIRST
-from ..ssd import zeco_ssd
 from ..tokens.packing import boundaries_on_host, cut, zigzag_cut
 from . import needing
 from .recurrent import Piece, convolved, delta_rule, joined

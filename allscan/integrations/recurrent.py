@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from ..base.autograd import product
 from ..base.checks import has_tangents
-from ..first_call import cached_table
-from ..halos import halo, halo_of_ends
 from ..launch.compiled_kernel import dynamo_disabled
-from ..ops import Using, allscan, final_of_all
+from ..ops.allscan import Using, allscan, final_of_all
+from ..ops.first_call import cached_table
+from ..ops.halo import halo, halo_of_ends
 from ..scan.collective import leaves
 from ..tokens.packing import Tables
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..bindings.torch_compat import coalesced
-from ..halos import halo
+from ..ops.halo import halo
 from ..tokens.packing import TensorKey
 
 

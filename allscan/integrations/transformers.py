@@ -20,9 +20,9 @@ from torch.nn.attention.bias import causal_lower_right
 from ..base.checks import boundaries, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
-from ..delta import zeco_gated_delta_rule, zeco_kda
-from ..ops import Using
-from ..ssd import zeco_ssd
+from ..ops.allscan import Using
+from ..ops.delta import zeco_gated_delta_rule, zeco_kda
+from ..ops.ssd import zeco_ssd
 from ..tokens.packing import boundaries_on_host, cut
 from ..zigzag import zigzag_positions
 from . import needing

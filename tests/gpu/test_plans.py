@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 
 import allscan
-from allscan import first_call
-from allscan.delta.passes import functions_with_plans
-from allscan.traces import Traced
+from allscan.ops import first_call
+from allscan.ops.delta.delta_passes import functions_with_plans
+from allscan.ops.delta.fla_replay import Traced
 from support.delta import Whole
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward

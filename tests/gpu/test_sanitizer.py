@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 import allscan  # noqa: E402
-from allscan.delta import passes  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
+from allscan.ops.delta import delta_passes
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, Piece  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
@@ -81,7 +81,7 @@ def delta_kernels() -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     middle = types.SimpleNamespace(size=3, device=device, streams=Streams(device))
-    prepared, passes.prepare = passes.prepare, lambda *_: Nobody()
+    prepared, delta_passes.prepare = delta_passes.prepare, lambda *_: Nobody()
     for K, V, dtype, scalar in (
         (128, 128, BF16, False),
         (128, 64, BF16, True),
@@ -92,7 +92,7 @@ def delta_kernels() -> None:
     ):
         H, T = 2, 300
         layout = Layout([Piece(0, T, 0, 0, 0)], 1, 128, middle.device)
-        states = passes.StatePass(middle, layout, 1, H, H, K, V, dtype, scalar)
+        states = delta_passes.StatePass(middle, layout, 1, H, H, K, V, dtype, scalar)
         q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
         u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))
         sums = -torch.rand((1, T, H) if scalar else (1, T, H, K), device="cuda")
@@ -105,7 +105,7 @@ def delta_kernels() -> None:
         if scalar:
             assert all(x.isfinite().all() for x in states.gradients(q, k, v_new, w, sums, do, dv, h, dh, 0.1))
         assert all(x.isfinite().all() for x in (h, v_new, dh, dv)), (K, V, dtype)
-    passes.prepare = prepared
+    delta_passes.prepare = prepared
 
 
 def test_no_kernel_is_caught(tmp_path):

@@ -263,7 +263,7 @@ def proof_case(group):
         """Finds nothing of its own and lets All-Scan do it, as bench/baselines.py did from b79203f to f275caf."""
 
         def carry(self, state, decay, out, **options):
-            from allscan.gla.carrier import AllScanCarrier
+            from allscan.ops.gla.carrier import AllScanCarrier
 
             AllScanCarrier(self.comm).carry(state, decay, out, **options)
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.delta.operator import _state_pass
-from allscan.delta.passes import Kept, delta_segment_length, prepare
-from allscan.first_call import find_layout
+from allscan.ops.delta.delta_operator import _state_pass
+from allscan.ops.delta.delta_passes import Kept, delta_segment_length, prepare
+from allscan.ops.first_call import find_layout
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
 

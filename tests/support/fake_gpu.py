@@ -15,9 +15,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from allscan import traces
 from allscan.bindings import cuda_driver
 from allscan.launch import compiled_kernel, graph_cache
+from allscan.ops.delta import fla_replay
 from support.sm90 import parameters_in
 
 LOADED: dict[int, tuple] = {}  # kernels of the process by CUDA function: (name, source, bytes of each parameter)
@@ -229,7 +229,7 @@ def fake_gpu(kernels, with_graphs=False):
     patches = (
         mock.patch.object(compiled_kernel.torch.cuda, "current_device", lambda: 0),
         mock.patch.object(compiled_kernel, "current_stream_of", lambda device: 0),
-        mock.patch.object(traces, "capturing", lambda: False),
+        mock.patch.object(fla_replay, "capturing", lambda: False),
         mock.patch.object(graph_cache, "capturing", lambda: False),
         mock.patch.object(graph_cache, "current_stream_of", lambda device: 0),
         mock.patch.object(graph_cache, "current_device", lambda: -1 if with_graphs else 0),  # -1 is that of the tensors

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base.autograd import Function
-from ..base.checks import described, plain, restored
-from ..comm.communicator import communicator_of, saved_tensors
-from ..tokens.packing import CHUNK_TOKENS, Layout
-from ..traces import Traced
-from .passes import StatePass
+from ...base.autograd import Function
+from ...base.checks import described, plain, restored
+from ...comm.communicator import communicator_of, saved_tensors
+from ...tokens.packing import CHUNK_TOKENS, Layout
+from .delta_passes import StatePass
+from .fla_replay import Traced
 
 
 class Local(NamedTuple):

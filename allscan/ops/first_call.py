@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from .base.checks import boundaries
-from .base.errors import Problem
-from .base.tiling import cdiv
-from .bindings.torch_compat import without_dispatch_modes
-from .comm.communicator import Communicator, cached_on
-from .comm.heap import outside_inference_mode
-from .comm.host_exchange import by_rank, differing
-from .scan.collective import AllScan
-from .shmem_kernels.gla_blocks import FIRST, LAST
-from .tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, cut, zigzag_cut
+from ..base.checks import boundaries
+from ..base.errors import Problem
+from ..base.tiling import cdiv
+from ..bindings.torch_compat import without_dispatch_modes
+from ..comm.communicator import Communicator, cached_on
+from ..comm.heap import outside_inference_mode
+from ..comm.host_exchange import by_rank, differing
+from ..scan.collective import AllScan
+from ..shmem_kernels.gla_blocks import FIRST, LAST
+from ..tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, cut, zigzag_cut
 
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 KEPT = 256  # partitions of cu_seqlens, tables, and calls that were checked, that a communicator keeps

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base.autograd import CustomOperator, check_saveable, inference_tensors, wants_gradient
-from .base.checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
-from .base.errors import Problem
-from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
+from ..base.autograd import CustomOperator, check_saveable, inference_tensors, wants_gradient
+from ..base.checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
+from ..base.errors import Problem
+from ..comm.communicator import Communicator, cached_on, check_communicator, communicator_of
+from ..launch.compiled_kernel import dynamo_disabled
+from ..tokens.packing import Tables, boundaries_on_host, own_boundaries
+from .allscan import scan_once, scan_zigzag
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
-from .launch.compiled_kernel import dynamo_disabled
-from .ops import scan_once, scan_zigzag
-from .tokens.packing import Tables, boundaries_on_host, own_boundaries
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 

@@ -11,14 +11,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..base.errors import Problem
-from ..comm.call_order import PendingBackward, pending_backwards
-from ..comm.communicator import Communicator, communicator_of
+from ...base.errors import Problem
+from ...comm.call_order import PendingBackward, pending_backwards
+from ...comm.communicator import Communicator, communicator_of
+from ...launch.plan import Buffer, Plan
+from ...launch.streams import SCANS
+from ...scan.collective import AllScan
+from ...scan.tickets import zigzag_channels
 from ..first_call import get_or_create_scan
-from ..launch.plan import Buffer, Plan
-from ..launch.streams import SCANS
-from ..scan.collective import AllScan
-from ..scan.tickets import zigzag_channels
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
 

@@ -5,6 +5,6 @@
 ``carrier``   what brings the state from rank to rank.
 """
 
-from .operator import zeco_gla, zeco_gla_by
+from .gla_operator import zeco_gla, zeco_gla_by
 
 __all__ = ["zeco_gla", "zeco_gla_by"]

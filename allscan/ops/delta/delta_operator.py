@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.autograd import Operator, check_saveable, refuse_second_derivative
-from ..base.checks import (
+from ...base.autograd import Operator, check_saveable, refuse_second_derivative
+from ...base.checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -22,17 +22,17 @@ from ..base.checks import (
     restored,
     signature_of,
 )
-from ..base.errors import Problem
-from ..bindings.torch_compat import unsafe_view
-from ..bindings.versions import refusal
-from ..comm.call_order import pending_backwards, recomputing
-from ..comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ...base.errors import Problem
+from ...bindings.torch_compat import unsafe_view
+from ...bindings.versions import refusal
+from ...comm.call_order import pending_backwards, recomputing
+from ...comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ...scan.tickets import TICKETS
+from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
+from ..allscan import check_final, final_of_all
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
-from ..ops import check_final, final_of_all
-from ..scan.tickets import TICKETS
-from ..tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
-from .chunks import KDA, GatedDeltaNet, gate, local, normalized
-from .passes import Kept, StatePass, delta_segment_length, prepare
+from .delta_passes import Kept, StatePass, delta_segment_length, prepare
+from .fla_chunks import KDA, GatedDeltaNet, gate, local, normalized
 
 RULES: dict[str, KDA | GatedDeltaNet] = {
     "kda": KDA(),

@@ -8,22 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.errors import Problem
-from ..base.tiling import cdiv, next_power_of_2, transition_tile
-from ..comm.communicator import Communicator, cached_on
-from ..first_call import get_or_create_scan
-from ..launch.plan import Plan
-from ..scan.collective import AllScan
-from ..scan.tickets import zigzag_channels
-from ..shmem_kernels.delta import (
+from ...base.errors import Problem
+from ...base.tiling import cdiv, next_power_of_2, transition_tile
+from ...comm.communicator import Communicator, cached_on
+from ...launch.plan import Plan
+from ...scan.collective import AllScan
+from ...scan.tickets import zigzag_channels
+from ...shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,
     delta_states_kernel,
     scalar_gradient_kernel,
     summary_kernel,
 )
-from ..tokens.packing import CHUNK_TOKENS, KEPT, Layout
-from ..traces import Traced
+from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
+from ..first_call import get_or_create_scan
+from .fla_replay import Traced
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
 PROGRAMS = 128  # of the passes over segments: about one a multiprocessor

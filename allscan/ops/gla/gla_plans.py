@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..base.tiling import cdiv, default_tile, next_power_of_2
-from ..launch.plan import WORD, Buffer, Plan
-from ..launch.streams import LONG
-from ..scan.tickets import TICKETS
-from ..shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
-from ..shmem_kernels.gla_fwd import (
+from ...base.tiling import cdiv, default_tile, next_power_of_2
+from ...launch.plan import WORD, Buffer, Plan
+from ...launch.streams import LONG
+from ...scan.tickets import TICKETS
+from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
+from ...shmem_kernels.gla_fwd import (
     carry_kernel,
     final_kernel,
     keys_kernel,
@@ -25,8 +25,8 @@ from ..shmem_kernels.gla_fwd import (
     output_kernel,
     state_kernel,
 )
-from ..shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
-from ..tokens.packing import CHUNK_TOKENS, Layout, most_segments, segment_length
+from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
+from ...tokens.packing import CHUNK_TOKENS, Layout, most_segments, segment_length
 from .carrier import StateCarrier
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter

@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base.autograd import check_saveable, product, wants_gradient
-from .base.checks import check_dense, check_halves, check_tensor, integer, is_zigzag
-from .base.errors import Problem
-from .comm.communicator import Communicator, check_communicator
+from ..base.autograd import check_saveable, product, wants_gradient
+from ..base.checks import check_dense, check_halves, check_tensor, integer, is_zigzag
+from ..base.errors import Problem
+from ..comm.communicator import Communicator, check_communicator
+from ..launch.compiled_kernel import dynamo_disabled
+from ..shmem_kernels.gla_blocks import FIRST, LAST
+from ..tokens.packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
+from .allscan import Using, allscan, check_final, final_of_all
 from .first_call import (
     cached_table,
     check_gates,
@@ -24,10 +28,6 @@ from .first_call import (
     looks_at_gates,
     partition_start,
 )
-from .launch.compiled_kernel import dynamo_disabled
-from .ops import Using, allscan, check_final, final_of_all
-from .shmem_kernels.gla_blocks import FIRST, LAST
-from .tokens.packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
 
 
 @dynamo_disabled

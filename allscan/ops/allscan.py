@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .base.autograd import (
+from ..base.autograd import (
     CustomOperator,
     Function,
     check_saveable,
@@ -16,7 +16,7 @@ from .base.autograd import (
     refuse_second_derivative,
     wants_gradient,
 )
-from .base.checks import (
+from ..base.checks import (
     ScanInputs,
     call_key,
     check_tensor,
@@ -26,14 +26,14 @@ from .base.checks import (
     plain_or_traced,
     restored,
 )
-from .base.errors import Problem
-from .base.tiling import transition_tile
-from .comm.call_order import PendingBackward, recomputing
-from .comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ..base.errors import Problem
+from ..base.tiling import transition_tile
+from ..comm.call_order import PendingBackward, recomputing
+from ..comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ..launch.compiled_kernel import dynamo_disabled
+from ..scan.collective import AllScan, PreparedScan, Work, check_out, leaves
+from ..scan.tickets import borrow_ticket
 from .first_call import get_or_create_scan, remember_call
-from .launch.compiled_kernel import dynamo_disabled
-from .scan.collective import AllScan, PreparedScan, Work, check_out, leaves
-from .scan.tickets import borrow_ticket
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.autograd import (
+from ...base.autograd import (
     CustomOperator,
     Function,
     check_saveable,
@@ -18,7 +18,7 @@ from ..base.autograd import (
     wants_gradient,
     watched,
 )
-from ..base.checks import (
+from ...base.checks import (
     call_key,
     check_for_an_operator,
     check_halves,
@@ -30,11 +30,14 @@ from ..base.checks import (
     restored,
     signature_of,
 )
-from ..base.errors import Problem
-from ..base.tiling import cdiv
-from ..bindings.torch_compat import num_dispatch_modes
-from ..comm.call_order import recomputing
-from ..comm.communicator import Communicator, check_communicator, saved_tensors
+from ...base.errors import Problem
+from ...base.tiling import cdiv
+from ...bindings.torch_compat import num_dispatch_modes
+from ...comm.call_order import recomputing
+from ...comm.communicator import Communicator, check_communicator, saved_tensors
+from ...launch.plan import Plan
+from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
+from ..allscan import check_final, final_of_all
 from ..first_call import (
     check_first,
     check_packed,
@@ -44,11 +47,8 @@ from ..first_call import (
     find_layout,
     remember_call,
 )
-from ..launch.plan import Plan
-from ..ops import check_final, final_of_all
-from ..tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
 from .carrier import AllScanCarrier, StateCarrier, carrier_of
-from .launches import Shape, backward_plan, forward_plan, shape_of
+from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
 

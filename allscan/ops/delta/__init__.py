@@ -4,6 +4,6 @@
 happens between them, by shmem_kernels/delta.py, and over the ranks.
 """
 
-from .operator import zeco_gated_delta_rule, zeco_kda
+from .delta_operator import zeco_gated_delta_rule, zeco_kda
 
 __all__ = ["zeco_gated_delta_rule", "zeco_kda"]
