@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-_ON_DEMAND = "delta", "integrations", "reference", "tools"  # modules that take their time to import
+_ON_DEMAND = "integrations", "reference", "tools"  # modules that take their time to import
 
 
 def __getattr__(name: str) -> Any:

@@ -123,8 +123,8 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
 
 
 def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
-    """allscan.comm.topology.TABLE: the most bytes, a power of two, for which doubling is the fastest of SCANS with so many
-    nodes, and then rails."""
+    """allscan.comm.topology.TABLE: the most bytes, a power of two, for which doubling is the fastest of SCANS with so
+    many nodes, and then rails."""
     sizes = [1 << i for i in range(14, 31)]
     found = {}
     for nodes in (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2):

@@ -28,9 +28,9 @@ operands_kernel where a chunk's gates are so mild that such a product is harmles
 other chunks, those of strong decay, are ``strong_decay_kernel``'s.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
-The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2] (first
-token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that travel over the ranks (B is 1
-for packed sequences).
+The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
+(first token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that travel over the ranks
+(B is 1 for packed sequences).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; what enters a segment
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates

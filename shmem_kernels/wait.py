@@ -39,8 +39,8 @@ RECORD_NEIGHBOUR = tl.constexpr(3)
 RECORD_TILE = tl.constexpr(4)
 RECORD_EXPECTED = tl.constexpr(5)  # TIMED_OUT: an epoch. OUT_OF_STEP: the arrival word (links.py) that was expected
 RECORD_SEEN = tl.constexpr(6)  # likewise
-# Not of a fault: even nanoseconds that the host gives waits besides the timeout (allscan/comm/compile_watch.py); odd once a wait
-# has taken a quarter of the timeout
+# Not of a fault: even nanoseconds that the host gives waits besides the timeout (comm/compile_watch.py); odd once a
+# wait has taken a quarter of the timeout
 RECORD_EXTRA = tl.constexpr(7)
 RECORD_WORDS = 8
 

@@ -26,29 +26,21 @@ from allscan.bindings import nvshmem_device
 from support import gpu_record
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Each file imports those above it only
-LAYERS = """
-bindings.torch_compat
-bindings.versions bindings.cuda_driver bindings.triton_compat bindings.arena bindings.transport
-bindings.interpreter_operations bindings.interpreter bindings.nvshmem_host bindings.nvshmem_module
-bindings.nvshmem_device bindings.shared_memory bindings.cuda_ipc
+# Folders of the package, and single files at its top. Each imports only what is in its own line's folder or above
+ROOMS = """
 bindings
-shmem_kernels.wait shmem_kernels.links shmem_kernels.channel shmem_kernels.tiles
-shmem_kernels.scan shmem_kernels.transition shmem_kernels.rails
-shmem_kernels.gla_blocks shmem_kernels.gla_strong shmem_kernels.gla_fwd shmem_kernels.gla_bwd
-shmem_kernels.delta shmem_kernels.merge shmem_kernels
-base.errors base.checks comm.topology comm.compile_watch comm.host_exchange comm.heap launch.streams launch.graph_cache comm.call_order comm.communicator scan.tickets
-base.tiling launch.compiled_kernel launch.plan ops.delta.fla_replay base.autograd scan.workspace scan.rails_links scan.collective tokens.packing ops.first_call ops.allscan ops.halo
-ops.gla.carrier ops.gla.gla_plans ops.gla.gla_operator ops.gla
-ops.delta.delta_passes ops.delta.fla_chunks ops.delta.delta_operator ops.delta
-ops.ssd
-device reference zigzag
-__init__
-integrations integrations.softmax integrations.attention integrations.batches integrations.recurrent integrations.fla
-integrations.fla_cp
-integrations.transformers integrations.transformers_trainer integrations.megatron
-tools tools.provenance tools.timing tools.ranks tools.virtual tools.doctor __main__
-""".split()
+base
+shmem_kernels
+launch
+comm
+scan | tokens
+ops
+ops.gla | ops.delta
+__init__ device reference zigzag
+integrations
+tools
+__main__
+"""
 
 
 def python_files(*folders):
@@ -80,18 +72,48 @@ def imported(path, modules):
         yield from (name for name in known if not any(other.startswith(name + ".") for other in known))
 
 
+def room_of(name, packages):
+    """The folder of a module of the package; its own name, if it is at the top."""
+    return name if name in packages else name.rpartition(".")[0] or name
+
+
 def test_layers_know_only_what_is_above_them():
+    """And lie in folders; no two files have one name."""
     paths = {module_name(path): path for path in python_files("allscan")}  # bindings and shmem_kernels are links in it
-    assert sorted(paths) == sorted(LAYERS)
+    packages = {name for name, path in paths.items() if path.endswith("__init__.py")} - {"__init__"}
+    lines = [[room.split() for room in line.split("|")] for line in ROOMS.strip().splitlines()]
+    places = {name: (i, j) for i, line in enumerate(lines) for j, names in enumerate(line) for name in names}
+    assert {room_of(name, packages) for name in paths} == {*places}, "folders, and ROOMS"
+    assert len({*places} - packages) <= 5, "files at the top"
+    stems = [name.rpartition(".")[2] for name in {*paths} - packages]
+    assert len(stems) == len({*stems}), sorted(name for name in stems if stems.count(name) > 1)
     for name, path in paths.items():
+        place = places[room_of(name, packages)]
         for other in imported(path, paths):
-            assert LAYERS.index(other) < LAYERS.index(name), f"{name} imports {other}"
+            above = places[room_of(other, packages)]
+            assert above == place or above[0] < place[0], f"{name} imports {other}"
         if name.startswith("shmem_kernels"):
             text = open(path, encoding="utf-8").read()
             assert "torch.distributed" not in text and "import torch" not in text, path
 
 
-COMPAT = "torch_compat", "bindings.triton_compat", "bindings.interpreter", "bindings.interpreter_operations"
+def test_the_tree_in_the_documentation():
+    """docs/architecture.md names every folder and file of the package, and no other."""
+    with open(os.path.join(ROOT, "docs", "architecture.md"), encoding="utf-8") as file:
+        text = file.read()
+    tree, here, found = text.partition("```tree\n")[2].partition("```")[0], "", []
+    for line in tree.splitlines():
+        folder, files = re.fullmatch(r"(\S+/)?\s+([\w ]+?)(?:  .*)?", line).groups()
+        here = folder or here
+        found += [f"{here}{name}.py" for name in files.split()]
+    paths = {os.path.relpath(path, ROOT).replace(os.sep, "/") for path in python_files("allscan")}
+    paths = {path.removeprefix("allscan/") if path.count("/") > 1 else path for path in paths}
+    assert sorted(found) == sorted(path for path in paths if not path.endswith("/__init__.py"))
+    named = re.findall(r"`((?:allscan|bindings|shmem_kernels)/[\w/]+\.py)`", text)
+    assert named and all(os.path.exists(os.path.join(ROOT, path)) for path in named), named
+
+
+COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter", "bindings.interpreter_operations"
 OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # whose insides change without notice
 OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()
 
@@ -127,7 +149,7 @@ def test_what_torch_and_triton_do_not_promise_is_in_one_place_each():
 def test_no_circle_of_imports():
     paths = {module_name(path): path for path in python_files("allscan", "bench", "examples", "tests")}
     graph = {name: set(imported(path, paths)) - {name} for name, path in paths.items()}
-    assert any("collective" in others for others in graph.values())
+    assert any("scan.collective" in others for others in graph.values())
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 

@@ -49,8 +49,8 @@ class Plan:
 
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is an allocation for
     each output and one for all else, the addresses in them, and launches; those are one CUDA graph where the same
-    addresses have come before and nothing else is recorded, see :class:`allscan.launch.graph_cache.Graphs`. In the interpreter, and
-    where a :class:`Launch` has to go through Triton, every buffer is a tensor.
+    addresses have come before and nothing else is recorded, see :class:`allscan.launch.graph_cache.Graphs`. In the
+    interpreter, and where a :class:`Launch` has to go through Triton, every buffer is a tensor.
 
     graphs: those of the communicator; None: nothing becomes a graph.
     """

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 import allscan  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
-from allscan.ops.delta import delta_passes
+from allscan.ops.delta import delta_passes  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, Piece  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
