@@ -169,19 +169,6 @@ def check_layouts(device, dtype, tokens, shape) -> list[str]:
     return wrong
 
 
-def trial(device, dtype, tokens, shape) -> str:
-    """What cuDNN's operators make of a shape that the table does not give them."""
-    kernel = attention.KERNELS[0]
-    q, k, v, do = (x.transpose(1, 2) for x in drawn(device, dtype, 1, tokens, *shape))
-    wanted = exact(*(x.transpose(1, 2) for x in (q, k, v, do)))
-    try:
-        o, lse, more = kernel.forward(q, k, v, True, shape[2] ** -0.5)
-        found = kernel.backward(do, q, k, v, o, lse, more, True, shape[2] ** -0.5)
-    except RuntimeError as error:
-        return f"cudnn {shape}: refused, {str(error).splitlines()[0][:160]}"
-    return f"cudnn {shape}: errors {errors([x.transpose(1, 2) for x in (o, *found)], wanted)}"
-
-
 def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[dict]:
     """Rows, both passes and forward."""
     q, k, v, do = drawn(device, dtype, batch, queries + before, H, G, D, V)
@@ -319,7 +306,6 @@ def main() -> int:
         wrong += check(device, dtype, 1024, shape)
         wrong += check_layouts(device, dtype, 1024, shape)
     wrong += check(device, dtype, 1024, CHECKED[0], batch=2)
-    print(trial(device, dtype, 1024, (8, 8, 256, 256)), flush=True)
     if not arguments.checks_only:
         with Table(arguments.csv, COLUMNS) as table:
             for shape in TIMED:

@@ -100,9 +100,11 @@ def _cudnn_fits(q, k, v) -> bool:
         return False
     if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or D % 8 or V % 8:
         return False
-    if torch.cuda.get_device_capability(q.device)[0] > 9 and k.shape[1] < 8:  # reported to be wrong there
+    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    if not hopper and k.shape[1] < 8:  # reported to be wrong there
         return False
-    return (max(D, V) <= 128 or (D, V) == (192, 128)) and torch.backends.cuda.cudnn_sdp_enabled()
+    wide = (D, V) == (192, 128) or ((D, V) == (256, 256) and hopper)
+    return (max(D, V) <= 128 or wide) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
