@@ -27,8 +27,8 @@ Attention kernels of all methods are those of allscan.integrations.attention, in
 The methods take turns, step by step, in another order each time; a time is the median step of the slowest rank. They
 are checked first on a small model: loss and gradients against one rank with the whole sequence; and proven afterwards
 by the kernels of one more step, allscan also by its counted scans (column ``proof``, of rank 0). --profile prints what
-the kernels of that step take, by kind and rank. Without GPUs only the check runs, on 2 CPU ranks, with transformers'
-functions in torch in the place of fla's.
+the kernels of that step take, by kind and rank, and draws a softmax layer in zigzag. Without GPUs only the check runs,
+on 2 CPU ranks, with transformers' functions in torch in the place of fla's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from allscan.zigzag import zigzag_positions
 from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
-from bench.proof import breakdown, launched, ran
+from bench.proof import breakdown, kind_of, launched, overlapped, ran
 from bench.tuning import Job, compile_ahead
 
 STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
@@ -346,7 +346,7 @@ def check(group, hybrid, names, T, heads, head) -> dict:
 
 
 def measure(group, hybrid, names, T, shape, steps) -> dict:
-    """{method: (seconds of a step, peak GiB, parameters, proof, milliseconds by kind of kernel)}."""
+    """{method: (seconds of a step, peak GiB, parameters, proof, what one more step launched)}."""
     with communicators(group) as (comm, one):
         model = made(hybrid, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
@@ -355,7 +355,7 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
         recurrent = model.config.layer_types.count("linear_attention")
         wanted = seen(shape["layers"], hybrid.alone(comm.device))
         names = (*names, "data parallel")
-        times, peaks, proofs, kinds = {name: [] for name in names}, {}, {}, {}
+        times, peaks, proofs, profiles = {name: [] for name in names}, {}, {}, {}
 
         def step():
             loss = wrapped(input_ids=data, labels=data).loss
@@ -381,11 +381,11 @@ def measure(group, hybrid, names, T, shape, steps) -> dict:
             with method(name, hybrid, model, comm, one):
                 comm.barrier()
                 found = launched(step)
-            proofs[name] = ran(name, collections.Counter(kernel for kernel, _ in found), *wanted[name])
-            kinds[name] = breakdown(found)
+            proofs[name] = ran(name, collections.Counter(one.name for one in found), *wanted[name])
+            profiles[name] = found
         parameters = sum(p.numel() for p in model.parameters())
         return {
-            name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name], kinds[name])
+            name: (statistics.median(times[name][2:]), peaks[name], parameters, proofs[name], profiles[name])
             for name in names
         }
 
@@ -399,9 +399,51 @@ def freed() -> None:
 def print_breakdown(answers) -> None:
     for name in answers[0]:
         for rank, answer in enumerate(answers):
-            kinds = answer[name][4]
+            found = answer[name][4]
+            kinds = breakdown(found)
             values = ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.items())
-            print(f"  {name}, rank {rank}: kernels {sum(kinds.values()):.1f} ms: {values}", flush=True)
+            beside = overlapped(found, "NCCL", "softmax")
+            total = f"{name}, rank {rank}: kernels {sum(kinds.values()):.1f} ms"
+            print(f"  {total}: {values}; NCCL beside softmax {beside:.1f}", flush=True)
+
+
+def softmax_layers(found) -> list[tuple[float, float]]:
+    """(begin, end) in us of each softmax layer's kernels in a step, forward, then backward."""
+    layers: list[list[float]] = []
+    for one in sorted((x for x in found if kind_of(x.name) == "softmax"), key=lambda x: x.begin):
+        if not layers or one.begin - layers[-1][1] > 5e3:  # between two are recurrent layers, or the loss
+            layers.append([one.begin, one.begin])
+        layers[-1][1] = max(layers[-1][1], one.begin + one.us)
+    return [(begin, end) for begin, end in layers]
+
+
+def draw(answers, name: str, path: str, title: str) -> None:
+    """The first softmax layer's forward and its backward, the last one's, on each rank: what gathers keys, and what
+    computes."""
+    from matplotlib.figure import Figure
+
+    profiles = [answer[name][4] for answer in answers]
+    layers = softmax_layers(profiles[0])
+    figure = Figure(figsize=(12, 1.2 + 0.8 * len(profiles)), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, what, (begin, end) in zip(panels, ("forward", "backward"), (layers[0], layers[-1]), strict=True):
+        begin, end = begin - 2e3, end + 2e3
+        for rank, found in enumerate(profiles):
+            for kind, color in {"other kernels": "lightgray", "softmax": "C0", "NCCL": "black"}.items():
+                bars = [
+                    ((x.begin - begin) / 1e3, x.us / 1e3)
+                    for x in found
+                    if begin < x.begin < end
+                    and kind == (k if (k := kind_of(x.name)) in ("softmax", "NCCL") else "other kernels")
+                ]
+                line = 2 * (len(profiles) - 1 - rank) + (kind != "NCCL")
+                axes.broken_barh(bars, (line + 0.1, 0.8), facecolors=color, label=kind if not rank else None)
+        axes.set(xlabel="ms", title=f"a softmax layer, {what}", xlim=(0, (end - begin) / 1e3))
+        ticks = [2 * i + 1 for i in range(len(profiles))]
+        axes.set_yticks(ticks, [f"rank {len(profiles) - 1 - i}" for i in range(len(profiles))])
+    panels[0].legend(loc="upper left", fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
 
 
 def jobs(hybrid, ranks: int, heads: int, tokens) -> list[Job]:
@@ -459,6 +501,12 @@ def main() -> int:
                     table.write(row | dict(max_error=errors.get(row["method"], "")))
                 if arguments.profile:
                     print_breakdown(answers)
+                    if "allscan, zigzag" in names:
+                        path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_')}.png"
+                        title = (
+                            f"{hybrid.name}, allscan, zigzag, {count} x {torch.cuda.get_device_name()}, T={T} a rank"
+                        )
+                        draw(answers, "allscan, zigzag", path, title)
                 ranks.run(freed)
     print(f"wrote {arguments.csv}")
     return 0

@@ -7,6 +7,7 @@ baseline: no scan of All-Scan, its own calls, and its kernels of NCCL by the pro
 from __future__ import annotations
 
 import collections
+from typing import NamedTuple
 
 import torch
 
@@ -52,19 +53,27 @@ class Method:
         return "; ".join(parts)
 
 
+class Launched(NamedTuple):
+    """A kernel, copy or fill of the GPU, by torch's profiler; us: its duration, begin: on the host's clock, in us."""
+
+    name: str
+    us: float
+    begin: float
+
+
 def kernels(once) -> collections.Counter:
     """How often each kernel of the GPU runs in ``once()``."""
-    return collections.Counter(name for name, _ in launched(once))
+    return collections.Counter(one.name for one in launched(once))
 
 
-def launched(once) -> list[tuple[str, float]]:
-    """(name, microseconds) of every kernel, copy and fill of the GPU in ``once()``."""
+def launched(once) -> list[Launched]:
+    """All of ``once()``."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         once()
         torch.cuda.synchronize()
     return [
-        (event.name, event.time_range.elapsed_us())
+        Launched(event.name, event.time_range.elapsed_us(), event.time_range.start)
         for event in profile.events()
         if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
     ]
@@ -87,13 +96,22 @@ KINDS = {
 }
 
 
-def breakdown(found: list[tuple[str, float]]) -> dict[str, float]:
-    """Milliseconds of each of KINDS, and of the rest, of what was :func:`launched`."""
+def kind_of(name: str) -> str:
+    return next((k for k, words in KINDS.items() if any(w.lower() in name.lower() for w in words.split())), "rest")
+
+
+def breakdown(found: list[Launched]) -> dict[str, float]:
+    """Milliseconds of each of KINDS, and of the rest."""
     sums = dict.fromkeys([*KINDS, "rest"], 0.0)
-    for name, us in found:
-        kind = next((k for k, words in KINDS.items() if any(w.lower() in name.lower() for w in words.split())), "rest")
-        sums[kind] += us / 1e3
+    for one in found:
+        sums[kind_of(one.name)] += one.us / 1e3
     return sums
+
+
+def overlapped(found: list[Launched], kind: str, other: str) -> float:
+    """Milliseconds of a kind's kernels during which one of the other kind runs."""
+    ranges = [[(x.begin, x.begin + x.us) for x in found if kind_of(x.name) == some] for some in (kind, other)]
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in ranges[0] for c, d in ranges[1]) / 1e3
 
 
 def ran(name: str, found: collections.Counter, wanted, unwanted) -> str:
