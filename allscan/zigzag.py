@@ -15,7 +15,7 @@ from .base.checks import boundaries
 from .base.errors import REMEDY, Problem
 from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from .ops.first_call import KEPT, ask_all
-from .tokens.packing import boundaries_on_host
+from .tokens.packing import boundaries_on_host, document_places
 
 
 def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
@@ -50,6 +50,7 @@ def zigzag_positions(
     per_document: False: the row is cut into 2P chunks, wherever sequences begin. True, with cu_seqlens: each sequence
         is cut into 2P chunks of its own, of which a rank has r and 2P - 1 - r, one sequence behind the other, as
         Megatron-core, Transformer Engine and torch's context parallelism have them. Its length is a multiple of 2P.
+        What operators and models take with per_document=True.
 
     This rank's part of anything [B, P T, ...] of the whole row, such as position_ids, is ``x[:, places]``.
     Raises TypeError for another type, ValueError for an odd T and for cu_seqlens that do not go with it.
@@ -62,18 +63,13 @@ def zigzag_positions(
         raise ValueError(f"cu_seqlens must rise from 0 to {comm.size} ranks' {T} tokens, got {lengths}")
     if per_document and cu_seqlens is None:
         raise ValueError("per_document=True needs cu_seqlens")
-    cuts, chunks = list(itertools.pairwise(lengths if per_document else [0, lengths[-1]])), 2 * comm.size
-    if any((end - first) % chunks for first, end in cuts):
+    cuts, chunks = lengths if per_document else [0, lengths[-1]], 2 * comm.size
+    if any((end - first) % chunks for first, end in itertools.pairwise(cuts)):
         raise ValueError(
             f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got {lengths}"
         )
-    pieces = [
-        (first + i * n, first + (i + 1) * n)
-        for first, end in cuts
-        for n in ((end - first) // chunks,)
-        for i in _pieces(comm.rank, comm.size, True)
-    ]
-    return torch.cat([torch.arange(*piece, device=comm.device) for piece in pieces])
+    places = document_places(cuts, comm.rank, comm.size)
+    return torch.cat([torch.arange(*place, device=comm.device) for place in places])
 
 
 def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:

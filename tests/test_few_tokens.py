@@ -34,6 +34,7 @@ BATCHES = [
     ((8, 8, 8, 8), 5),
 ]
 IN_ZIGZAG = [((8,) * 4, 5), ((0,) * 4, 0), ((2,) * 4, 1)]
+DOCUMENTS = [((), (0, 0, 5, 7, 12)), ((), (0, 0, 0, 0, 0)), ((), (0, 1, 1, 2, 3))]  # cu_seqlens over 2P
 SHARED = "A", "D", "initial_state", "initial_states"  # arguments that are not of tokens
 
 
@@ -86,7 +87,11 @@ def few_case(group, name, batches, packed, layout):
             uses = [float(final is True or final == "all" and rank % 2 == 0) for rank in range(comm.size)]
             weight = sum(uses) if final == "all" else float(final)
             total, batch = sum(tokens), 1 if packed else 2
-            lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
+            if layout == "documents":
+                lengths = [2 * comm.size * n for n in boundary]
+                tokens, total = [2 * boundary[-1]] * comm.size, lengths[-1]
+            else:
+                lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
             given = drawn(name, batch, total, 4 if packed else batch)
             if not final:
                 given = {n: x for n, x in given.items() if not n.startswith("initial")}
@@ -94,9 +99,11 @@ def few_case(group, name, batches, packed, layout):
             o, state = REFERENCES[name](**exact, cu_seqlens=lengths)
             ((o.sin().sum() + state.sin().sum() * weight) + sum(0 * x.sum() for x in exact.values())).backward()
 
-            mine = place(comm, tokens, layout == "zigzag")
+            mine = place(comm, tokens, layout == "zigzag", lengths if layout == "documents" else None)
             own = {n: (x if n in SHARED else x[:, mine]).to(comm.device).requires_grad_() for n, x in given.items()}
-            own_o, own_state = called(name, own, final, comm=comm, cu_seqlens=lengths, layout=layout)
+            where = dict(cu_seqlens=lengths, layout="contiguous" if layout == "contiguous" else "zigzag")
+            where |= dict(per_document=True) if layout == "documents" else {}
+            own_o, own_state = called(name, own, final, comm=comm, **where)
             assert own_o.requires_grad and own_o.shape[1] == tokens[comm.rank]
             (own_o.sin().sum() + (own_state.sin().sum() if uses[comm.rank] else 0)).backward()
             errors.append(error(own_o, o[:, mine]))
@@ -142,6 +149,13 @@ def test_zigzag(run, name, packed, size=2):
     check(run(size, few_case, name, IN_ZIGZAG, packed, "zigzag"))
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("name, size", [*zip(REFERENCES, (3, 2, 1, 4))])
+def test_cut_documents(run, name, size):
+    """Documents that are cut each, of no tokens, of one for each piece, and none at all; with states and without."""
+    check(run(size, few_case, name, DOCUMENTS, True, "documents"))
+
+
 def halo_case(group, n, batches, reverse, packed, layout):
     """halo() of a tuple, of what integers and floats with special values there are: as they are; and its gradient."""
     zigzag = layout == "zigzag"
@@ -149,7 +163,11 @@ def halo_case(group, n, batches, reverse, packed, layout):
         for tokens, boundary in batches:
             tokens = tokens[: comm.size]
             total, batch = sum(tokens), 1 if packed else 2
-            lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
+            if layout == "documents":
+                lengths = [2 * comm.size * n for n in boundary]
+                tokens, total = [2 * boundary[-1]] * comm.size, lengths[-1]
+            else:
+                lengths = [0, 0, min(boundary, total), min(boundary, total), total] if packed else None
             generator = torch.Generator().manual_seed(total)
             whole = torch.randn(batch, total, 3, 2, generator=generator).to(comm.device).requires_grad_()
             names = torch.randint(-(2**63), 2**63 - 1, (batch, total), generator=generator).to(comm.device)

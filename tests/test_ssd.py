@@ -47,12 +47,15 @@ def case(group, tokens, cuts, layout, strong, scan):
     with allscan.Communicator(group) as comm:
         total, errors = sum(tokens), {}
         lengths = None if cuts is None else [*(c for c in CUTS if c < total), total]
+        if layout == "documents":
+            lengths = [2 * comm.size * i for i in (0, 1, 1, 4, 5, total // (2 * comm.size))]
         given, dy, dfinal = drawn(total, 1 if cuts else 2, len(lengths) - 1 if cuts else 2, strong)
         exact = {name: t.double().requires_grad_() for name, t in given.items()}
         y, final = ssd_reference(**exact, **OPTIONS, cu_seqlens=lengths)
         ((y * dy).sum() + (final * dfinal).sum() + sum(0.0 * t.sum() for t in exact.values())).backward()
 
-        mine = place(comm, tokens, layout == "zigzag")
+        documents = lengths if layout == "documents" else None
+        mine = place(comm, tokens, layout == "zigzag", documents)
         cut = {name: t[:, mine] if name in ("x", "dt", "B", "C", "z") else t for name, t in given.items()}
         cut = {name: t.to(comm.device).requires_grad_() for name, t in cut.items()}
         where = {} if cuts != "given" else dict(first_token=sum(tokens[: comm.rank]))
@@ -63,7 +66,8 @@ def case(group, tokens, cuts, layout, strong, scan):
             **OPTIONS,
             cu_seqlens=lengths,
             return_final_states=True,
-            layout=layout,
+            layout="contiguous" if layout == "contiguous" else "zigzag",
+            per_document=documents is not None,
             chunk_scan=scan,
             **where,
         )
@@ -83,11 +87,18 @@ def case(group, tokens, cuts, layout, strong, scan):
 
 @pytest.mark.parametrize(
     "cuts, layout",
-    [(None, "contiguous"), ("asked", "contiguous"), ("given", "contiguous"), (None, "zigzag"), ("asked", "zigzag")],
+    [
+        (None, "contiguous"),
+        ("asked", "contiguous"),
+        ("given", "contiguous"),
+        (None, "zigzag"),
+        ("asked", "zigzag"),
+        ("asked", "documents"),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_and_gradients(run, size, cuts, layout):
-    tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
+    tokens = {"zigzag": EVEN[size], "contiguous": TOKENS[size], "documents": [16] * size}[layout]
     for errors in run(size, case, tokens, cuts, layout, False, None):
         assert set(errors) == {"y", "final", *NAMES} and max(errors.values()) < 1e-5, errors
 

@@ -80,6 +80,32 @@ def test_packed_zeco_gla(run, size, name):
     check(run(size, gla_case, tokens, 1, 2, 16, 16, "weak", F32, F32, lengths, 0, True))
 
 
+DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
+    1: [0, 3, 3, 70, 71],
+    2: [0, 0, 33, 34, 67],
+    3: [0, 20, 21, 21],
+    4: [0, 12, 12, 12, 13, 30, 35],
+    5: [0, 9, 11],
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_cut_documents_zeco_gla(run, size):
+    """One scan for the states of all documents; empty ones, of one token a piece, and longer than a chunk."""
+    lengths = [2 * size * n for n in DOCUMENTS[size]]
+    given = [lengths[-1] // size] * size, 1, 2, 16, 24, "mixed" if size == 3 else "weak", F32, F32, lengths, 0, True
+    check(run(size, gla_case, *given, size != 2, True))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("rule, size", [("gated_delta_rule", 1), ("gated_delta_rule", 3), ("kda", 2), ("kda", 4)])
+def test_cut_documents_delta_rules(run, rule, size):
+    lengths = [2 * size * n for n in DOCUMENTS[size]]
+    given = rule, [lengths[-1] // size] * size, 1, 1, 2, 16, 16, "weak", F32, lengths, None, True, True
+    for errors in run(size, operator_case, *given):
+        assert max(errors.values()) < 1e-5, errors
+
+
 def test_bfloat16(run, size=2):
     check(run(size, gla_case, [40, 150], 1, 1, 32, 32, "weak", BF16, F32, None, 0, True), BF16)
 
@@ -282,6 +308,37 @@ def halo_case(group, tokens, lengths, reverse):
         assert shifted.dtype == torch.long and shifted[0, 0] == (labels[0, mine[0] - 1] if comm.rank else 0)
 
 
+def halo_of_documents_case(group, lengths, n):
+    """Of two tensors, one of integers, both ways, of pieces that are longer and shorter than n; the gradient."""
+    with allscan.Communicator(group) as comm:
+        P, mine = comm.size, place(comm, None, True, lengths)
+        whole = torch.randn(1, lengths[-1], 5, generator=torch.Generator().manual_seed(0)).to(comm.device)
+        for reverse in (False, True):
+            own = whole[:, mine].clone().requires_grad_()
+            where = dict(comm=comm, cu_seqlens=lengths, layout="zigzag", per_document=True)
+            found, numbers = allscan.halo((own, (own * 1000).long().detach()), n, reverse=reverse, **where)
+            expected, taken, at = torch.zeros_like(found), torch.zeros(lengths[-1]), 0
+            for begin, end in itertools.pairwise(lengths):
+                size = (end - begin) // (2 * P)
+                for i in (comm.rank, 2 * P - 1 - comm.rank):
+                    first = begin + (i + 1) * size if reverse else begin + i * size - n
+                    for j, t in enumerate(range(first, first + n)):
+                        if begin <= t < end:
+                            expected[:, at + j] = whole[:, t]
+                            taken[t] += 1
+                    at += n
+            assert torch.equal(found, expected) and torch.equal(numbers, (expected * 1000).long())
+            found.sum().backward()
+            counts = sum(torch.tensor(c) for c in comm.exchange(taken.tolist(), "test"))
+            assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_halo_of_cut_documents(run, size):
+    for lengths, n in (([0, 9, 9, 14, 18], 3), ([0, 1, 3, 4, 9, 9], 3), ([0, 1], 2), ([0, 0], 2)):
+        run(size, halo_of_documents_case, [2 * size * x for x in lengths], n)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_halo(run, size, reverse):
@@ -294,6 +351,15 @@ def refused_case(group):
     with allscan.Communicator(group) as comm:
         x = torch.ones(1, 7, 1, 16, device=comm.device)
         state = torch.ones(1, 4, 4, device=comm.device)
+        cut = dict(layout="zigzag", per_document=True)
+        documents = (
+            dict(per_document=True, cu_seqlens=[0, 8]),
+            cut,
+            cut | dict(cu_seqlens=[0, 4, 6, 8]),
+            cut | dict(cu_seqlens=[0, 4, 6, 8], first_token=2 * comm.rank),
+            cut | dict(cu_seqlens=[0, 4, 12]),
+            cut | dict(cu_seqlens=[0, 4, 8], first_token=2),
+        )
         calls = (
             lambda: allscan.zeco_gla(x, x, x, -x, comm=comm, layout="zigzag"),
             lambda: allscan.zeco_gla(x, x, x, -x, comm=comm, layout="ring"),
@@ -301,6 +367,7 @@ def refused_case(group):
             lambda: allscan.allscan(state, comm=comm, layout="zigzag"),
             lambda: allscan.allscan((state, state), comm=comm, layout="zigzag", reverse=True),
             lambda: allscan.allscan((state, state[:, 1:]), comm=comm, layout="zigzag"),
+            *(lambda how=how: allscan.zeco_gla(*[x[:, :4]] * 3, -x[:, :4], comm=comm, **how) for how in documents),
         )
         answers = [raised(call) for call in calls]
         o, _ = allscan.zeco_gla(*(x[:, :4] for x in (x, x, x, 0 * x)), comm=comm, scale=1.0, layout="zigzag")
@@ -308,7 +375,8 @@ def refused_case(group):
 
 
 def test_what_is_refused(run):
-    words = "even T", '"contiguous" or "zigzag"', "even T", "pairs", "neither", "one shape"
+    words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "neither", "one shape"]
+    words += ["per_document=True is for"] * 2 + ["multiples of 4"] * 2 + ["each rank has 6 of 12 tokens", "first_token"]
     for rank, (answers, o) in enumerate(run(2, refused_case)):
         for (_, message), word in zip(answers, words, strict=True):
             assert word in message
@@ -316,15 +384,17 @@ def test_what_is_refused(run):
         assert o == [16.0 * (t + 1) for t in places]  # the counts of tokens, over K
 
 
-def modes_case(group):
+def modes_case(group, documents):
     """Compiled, checkpointed, and validation without backward in between."""
     with allscan.Communicator(group) as comm:
-        whole = Whole(0, 48, 1, 1, 16, 16, "weak", F32, F32, comm.device)
-        mine, errors = place(comm, [30, 18], True), []
+        whole = Whole(0, 48, 1, 1, 16, 16, "weak", F32, F32, comm.device, documents)
+        mine, errors = place(comm, [30, 18], True, documents), []
         expected = whole.reference()
 
         def call(*x, **options):
-            return allscan.zeco_gla(*x, layout="zigzag", **options)
+            where = {} if documents is None else dict(cu_seqlens=documents, first_token=12 * comm.rank)
+            where |= dict(layout="zigzag", per_document=documents is not None)
+            return allscan.zeco_gla(*x, **(options | where))
 
         def checkpointed(*x, **options):
             return torch.utils.checkpoint.checkpoint(call, *x, **options, use_reentrant=False)
@@ -338,5 +408,6 @@ def modes_case(group):
         return max(errors)
 
 
-def test_compiled_and_checkpointed(run):
-    assert max(run(2, modes_case)) < 1e-4
+@pytest.mark.parametrize("documents", [None, [0, 8, 8, 24, 48]])
+def test_compiled_and_checkpointed(run, documents):
+    assert max(run(2, modes_case, documents)) < 1e-4

@@ -235,6 +235,20 @@ def is_zigzag(layout: str) -> bool:
     return layout == "zigzag"
 
 
+PER_DOCUMENT = 2  # of the values that ``zigzag`` has below the operators: each sequence is cut, not the row; 0: none is
+
+
+def zigzag_of(layout: str, per_document: bool, cu_seqlens: Any) -> int:
+    """Which cut the tokens of an operator have: 0 contiguous, 1 zigzag of the row, PER_DOCUMENT. Raises ValueError."""
+    zigzag = is_zigzag(layout)
+    if not per_document:
+        return int(zigzag)
+    if not zigzag or cu_seqlens is None:
+        given = "without" if cu_seqlens is None else "with"
+        raise ValueError(f'per_document=True is for layout="zigzag" with cu_seqlens, got {layout!r} {given} them')
+    return PER_DOCUMENT
+
+
 def check_halves(T: int) -> None:
     if T % 2:
         raise ValueError(f"the zigzag layout wants an even T, half of it for each of a rank's two places, got {T}")

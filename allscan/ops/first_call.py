@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from ..base.checks import boundaries
+from ..base.checks import PER_DOCUMENT, boundaries
 from ..base.errors import Problem
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import without_dispatch_modes
@@ -17,7 +18,7 @@ from ..comm.heap import outside_inference_mode
 from ..comm.host_exchange import by_rank, differing
 from ..scan.collective import AllScan
 from ..shmem_kernels.gla_blocks import FIRST, LAST
-from ..tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, cut, zigzag_cut
+from ..tokens.packing import CHUNK_TOKENS, CUTS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, carried_states
 
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 KEPT = 256  # partitions of cu_seqlens, tables, and calls that were checked, that a communicator keeps
@@ -113,7 +114,7 @@ def get_or_create_scan(
     return scans[key]
 
 
-def common_fields(B: int, dtype, scale: float, zigzag: bool, initial: bool, packed: bool, told: bool) -> tuple:
+def common_fields(B: int, dtype, scale: float, zigzag: int, initial: bool, packed: bool, told: bool) -> tuple:
     """Of an operator on tokens, (name, value) of what all ranks have alike. The last three: what is None of
     initial_state, cu_seqlens and first_token."""
     return (
@@ -121,6 +122,7 @@ def common_fields(B: int, dtype, scale: float, zigzag: bool, initial: bool, pack
         ("dtype", str(dtype)),
         ("scale", scale),
         ("layout", "zigzag" if zigzag else "contiguous"),
+        ("per_document", zigzag == PER_DOCUMENT),
         ("initial_state is None", initial),
         ("cu_seqlens is None", packed),
         ("first_token is None", told),
@@ -213,7 +215,7 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
 
 
 def partition_start(
-    comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None, zigzag: bool = False
+    comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None, zigzag: int = False
 ) -> int:
     """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
     these ``lengths`` is collective, and the partition that it finds is kept (the last KEPT, alike on every rank).
@@ -226,8 +228,16 @@ def partition_start(
     halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the whole
     if given is not None:
         _check_given(comm, lengths, given, given + T // halves, halves)
+        if zigzag == PER_DOCUMENT:
+            _check_documents(comm, lengths, [T])
         return given
-    return sum(partition(comm, lengths, T)[: comm.rank]) // halves
+    tokens = partition(comm, lengths, T)
+    if zigzag == PER_DOCUMENT:
+        try:
+            _check_documents(comm, lengths, tokens)
+        except ValueError as error:
+            raise comm.order.raised_everywhere(error) from None
+    return sum(tokens[: comm.rank]) // halves
 
 
 def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]:
@@ -275,7 +285,7 @@ def compare_values(comm: Communicator, given: Any, read: torch.Tensor | None) ->
 
 
 def check_packed(
-    comm: Communicator, cu_seqlens: torch.Tensor | None, T: int, first_token: int | None, zigzag: bool = False
+    comm: Communicator, cu_seqlens: torch.Tensor | None, T: int, first_token: int | None, zigzag: int = False
 ) -> None:
     """Raise TypeError or ValueError for packed sequences that this rank can see to be wrong: before a first call asks
     the others. Later partition_start finds it."""
@@ -285,9 +295,22 @@ def check_packed(
         lengths = boundaries_on_host(cu_seqlens)
     except RuntimeError as error:  # of a subclass without values
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
+    if zigzag == PER_DOCUMENT and _rises_from_0(lengths):
+        _check_documents(comm, lengths, [T])
     if first_token is not None:
-        halves = 1 + zigzag
+        halves = 1 + bool(zigzag)
         _check_place(comm, lengths, first_token, first_token + T // halves, halves)
+
+
+def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int]) -> None:
+    """Raise ValueError for lengths that are no multiples of 2P, and unless each rank has its part of them."""
+    chunks, share = 2 * comm.size, lengths[-1] // comm.size
+    if any((b - a) % chunks for a, b in itertools.pairwise(lengths)):
+        raise ValueError(
+            f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got cu_seqlens {lengths}"
+        )
+    if any(T != share for T in tokens):
+        raise ValueError(f"with per_document=True each rank has {share} of {lengths[-1]} tokens, got {by_rank(tokens)}")
 
 
 def _rises_from_0(lengths: tuple[int, ...]) -> bool:
@@ -324,11 +347,11 @@ def find_layout(
     cu_seqlens,
     segment: int,
     first_token: int | None = None,
-    zigzag: bool = False,
+    zigzag: int = False,
     fla: bool = False,
 ) -> Layout:
     """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
-    a batch entry's. ``fla``: with the tables of packed sequences for fla's functions.
+    a batch entry's, or of a document. ``fla``: with the tables of packed sequences for fla's functions.
 
     Raises what partition_start raises, and ValueError for more chunks than kernels take: where no first_token is given
     on every rank, whichever has them.
@@ -338,7 +361,7 @@ def find_layout(
 
     def make():
         if lengths is not None:
-            pieces = (zigzag_cut if zigzag else cut)(lengths, first, T, comm.rank == 0)
+            pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
             tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
             _check_chunks(comm, lengths, first, tokens, zigzag)
         else:
@@ -347,24 +370,25 @@ def find_layout(
             n = T // len(halves)
             places = [(b, half) for b in range(B) for half in range(len(halves))]
             pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
-        return Layout(pieces, 2 * B if zigzag else B, segment, comm.device, fla=fla)
+        states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
+        return Layout(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
 
     return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
 
 
 def _check_chunks(
-    comm: Communicator, lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: bool
+    comm: Communicator, lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int
 ) -> None:
     """Raise ValueError if a rank has more chunks of packed sequences than kernels take, an empty one counted as one.
     tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin."""
-    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) + 1 <= MOST_CHUNKS:
+    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * (1 + (zigzag == PER_DOCUMENT)) + 1 <= MOST_CHUNKS:
         return
     found = {}
     begin = first if len(tokens) == 1 else 0
     for rank, T in tokens.items():
-        pieces = (zigzag_cut if zigzag else cut)(lengths, begin, T, rank == 0)
+        pieces = CUTS[zigzag](lengths, begin, T, rank == 0)
         found[rank] = sum(max(1, cdiv(piece.end - piece.start, CHUNK_TOKENS)) for piece in pieces)
-        begin += T // (1 + zigzag)
+        begin += T // (1 + bool(zigzag))
     if max(found.values()) > MOST_CHUNKS:
         most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > MOST_CHUNKS)
         error = ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences: {most}")

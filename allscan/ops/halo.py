@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -11,11 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import CustomOperator, check_saveable, inference_tensors, wants_gradient
-from ..base.checks import ScanInputs, Shift, check_dense, check_halves, integer, is_zigzag, plain, signature_of
+from ..base.checks import (
+    PER_DOCUMENT,
+    ScanInputs,
+    Shift,
+    check_dense,
+    check_halves,
+    integer,
+    plain,
+    signature_of,
+    zigzag_of,
+)
 from ..base.errors import Problem
 from ..comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
-from ..tokens.packing import Tables, boundaries_on_host, own_boundaries
+from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries
 from .allscan import scan_once, scan_zigzag
 from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 
@@ -31,6 +42,7 @@ def halo(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     first_token: int | None = None,
     layout: str = "contiguous",
+    per_document: bool = False,
 ) -> Xs:
     """The n tokens that precede this rank's part of the sequence: the last n of the ranks before. Differentiable.
 
@@ -44,6 +56,8 @@ def halo(
     cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
         the one at the cut count as none.
     layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second.
+    per_document: as for zeco_gla: out is [1, N * 2n, ...], n tokens for each piece of x, empty ones too, in their
+        order. One message each way has those of all sequences; of pieces shorter than n there is one for each length.
     Returns [B, n, ...] like x, a tuple for a tuple. torch.compile takes it with fullgraph=True, but not the zigzag
     layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits for
     its neighbours only; one with fewer than n tokens passes on those of ranks before it, and waits for them first. The
@@ -61,14 +75,14 @@ def halo(
     """
     check_communicator(comm)
     if not torch.compiler.is_compiling():
-        return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+        return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
     xs = x if isinstance(x, tuple) else (x,)
-    if _traceable(xs, n, comm, cu_seqlens, layout):
+    if not per_document and _traceable(xs, n, comm, cu_seqlens, layout):
         edge, T, alike = _edges(xs, n, 1, reverse)[0], xs[0].shape[1], (_dtypes(xs), _widths(xs))
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         found = _from_edges(_traced.forward(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
-    return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout)
+    return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
 
 
 def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
@@ -93,34 +107,49 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
     )
 
 
-def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout):
+def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document):
     reverse = bool(reverse)
     with comm.call(reverse, "halo()", x):
-        return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout)
+        return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
 
 
 _not_traced = dynamo_disabled(_eager_halo)
 
 
-def halo_of_ends(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, cu_seqlens=None, first_token=None) -> Xs:
-    """:func:`halo` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half."""
+def halo_of_ends(
+    x: Xs,
+    T: int,
+    n: int,
+    *,
+    comm: Communicator,
+    layout: str,
+    cu_seqlens=None,
+    first_token=None,
+    per_document: bool = False,
+) -> Xs:
+    """:func:`halo` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half, or of
+    each document's pieces."""
     with comm.call(False, "halo()", x):
-        return _halo(x, n, comm, False, cu_seqlens, first_token, layout, T)
+        return _halo(x, n, comm, False, cu_seqlens, first_token, layout, per_document, T)
 
 
-def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, T=None):
+def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document, T=None):
     several = isinstance(x, tuple)
     xs = x if several else (x,)
-    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout, bool(reverse), T
+    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout, bool(reverse), per_document, T
     known = cached_on(comm, "signatures of halo")
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
     if not cached or signature not in known:
-        n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, T)
+        where = cu_seqlens, first_token, layout, per_document
+        n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, *where, T)
         if cached:
             if len(known) >= 16 * KEPT:  # of ever new lengths
                 known.clear()
             known[signature] = True
+    if per_document:
+        out = _of_documents(xs, n, comm, bool(reverse), boundaries_on_host(cu_seqlens), first_token, T)
+        return out if several else out[0]
     zigzag, tokens = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
@@ -137,14 +166,14 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, T=None):
     return out if several else out[0]
 
 
-def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told) -> tuple:
+def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told, per_document=False) -> tuple:
     """What is the same on all ranks beside (B, n, words of a token)."""
     kinds = ("dtypes", dtypes), ("words of a token in each x", tuple(widths))
-    where = ("cu_seqlens is None", no_cu_seqlens), ("first_token is None", not_told)
+    where = ("cu_seqlens is None", no_cu_seqlens), ("first_token is None", not_told), ("per_document", per_document)
     return "halo", ("n", n), *kinds, ("reverse", bool(reverse)), ("layout", layout), *where
 
 
-def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, tokens=None):
+def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, per_document, tokens=None):
     """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective. ``tokens``: of this rank,
     where x has fewer."""
     shape = agree = problem = None
@@ -164,9 +193,10 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, tokens=No
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
         T = T if tokens is None else tokens
-        zigzag = is_zigzag(layout)
+        zigzag = zigzag_of(layout, per_document, cu_seqlens)
         shape = (B, n, sum(_widths(xs)))
-        agree = _agree(n, _dtypes(xs), _widths(xs), reverse, layout, cu_seqlens is None, first_token is None)
+        are_none = cu_seqlens is None, first_token is None
+        agree = _agree(n, _dtypes(xs), _widths(xs), reverse, layout, *are_none, zigzag == PER_DOCUMENT)
         if zigzag:
             check_halves(T)
         for x in xs:
@@ -174,6 +204,10 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, tokens=No
                 raise ValueError(f"x must be on {comm.device}, got {x.device}")
         check_saveable(xs, xs)
         check_packed(comm, cu_seqlens, T, first_token, zigzag)
+        if zigzag == PER_DOCUMENT:
+            if B != 1:
+                raise ValueError(f"cut documents must be in a batch of one, got {B}")
+            shape = (_groups(boundaries_on_host(cu_seqlens), n, T)[0][2], *shape[1:])
     except (TypeError, ValueError) as error:
         problem = Problem(error)
     get_or_create_scan(comm, shape, agree, problem)
@@ -184,6 +218,69 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, tokens=No
 def _decay(T, n, reverse) -> Any:  # float | Shift
     """0: nothing comes from beyond a rank that has n tokens; of one that has fewer what they leave room for."""
     return 0.0 if T >= n else Shift(-T if reverse else T)
+
+
+def _groups(lengths, n: int, T: int) -> list[tuple[int, list[int], int]]:
+    """(tokens of a piece, at most n; the documents with such pieces; how many travel together), alike on all ranks.
+    Empty documents, of which nobody has a token, are with the longest."""
+    counts = [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
+    most = min(n, max(counts))
+    by_tokens: dict[int, list[int]] = {most: []}
+    for i, count in enumerate(counts):
+        by_tokens.setdefault(min(n, count) if count else most, []).append(i)
+    return [(size, some, carried_states(1, len(some), PER_DOCUMENT)) for size, some in sorted(by_tokens.items())[::-1]]
+
+
+class _Documents(Tables):
+    """Which tokens of x travel, [2, states that travel, n] of the second pieces and of the first, in the order in which
+    they do; which of these there are none of; and where each piece of each document lies among them."""
+
+    def __init__(self, groups, counts: list[int], n: int, reverse: bool, device) -> None:
+        starts = [*itertools.accumulate(counts, initial=0)]  # of the pieces in x
+        rows = [i for _, some, size in groups for i in (*some, *[None] * (size - len(some)))]
+        order = (1, 0) if reverse else (0, 1)
+        tokens = []
+        for half in order:
+            for i in rows:
+                first, end = (0, 0) if i is None else starts[2 * i + half : 2 * i + half + 2]
+                here = range(first, first + n) if reverse else range(end - n, end)
+                tokens += [t if first <= t < end else None for t in here]
+        at = {i: row for row, i in enumerate(rows) if i is not None}
+        places = [order.index(half) * len(rows) + at[i] for i in range(len(at)) for half in range(2)]
+        absent = torch.tensor([[t is None] for t in tokens], device="cpu")
+        numbers = (torch.tensor(x, device="cpu") for x in ([t or 0 for t in tokens], places))
+        super().__init__([absent, *numbers], device)
+        self.some_absent = bool(absent.any())
+
+
+def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor, ...]:
+    """halo() of cut documents; T: of this rank, where x has ends alone."""
+    tokens, ends = xs[0].shape[1] if T is None else T, T is not None
+    partition_start(comm, lengths, tokens, first_token, PER_DOCUMENT)
+    N, widths = len(lengths) - 1, sum(_widths(xs))
+    if not tokens:  # nor on any rank
+        return tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * N * n)) for x in xs)
+    groups = _groups(lengths, n, tokens)
+
+    def make():
+        counts = [(b - a) * (tokens // 2) // lengths[-1] for a, b in itertools.pairwise(lengths) for _ in range(2)]
+        return _Documents(groups, [min(n, c) for c in counts] if ends else counts, n, reverse, comm.device)
+
+    table = cached_table(comm, ("halo of documents", lengths, tokens, n, reverse, ends), make)
+    absent, numbers, places = table.tensors
+    (edges,) = _edges([x.index_select(1, numbers) for x in xs], len(numbers), 1, False)
+    if table.some_absent:
+        edges = edges.masked_fill(absent, 0.0)
+    found, at = [], 0
+    edges = edges.view(2, -1, n, widths)
+    for size, _, states in groups:
+        decay = 0.0 if size >= n else Shift(-size if reverse else size)
+        there, back = edges[:, at : at + states].contiguous().unbind()
+        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), False, "zigzag", False, part="hop")
+        found.append(torch.stack(pair))
+        at += states
+    together = found[0] if len(found) == 1 else torch.cat(found, 1)
+    return _from_edges(together.flatten(0, 1).index_select(0, places).view(1, -1, widths), xs, 2 * N * n)
 
 
 def _edges(xs, n, halves, reverse) -> list[Tensor]:

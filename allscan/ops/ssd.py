@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import check_saveable, product, wants_gradient
-from ..base.checks import check_dense, check_halves, check_tensor, integer, is_zigzag
+from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor, integer, zigzag_of
 from ..base.errors import Problem
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.gla_blocks import FIRST, LAST
-from ..tokens.packing import Tables, boundaries_on_host, cut, own_boundaries, zigzag_cut
+from ..tokens.packing import CUTS, Tables, boundaries_on_host, carried_states, own_boundaries
 from .allscan import Using, allscan, check_final, final_of_all
 from .first_call import (
     cached_table,
@@ -50,6 +50,7 @@ def zeco_ssd(
     return_final_states: bool | str = False,
     first_token: int | None = None,
     layout: str = "contiguous",
+    per_document: bool = False,
     chunk_scan: Callable | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba2's scan (SSD) with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
@@ -70,7 +71,7 @@ def zeco_ssd(
         rank that has a sequence's first token, without cu_seqlens on the first rank.
     return_final_states: whether to return each sequence's state after its last token. Each rank may choose for itself,
         but for "all": on every rank, see output_final_state of :func:`allscan.zeco_gla`.
-    cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
+    cu_seqlens, first_token, layout, per_document: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
     chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
         return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or None
         where the rank has tokens of one sequence; on a rank without tokens with one of zeros. Default: that of
@@ -98,9 +99,8 @@ def zeco_ssd(
     if isinstance(return_final_states, str):
         of_all = return_final_states = check_final(return_final_states, comm, "return_final_states")
     with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
-        zigzag, cu_seqlens, first_token = _prepare(
-            comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, chunk_scan
-        )
+        how = chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, per_document
+        zigzag, cu_seqlens, first_token = _prepare(comm, given, *how, chunk_scan)
         # a chunk scan's kernels see the memory alone
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
@@ -110,23 +110,28 @@ def zeco_ssd(
         taken = (x, d, A, B, C) if x.shape[1] else [t if t is A else _one_token(t) for t in (x, d, A, B, C)]
         y, last = scan(*taken, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
         tokens = _Tokens(x, d, d * A, B, C)
-        halves = [_of_half(spans, half) for half in range(1 + zigzag)]
-        states = {halves[-1][-1]: last.float()}  # of spans' tokens alone
-        for span in (*spans, halves[0][-1]):
-            if span not in states and (span is halves[0][-1] or (return_final_states and span.ends)):
+        per_document = zigzag == PER_DOCUMENT
+        # the spans of each state that travels
+        runs = [[s] for s in spans] if per_document else [_of_half(spans, half) for half in range(1 + zigzag)]
+        leave = [run[-1] for run in runs]
+        states = {([s for s in leave if s.end > s.start] or leave)[-1]: last.float()}  # of spans' tokens alone
+        for span in (*spans, *leave):
+            if span not in states and (span in leave or (return_final_states and span.ends)):
                 states[span] = tokens.state(span)
         entering = {s: initial_states[s.rows] for s in spans if s.begins and initial_states is not None}
 
         def after(span):
             return states[span] if span not in entering else states[span] + tokens.decay(span) * entering[span]
 
-        leaving = [after(some[-1]) for some in halves]
+        leaving = [after(span) for span in leave]
         # what enters the rank passes it if it has no end of a sequence in between
-        passing = [len(some) == 1 and not some[0].begins for some in halves]
+        passing = [len(run) == 1 and not run[0].begins for run in runs]
         decays = [
-            tokens.decay(s[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
-            for s, p in zip(halves, passing, strict=True)
+            tokens.decay(run[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)
+            for run, p in zip(runs, passing, strict=True)
         ]
+        if per_document:
+            leaving, decays = ([_together(some[half::2]) for half in range(2)] for some in (leaving, decays))
         if wants_gradient((*given.values(), initial_states)):  # on all ranks then
             leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
@@ -135,7 +140,11 @@ def zeco_ssd(
             prevs = allscan(tuple(leaving), tuple(decays), comm=comm, layout="zigzag")
         else:
             prevs = (allscan(leaving[0], decays[0], comm=comm),)
-        entering |= {some[0]: prev for some, prev in zip(halves, prevs, strict=True) if not some[0].begins}
+        if per_document:
+            enters = [x for pair in zip(*(prev.split(1) for prev in prevs)) for x in pair][: len(runs)]
+        else:
+            enters = prevs
+        entering |= {run[0]: prev for run, prev in zip(runs, enters, strict=True) if not run[0].begins}
         outputs = [
             y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
             for s in spans
@@ -155,7 +164,8 @@ def zeco_ssd(
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
         comm.look_for_nan("zeco_ssd", y=y, final_states=final)
         final = Using.apply(final, *used)
-        return final_of_all(y, final, comm, cu_seqlens is not None, zigzag) if of_all else (y, final)
+        packed = cu_seqlens is not None and not per_document
+        return final_of_all(y, final, comm, packed, bool(zigzag)) if of_all else (y, final)
 
 
 class _Span(NamedTuple):
@@ -179,6 +189,12 @@ def _of_half(spans, half) -> list[_Span]:
     return [s for s in own if s.end > s.start] or [
         next((s for s in own if s.rows == slice(None) or not s.ends), through)  # others are empty sequences
     ]
+
+
+def _together(states: list[Tensor]) -> Tensor:
+    """[B, ...] of documents' states, and zeros for as many as travel beside them."""
+    missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
+    return torch.cat(states + [torch.zeros_like(states[0])] * missing)
 
 
 def _one_token(x: Tensor) -> Tensor:
@@ -227,13 +243,23 @@ def _steps(dt, dt_bias, dt_softplus, dt_limit) -> Tensor:
 
 
 def _prepare(
-    comm, given, chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, chunk_scan
+    comm,
+    given,
+    chunk_size,
+    initial_states,
+    cu_seqlens,
+    dt_softplus,
+    dt_limit,
+    first_token,
+    layout,
+    per_document,
+    chunk_scan,
 ):
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     problem = shape = agree = None
     looked, boundaries = False, cu_seqlens
     try:
-        zigzag = is_zigzag(layout)
+        zigzag = zigzag_of(layout, per_document, cu_seqlens)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         shape = _check(comm, **given)
@@ -251,8 +277,9 @@ def _prepare(
             check_halves(x.shape[1])
         if cu_seqlens is not None and x.shape[0] != 1:
             raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {x.shape[0]}")
+        sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        shape = carried_states(x.shape[0], sequences, zigzag), *shape[1:]
         if initial_states is not None:
-            sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
             check_tensor("initial_states", initial_states, (sequences, *shape[1:]), comm.device)
         check_packed(comm, cu_seqlens, x.shape[1], first_token, zigzag)
         if chunk_scan is not None and not callable(chunk_scan):
@@ -308,7 +335,7 @@ def _spans(comm, x, lengths, first_token, zigzag):
         key = ("ssd", batch, T)
     else:
         first = partition_start(comm, lengths, T, first_token, zigzag)
-        pieces = (zigzag_cut if zigzag else cut)(lengths, first, T, comm.rank == 0)
+        pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
         spans = [
             _Span(
                 p.start,

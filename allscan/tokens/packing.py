@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from ..base.autograd import ordered
-from ..base.checks import boundaries, refuse_in_capture
-from ..base.tiling import cdiv
+from ..base.checks import PER_DOCUMENT, boundaries, refuse_in_capture
+from ..base.tiling import cdiv, next_power_of_2
 from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
 from ..comm.communicator import Communicator
 from ..launch.plan import ALIGNMENT
@@ -33,7 +33,8 @@ class Piece(NamedTuple):
     start: int  # tokens start .. end - 1 of this rank's B * T
     end: int
     state_index: int  # which of the travelling states is its own: the batch entry, 0 for packed sequences; in the
-    # zigzag layout twice that, and 1 more for the second half of the rank's tokens
+    # zigzag layout twice that, and 1 more for the second half of the rank's tokens; of cut documents twice the
+    # sequence, and 1 more for the second of its pieces
     sequence: int  # row of initial_state and final_state
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
 
@@ -173,9 +174,9 @@ def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, cuda: b
     return length
 
 
-def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: bool = False) -> int:
+def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = False) -> int:
     """An upper bound of the number of segments that does not depend on where packed sequences begin."""
-    return B * (T // segment) + sequences + B * zigzag
+    return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
 
 
 def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
@@ -201,6 +202,36 @@ def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece
     n = T // 2
     heads, tails = cut(lengths, begin, n, on_first), cut(lengths, lengths[-1] - begin - n, n, False)
     return heads + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
+
+
+def document_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
+    """The same of a rank that has two pieces of each sequence, chunks r and 2P - 1 - r of its 2P, one sequence behind
+    the other. begin: r T / 2, which is not looked at."""
+    pieces, start = [], 0
+    first, last = FIRST.value * on_first, LAST.value * on_first
+    for i, (a, b) in enumerate(itertools.pairwise(lengths)):
+        n = (b - a) * (T // 2) // max(lengths[-1], 1)
+        pieces += [Piece(start, start + n, 2 * i, i, first), Piece(start + n, start + 2 * n, 2 * i + 1, i, last)]
+        start += 2 * n
+    return pieces
+
+
+CUTS = cut, zigzag_cut, document_cut  # by checks.zigzag_of
+
+
+def document_places(lengths, rank: int, size: int) -> list[tuple[int, int]]:
+    """(first token, end) in the whole of each piece of document_cut."""
+    places = []
+    for a, b in itertools.pairwise(lengths):
+        n = (b - a) // (2 * size)
+        places += [(a + i * n, a + (i + 1) * n) for i in (rank, 2 * size - 1 - rank)]
+    return places
+
+
+def carried_states(B: int, sequences: int, zigzag: int) -> int:
+    """How many states travel over the ranks in each direction. Of cut documents as many as there are, and some that
+    are nobody's up to a power of 2: each number takes a workspace, of which there are few then."""
+    return next_power_of_2(int(sequences)) if zigzag == PER_DOCUMENT else B
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:

@@ -66,10 +66,10 @@ class Whole:
         return [o, final, *torch.autograd.grad(self.loss(o, final, self.do[:, mine]), own)]
 
 
-def of_rank(expected, comm, tokens, lengths, B, zigzag=False):
+def of_rank(expected, comm, tokens, lengths, B, zigzag=False, per_document=False):
     """Of the reference what a rank is to have: a state where its sequence begins or ends."""
-    mine = place(comm, tokens, zigzag)
-    first, last = owners(tokens, lengths, B, zigzag)
+    mine = place(comm, tokens, zigzag, lengths if per_document else None)
+    first, last = owners(tokens, None if per_document else lengths, len(expected[1]) if per_document else B, zigzag)
     expected = [x if i in (1, 7) else x[:, mine] for i, x in enumerate(expected)]
     for i, ranks in ((1, last), (7, first)):
         has = torch.tensor([r == comm.rank for r in ranks], device=comm.device)
@@ -77,16 +77,19 @@ def of_rank(expected, comm, tokens, lengths, B, zigzag=False):
     return expected
 
 
-def operator_case(group, rule, tokens, B, H, HV, K, V, kind, dtype=F32, lengths=None, beta=None, zigzag=False):
+def operator_case(
+    group, rule, tokens, B, H, HV, K, V, kind, dtype=F32, lengths=None, beta=None, zigzag=False, per_document=False
+):
     """Relative error by tensor."""
     from .fla import import_fla
 
     import_fla()
     with allscan.Communicator(group) as comm:
         whole = Whole(rule, sum(tokens), B, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
-        expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag)
-        layout = "zigzag" if zigzag else "contiguous"
-        return relative_all(NAMES, whole.ours(comm, place(comm, tokens, zigzag), layout=layout), expected)
+        expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag, per_document)
+        where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document)
+        mine = place(comm, tokens, zigzag, lengths if per_document else None)
+        return relative_all(NAMES, whole.ours(comm, mine, **where), expected)
 
 
 class Chunk:

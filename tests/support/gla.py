@@ -91,11 +91,11 @@ def owners(tokens, lengths, sequences, zigzag=False):
     return first, last
 
 
-def errors_of_part(whole, expected, actual, rank, tokens, mine, zigzag=False):
+def errors_of_part(whole, expected, actual, rank, tokens, mine, zigzag=False, per_document=False):
     """Relative error by tensor of what one rank has found, for its tokens ``mine`` of the whole, whose reference() is
     ``expected``. What it has of states that belong to others must be 0."""
     wanted = list(expected)
-    first, last = owners(tokens, whole.lengths, whole.initial.shape[0], zigzag)
+    first, last = owners(tokens, None if per_document else whole.lengths, whole.initial.shape[0], zigzag)
     for i in (0, 2, 3, 4, 5):
         wanted[i] = wanted[i][:, mine]
     for i, ranks in ((1, last), (6, first)):
@@ -108,15 +108,31 @@ def errors_of_part(whole, expected, actual, rank, tokens, mine, zigzag=False):
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
-def gla_case(group, tokens, B, H, K, V, kind, dtype, gate_dtype, lengths=None, seed=0, zigzag=False, recompute=True):
+def gla_case(
+    group,
+    tokens,
+    B,
+    H,
+    K,
+    V,
+    kind,
+    dtype,
+    gate_dtype,
+    lengths=None,
+    seed=0,
+    zigzag=False,
+    recompute=True,
+    per_document=False,
+):
     """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
     with allscan.Communicator(group) as comm:
         whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
-        mine = place(comm, tokens, zigzag)
-        call = functools.partial(allscan.zeco_gla, recompute=recompute, layout="zigzag" if zigzag else "contiguous")
+        mine = place(comm, tokens, zigzag, lengths if per_document else None)
+        where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document)
+        call = functools.partial(allscan.zeco_gla, recompute=recompute, **where)
         actual = whole.ours(comm, mine, call)
         assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
-        return errors_of_part(whole, whole.reference(), actual, comm.rank, tokens, mine, zigzag)
+        return errors_of_part(whole, whole.reference(), actual, comm.rank, tokens, mine, zigzag, per_document)
 
 
 def check(answers, dtype=torch.float32):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import itertools
 import random
 import re
 import time
@@ -158,7 +159,12 @@ def chunks(tokens, zigzag=False):
         begin += n
 
 
-def place(comm, tokens, zigzag=False):
-    """Which tokens of the whole this rank has, a slice; in the zigzag layout an index."""
+def place(comm, tokens, zigzag=False, documents=None):
+    """Which tokens of the whole this rank has, a slice; in the zigzag layout an index. documents: cu_seqlens of the
+    whole, where each sequence is cut."""
+    if documents is not None:
+        parts = [torch.arange(a, b).chunk(2 * comm.size) for a, b in itertools.pairwise(documents) if b > a]
+        own = [some[i] for some in parts for i in (comm.rank, 2 * comm.size - 1 - comm.rank)]
+        return torch.cat([torch.arange(0), *own])
     own = [(begin, end) for rank, begin, end in chunks(tokens, zigzag) if rank == comm.rank]
     return torch.cat([torch.arange(*part) for part in own]) if zigzag else slice(*own[0])

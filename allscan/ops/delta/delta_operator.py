@@ -16,11 +16,11 @@ from ...base.checks import (
     check_halves,
     check_tensor,
     integer,
-    is_zigzag,
     others_than_saved,
     plain_or_traced,
     restored,
     signature_of,
+    zigzag_of,
 )
 from ...base.errors import Problem
 from ...bindings.torch_compat import unsafe_view
@@ -28,7 +28,7 @@ from ...bindings.versions import refusal
 from ...comm.call_order import pending_backwards, recomputing
 from ...comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
 from ...scan.tickets import TICKETS
-from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, most_segments, own_boundaries
+from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, most_segments, own_boundaries
 from ..allscan import check_final, final_of_all
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
 from .delta_passes import Kept, StatePass, delta_segment_length, prepare
@@ -114,6 +114,7 @@ def zeco_kda(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     first_token: int | None = None,
     layout: str = "contiguous",
+    per_document: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -133,8 +134,8 @@ def zeco_kda(
     use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
     safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
     state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
-    scale, initial_state, output_final_state, cu_seqlens, first_token, layout: as in :func:`allscan.zeco_gla`; states
-        are [B or N, HV, K, V] float32.
+    scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document: as in
+        :func:`allscan.zeco_gla`; states are [B or N, HV, K, V] float32.
 
     Returns (o, final_state), as zeco_gla does. Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state;
     the gradients of A_log and dt_bias are this rank's share. One scan forward, with the K x K transition that a rank's
@@ -158,9 +159,8 @@ def zeco_kda(
         state_v_first,
     )
     rule = "safe_kda" if safe_gate else "kda"
-    return _call(
-        rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, cu_seqlens, first_token, layout
-    )
+    where = cu_seqlens, first_token, layout, per_document
+    return _call(rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, *where)
 
 
 def zeco_gated_delta_rule(
@@ -184,6 +184,7 @@ def zeco_gated_delta_rule(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     first_token: int | None = None,
     layout: str = "contiguous",
+    per_document: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
 
@@ -221,6 +222,7 @@ def zeco_gated_delta_rule(
         cu_seqlens,
         first_token,
         layout,
+        per_document,
     )
 
 
@@ -248,13 +250,14 @@ def _delta(
     cu_seqlens,
     first_token,
     layout,
+    per_document,
 ):
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
     problem, boundaries = None, cu_seqlens
     try:
-        zigzag = is_zigzag(layout)
+        zigzag = zigzag_of(layout, per_document, cu_seqlens)
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
         check_for_an_operator(tensors, scale)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
@@ -304,7 +307,8 @@ def _delta(
     if not output_final_state:
         return o, None
     if of_all:
-        o, final_state = final_of_all(o, final_state, comm, cu_seqlens is not None, zigzag)
+        packed = cu_seqlens is not None and not per_document
+        o, final_state = final_of_all(o, final_state, comm, packed, bool(zigzag))
     return o, final_state.mT if before.state_v_first else final_state
 
 
@@ -367,8 +371,9 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
             raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
     if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
-    if (1 + zigzag) * B * HV > MOST_CHUNKS:
-        raise ValueError(f"B times the heads of v must be at most {MOST_CHUNKS // (1 + zigzag):,}, got {B * HV}")
+    states = carried_states(B, _state_shape(v, K, cu_seqlens)[0], zigzag) * (1 + bool(zigzag))
+    if states * HV > MOST_CHUNKS:
+        raise ValueError(f"{states} states of sequences or halves times the heads of v must be at most {MOST_CHUNKS:,}")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
     if initial_state is not None:
@@ -380,9 +385,10 @@ def _state_shape(v, K, cu_seqlens):
     return sequences, v.shape[2], K, v.shape[3]
 
 
-def _carried_shape(q, v):
+def _carried_shape(q, v, cu_seqlens, zigzag):
     """Of what travels over the ranks."""
-    return q.shape[0] * v.shape[2], q.shape[3], v.shape[3]
+    sequences, HV, K, V = _state_shape(v, q.shape[3], cu_seqlens)
+    return carried_states(q.shape[0], sequences, zigzag) * HV, K, V
 
 
 def _segment_length(v) -> int:
@@ -398,7 +404,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
     if comm.debug or signature not in checked(comm):
         shape = agree = None
         if q.ndim == v.ndim == 4:
-            shape = _carried_shape(q, v)
+            shape = _carried_shape(q, v, cu_seqlens, zigzag)
             options = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
             common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
             agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *options
@@ -412,7 +418,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
 
 
 def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag):
-    packed = zigzag or cu_seqlens is not None  # as fla takes both halves
+    packed = bool(zigzag) or cu_seqlens is not None  # as fla takes both halves
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag, packed)
 
 
@@ -425,10 +431,10 @@ def _import_fla() -> None:
         raise ImportError(f"delta rules need flash-linear-attention, whose import failed: {error!r}") from error
 
 
-def _state_pass(rule, layout, q, v, comm, zigzag=False) -> StatePass:
-    HV, scalar = v.shape[2], RULES[rule].scalar
-    shape = q.shape[0], HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3]
-    given = *shape, q.dtype, scalar, zigzag
+def _state_pass(rule, layout, q, v, comm, cu_seqlens=None, zigzag=False) -> StatePass:
+    HV, scalar, sequences = v.shape[2], RULES[rule].scalar, 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    B = carried_states(q.shape[0], sequences, zigzag)
+    given = B, HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3], q.dtype, scalar, bool(zigzag)
     return layout.derived(given, lambda: StatePass(comm, layout.tables(), *given))
 
 
@@ -472,7 +478,7 @@ def _forward(
     bound: float | None,
     handle: int,
     first_token: int | None = None,
-    zigzag: bool = False,
+    zigzag: int = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept). fields,
     bound: of Before, what the ranks compare."""
@@ -482,7 +488,7 @@ def _forward(
         layout = _prepare(rule, scale, fields, bound, *given, comm, first_token, zigzag)
         tables = local(layout)
         final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
-        states = _state_pass(rule, layout, q, v, comm, zigzag)
+        states = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag)
         if not q.shape[1]:
             states.forward_of_none(initial_state, final_state, Kept(*kept))
             return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
@@ -494,7 +500,7 @@ def _forward(
         )
         if zigzag:
             o = unsafe_view(o, v_shape)  # no view, which must not be written to
-            sums, solved = (x.view(states.B, -1, *x.shape[2:]) for x in (sums, solved))
+            sums, solved = (x.view(v_shape[0], -1, *x.shape[2:]) for x in (sums, solved))
             scores = scores.view(solved.shape) if scores.numel() else scores
         if comm.debug:
             comm.look_for_nan(f"zeco_{rule}", o=o, final_state=final_state)
@@ -549,7 +555,7 @@ def _backward(
     initial: bool,
     handle: int,
     first_token: int | None = None,
-    zigzag: bool = False,
+    zigzag: int = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     comm = communicator_of(handle)
@@ -565,7 +571,7 @@ def _backward(
         layout = _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
         tables = local(layout)
         scores, dinitial = scores.view(solved.dtype), _zeros(q, v, cu_seqlens, initial)
-        states, like = _state_pass(rule, layout, q, v, comm, zigzag), (q, k, v, sums, beta)
+        states, like = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag), (q, k, v, sums, beta)
         if not q.shape[1]:
             states.backward_of_none(dfinal, dinitial, Kept(transitions, enters, ticket))
             return *(torch.empty_like(x) for x in like), dinitial
@@ -651,7 +657,8 @@ def _save(ctx, inputs, output):
     handle, _, zigzag = ctx.where
     ctx.pending = []
     if not no_node:
-        ctx.pending = pending_backwards(prepare(communicator_of(handle), _carried_shape(q, v)), zigzag)
+        shape = _carried_shape(q, v, cu_seqlens, zigzag)
+        ctx.pending = pending_backwards(prepare(communicator_of(handle), shape), bool(zigzag))
 
 
 def _gradient(backward, ctx, do, dfinal, *_):

@@ -88,7 +88,7 @@ class StatePass:
     their tensors only.
 
     layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel, with ``zigzag``
-    twice as many: of the first half of a batch entry's tokens, and of the second. scalar: gates are
+    twice as many: of the first half of a batch entry's tokens, or of a document's, and of the second. scalar: gates are
     one number a token and head, and k and q, of HK heads, come without them. dtype: of k, w, u.
     """
 

@@ -24,11 +24,11 @@ from ...base.checks import (
     check_halves,
     check_tensor,
     integer,
-    is_zigzag,
     others_than_saved,
     plain_or_traced,
     restored,
     signature_of,
+    zigzag_of,
 )
 from ...base.errors import Problem
 from ...base.tiling import cdiv
@@ -36,7 +36,7 @@ from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.call_order import recomputing
 from ...comm.communicator import Communicator, check_communicator, saved_tensors
 from ...launch.plan import Plan
-from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, own_boundaries
+from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
 from ..allscan import check_final, final_of_all
 from ..first_call import (
     check_first,
@@ -66,6 +66,7 @@ def zeco_gla(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     first_token: int | None = None,
     layout: str = "contiguous",
+    per_document: bool = False,
     recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
@@ -98,6 +99,11 @@ def zeco_gla(
         chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even. Two states
         travel instead of one: that of the first halves over the ranks, then that of the second halves back.
         first_token is that of the first half; final_state is rank 0's.
+    per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
+        wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
+        2P - 1 - r of each, one sequence behind the other (:func:`allscan.zigzag.zigzag_positions`): each length is a
+        multiple of 2P, T is a P-th of the whole on every rank, and first_token r T / 2. Then the states of all N
+        sequences travel, in one scan there and one back: N rounded up to a power of 2, a shape of its own.
     recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False: they
         are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16 inputs, 8 *
         K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either way. Each rank may
@@ -137,8 +143,11 @@ def zeco_gla(
         first_token,
         layout,
         recompute,
+        per_document,
     )
-    return final_of_all(*found, comm, cu_seqlens is not None, layout == "zigzag") if of_all else found
+    if not of_all:
+        return found
+    return final_of_all(*found, comm, cu_seqlens is not None and not per_document, layout == "zigzag")
 
 
 def zeco_gla_by(
@@ -154,25 +163,26 @@ def zeco_gla_by(
     first_token: int | None = None,
     layout: str = "contiguous",
     recompute: bool = True,
+    per_document: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
     tensors, comm = (q, k, v, g, initial_state), carrier.comm
     if torch.compiler.is_compiling():
         keeps = wants_gradient(tensors) and not recompute
-        rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
+        rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document)
         return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
     with comm.call(False, "zeco_gla", tensors):
         key = call_key(tensors)
         differentiable = bool(key[-1])
         keeps = differentiable and not recompute
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
-        known = cu_seqlens is None and not comm.debug and type(scale) in _SCALES and scale == scale
+        known = cu_seqlens is None and not (comm.debug or per_document) and type(scale) in _SCALES and scale == scale
         known = known and type(layout) is str and key[-1] != 2 and num_dispatch_modes() == 0
         key = key, scale, layout, keeps, type(carrier)
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
-            cu_seqlens, scale, first_token, zigzag = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout)
-            options = scale, first_token, zigzag, keeps
+            cu_seqlens, *options = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document)
+            options.append(keeps)
             if watched((*tensors, cu_seqlens)):
                 return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *options)
             prepared = _prepare(carrier, tensors, cu_seqlens, *options)
@@ -188,11 +198,11 @@ def zeco_gla_by(
 _SCALES = float, int, type(None)
 
 
-def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout):
+def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document):
     """(cu_seqlens, scale, first_token, zigzag), after the checks that need no other rank."""
     problem, given = None, cu_seqlens
     try:
-        zigzag = is_zigzag(layout)
+        zigzag = zigzag_of(layout, per_document, cu_seqlens)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
@@ -221,7 +231,7 @@ class Prepared:
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
-        self.carried = shape.B * shape.H, shape.K, shape.V
+        self.carried = shape.carried * shape.H, shape.K, shape.V
         self._states = shape.sequences, shape.H, shape.K, shape.V
         self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
@@ -294,8 +304,9 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
     if zigzag:
         check_halves(q.shape[1])
-    if (1 + zigzag) * q.shape[0] * q.shape[2] > MOST_CHUNKS:
-        raise ValueError(f"B * H must be at most {MOST_CHUNKS // (1 + zigzag):,}, got {tuple(q.shape)}")
+    states = carried_states(q.shape[0], _state_shape(q, v, cu_seqlens)[0], zigzag) * (1 + bool(zigzag))
+    if states * q.shape[2] > MOST_CHUNKS:
+        raise ValueError(f"the states of {states} sequences or halves times H must be at most {MOST_CHUNKS:,}")
     if q.shape[-1] > 512:
         raise ValueError(f"K must be at most 512, got {q.shape[-1]}")
     if cu_seqlens is not None:
@@ -305,10 +316,10 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
         check_tensor("initial_state", initial_state, _state_shape(q, v, cu_seqlens), comm.device)
 
 
-def _carried_shape(q, v):
+def _carried_shape(q, v, cu_seqlens, zigzag):
     """Of what travels over the ranks."""
-    B, _, H, K = q.shape
-    return B * H, K, v.shape[3]
+    sequences, H, K, V = _state_shape(q, v, cu_seqlens)
+    return carried_states(q.shape[0], sequences, zigzag) * H, K, V
 
 
 def _state_shape(q, v, cu_seqlens):
@@ -326,7 +337,7 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
     if comm.debug or signature not in checked(comm):
         shape = agree = None
         if q.ndim == v.ndim == 4:
-            shape = _carried_shape(q, v)
+            shape = _carried_shape(q, v, cu_seqlens, zigzag)
             agree = "zeco_gla", *common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
 
         def check():
@@ -377,7 +388,7 @@ class _Eager(Function):
         prepared, final, cu_seqlens = rest
         carrier = prepared.carrier
         o, final_state, kept = prepared.forward(final, *tensors)
-        pending = [] if recomputing() else carrier.pending(prepared.carried, prepared.shape.zigzag)
+        pending = [] if recomputing() else carrier.pending(prepared.carried, bool(prepared.shape.zigzag))
         _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)
         ctx.prepared = weakref.ref(prepared)
         return o, final_state
@@ -442,7 +453,7 @@ def _forward(
     handle: int,
     scale: float,
     first_token: int | None = None,
-    zigzag: bool = False,
+    zigzag: int = False,
     keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     carrier = carrier_of(handle)
@@ -469,7 +480,7 @@ def _backward(
     gate_dtype: torch.dtype,
     scale: float,
     first_token: int | None = None,
-    zigzag: bool = False,
+    zigzag: int = False,
     keeps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _run_backward(
@@ -503,7 +514,8 @@ def _save_traced(ctx, inputs, output):
     ctx.mark_non_differentiable(output[2])
     pending = []
     if type(output[0]) is Tensor and not recomputing():  # not traced by torch.compile, nor checkpointing's
-        pending = carrier_of(handle).pending(_carried_shape(tensors[0], tensors[2]), zigzag)
+        carried = _carried_shape(tensors[0], tensors[2], tensors[5], zigzag)
+        pending = carrier_of(handle).pending(carried, bool(zigzag))
     _save(ctx, *tensors, output[2], pending, handle, (scale, first_token, zigzag, keeps))
 
 

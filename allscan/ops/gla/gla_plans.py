@@ -26,7 +26,7 @@ from ...shmem_kernels.gla_fwd import (
     state_kernel,
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
-from ...tokens.packing import CHUNK_TOKENS, Layout, most_segments, segment_length
+from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
 from .carrier import StateCarrier
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
@@ -73,7 +73,7 @@ class Shape:
     dtype: torch.dtype  # of q, k, v
     gate_dtype: torch.dtype
     device: str
-    zigzag: bool
+    zigzag: int  # see checks.zigzag_of
     keeps: bool  # forward keeps what is `made` of the chunks for backward, which makes it again otherwise
 
     @functools.cached_property
@@ -82,10 +82,15 @@ class Shape:
         packed = self.sequences > self.B
         return segment_length(self.B, self.T, self.H, self.K, self.V, packed, self.device == "cuda")
 
+    @functools.cached_property
+    def carried(self) -> int:
+        """How many states travel in each direction."""
+        return carried_states(self.B, self.sequences, self.zigzag)
+
     @property
     def states(self) -> int:
         """How many travel."""
-        return 2 * self.B if self.zigzag else self.B
+        return 2 * self.carried if self.zigzag else self.carried
 
     def entering(self, segments: int) -> list[Stored]:
         """What enters each segment from this rank's tokens; its gates; what enters this rank."""
@@ -174,7 +179,7 @@ class GLAPlan(Plan):
         """Whether forward makes keys in a kernel of their own, and q_in and A beside the scan: where the scan takes
         longer than that costs."""
         shape = self.shape
-        us = carrier.expected_us(shape.states * self.H * self.K * self.V, shape.zigzag)
+        us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
         return us > APART_US * shape.B * shape.T * self.H * self.K
 
     def keys(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
@@ -309,8 +314,8 @@ class GLAPlan(Plan):
         They run on a stream of their own (LONG), behind carry_kernel. Where room becomes free, their programs come
         before those of the current stream that have not begun by then, and behind the scan's.
         Returns what ``long`` does."""
-        H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, self.shape.zigzag
-        halves = self.shape.B, 1 + zigzag, H, K
+        H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
+        halves = self.shape.carried, 1 + zigzag, H, K
         own, decay = self.empty(*halves, V), self.empty(*halves)
         BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
