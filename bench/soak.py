@@ -365,7 +365,7 @@ class Training:
         self.synchronize()
         gc.collect()
         gpu = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        return dict(gpu=gpu, arena=self.comm.heap.arena.free_bytes)
+        return dict(gpu=gpu, arena=self.comm.memory.heap.arena.free_bytes)
 
 
 def validation_kind(options, step) -> str | None:
@@ -406,7 +406,7 @@ def together(options, folder) -> dict:
     skipped = resyncs = checkpoints = 0
     warm, half = None, options.steps // 2 // options.checkpoint_every * options.checkpoint_every
     training = Training(options, group, control, options.timeout)
-    free = training.comm.heap.arena.free_bytes  # before a first call
+    free = training.comm.memory.heap.arena.free_bytes  # before a first call
     start = time.perf_counter()
     for step in range(options.steps):
         planned = plan(options, step)
@@ -436,7 +436,7 @@ def together(options, folder) -> dict:
     end = training.memory()
     spread = spread_of_parameters(training, group)
     training.close()
-    closed, heap = training.comm.heap.arena.free_bytes, training.comm.heap.arena
+    closed, heap = training.comm.memory.heap.arena.free_bytes, training.comm.memory.heap.arena
     del training
     return dict(
         losses=losses,

@@ -681,11 +681,11 @@ def test_a_later_call_that_one_rank_refuses(run, kind):
 def captured_case(group):
     """A first call inside a capture (as if there were one: CPU ranks have no CUDA graphs) takes nothing."""
     with allscan.Communicator(group) as comm:
-        free, capturing = comm.heap.arena.free_bytes, comm.streams.capturing
+        free, capturing = comm.memory.heap.arena.free_bytes, comm.streams.capturing
         comm.streams.capturing = lambda: True
         answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
         comm.streams.capturing = capturing
-        assert comm.heap.arena.free_bytes == free
+        assert comm.memory.heap.arena.free_bytes == free
         return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
 
@@ -699,7 +699,7 @@ def test_a_first_call_in_a_capture(run):
 def full_case(group):
     """The memory of rank 1's host is full: all ranks hear it, and nothing stays taken."""
     with allscan.Communicator(group) as comm:
-        free, fallocate = comm.heap.arena.free_bytes, os.posix_fallocate
+        free, fallocate = comm.memory.heap.arena.free_bytes, os.posix_fallocate
 
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -710,7 +710,7 @@ def full_case(group):
             answer = raised(allscan.allscan, torch.ones(2, 16), comm=comm)
         finally:
             os.posix_fallocate = fallocate
-        assert comm.heap.arena.free_bytes == free
+        assert comm.memory.heap.arena.free_bytes == free
         return answer, allscan.allscan(torch.ones(2, 16), comm=comm).sum().item()
 
 

@@ -532,7 +532,7 @@ def lives_case(group):
         assert (answer is None) == (not options), answer  # the latter's tables would be new
     (layout,) = (prepared.layout for prepared in comm.calls.values())
     if comm.streams.cuda:
-        assert layout.held and any(x is layout.tensors[0] for x in comm._buffers.values())
+        assert layout.held and comm.memory.holds(layout.tensors[0])
     kept.append(call()[0])
     watched = weakref.ref(comm)
     comm.close()

@@ -201,15 +201,15 @@ def arguments_case(group):
         pair = allscan.allscan((torch.ones(2, 4), torch.ones(2, 4)), comm=comm, layout="zigzag")
         assert [x.mean().item() for x in pair] == [comm.rank, 7 - comm.rank]
         with allscan.Communicator(group, nodes=(2, 2)) as other:
-            assert other.algorithm_for(64) == "rails" and other.algorithm_for(64, "chain") == "chain"
+            assert other.topology.algorithm_for(64) == "rails" and other.topology.algorithm_for(64, "chain") == "chain"
         kinds = sorted(scan.algorithm for scan in comm.collectives)
-        free = comm.heap.arena.free_bytes
+        free = comm.memory.heap.arena.free_bytes
         hint = allscan.AllScan.size_hint(comm, (6, 8, 16))
         answers.append(raised(allscan.AllScan.size_hint, comm, (1 << 11, 512, 512), depth=4))  # 2 GiB
         scan = allscan.AllScan(comm, (6, 8, 16))
-        assert comm.heap.arena.free_bytes == free - hint == free - scan.workspace_bytes
+        assert comm.memory.heap.arena.free_bytes == free - hint == free - scan.workspace_bytes
         scan.close()
-        assert comm.heap.arena.free_bytes == free
+        assert comm.memory.heap.arena.free_bytes == free
     return answers, kinds
 
 

@@ -365,9 +365,9 @@ def finalized_case():
     allscan.init()
     with allscan.Communicator() as comm:
         scan = allscan.AllScan(comm, (4, 16, 16))
-        free = comm.heap.arena.free_bytes
+        free = comm.memory.heap.arena.free_bytes
         old.close()
-        assert comm.heap.arena.free_bytes == free
+        assert comm.memory.heap.arena.free_bytes == free
         return scan.scan(torch.ones(4, 16, 16)).mean().item()
 
 

@@ -404,7 +404,7 @@ def received_case(group, dense):
         shape, last = (3, 32, 64), comm.rank == comm.size - 1
         scan = allscan.AllScan(comm, shape, tile=transition_tile(32))
         state, transition = (torch.rand(3, 32, w, device=comm.device) for w in (64, 32))
-        words = comm.heap.local(comm.pe(comm.rank), 0, comm.heap.arena.size // 4, torch.int32)
+        words = comm.memory.heap.local(comm.line.pes[comm.rank], 0, comm.memory.heap.arena.size // 4, torch.int32)
         before = words.clone()
         comm.barrier()
         for calls in (not last, last):
@@ -581,15 +581,15 @@ def test_gradients_of_inference_tensors(run, operator):
 def memory_case(group):
     """What an AllScan takes is what size_hint says, and comes back: by close(), by ``with``, and after a refusal."""
     with allscan.Communicator(group) as comm:
-        arena, shape = comm.heap.arena, (3, 40, 24)
-        free, buffers = arena.free_bytes, len(comm._buffers)
+        arena, shape = comm.memory.heap.arena, (3, 40, 24)
+        free, buffers = arena.free_bytes, len(comm.memory._buffers)
         for options in ({}, {"depth": 1}, {"protocol": "put"}, {"tile": (8, 8), "max_ctas": 2}):
             hint = allscan.AllScan.size_hint(comm, shape, **options)
             with allscan.AllScan(comm, shape, **options) as scan:
                 assert scan.workspace_bytes == hint == free - arena.free_bytes, options
                 state = torch.rand(shape, device=comm.device)
                 scan.scan(state)
-            assert scan.closed and arena.free_bytes == free and len(comm._buffers) == buffers
+            assert scan.closed and arena.free_bytes == free and len(comm.memory._buffers) == buffers
             with pytest.raises(RuntimeError, match="this AllScan is closed"):
                 scan.scan(state)
             scan.close()

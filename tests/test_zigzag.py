@@ -301,7 +301,7 @@ def halo_case(group, tokens, lengths, reverse):
         found.sum().backward()  # how many halos a token is in
         counts = torch.zeros(total)
         counts[where] = 1
-        counts = sum(torch.tensor(c) for c in comm.exchange(counts.tolist(), "test"))
+        counts = sum(torch.tensor(c) for c in comm.order.exchange(counts.tolist(), "test"))
         assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
         labels = (whole[..., 0] * 1000).long()
         shifted = allscan.halo(labels[:, mine], 1, comm=comm, layout="zigzag")

@@ -8,37 +8,37 @@ must be found before a number of another call is taken for one's own:
 * it *never enters* a call, because an exception came before it. The tags that travel with every tile show it at once
   where the ranks call ``Communicator.step()``; else the counts that are compared wherever the host meets the others.
 * it *ignores* what a call returned, so that autograd never runs the call's backward on this rank. Tags again, and
-  :class:`PendingBackward`.
+  :class:`allscan.comm.backwards.PendingBackward`.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
-
-from ..base.errors import REMEDY, AllScanOutOfStep, names_of
-from ..bindings.torch_compat import in_backward, stops_recomputation
+from ..base.errors import REMEDY, AllScanOutOfStep, AllScanTimeout, names_of
+from ..bindings.torch_compat import stops_recomputation
+from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 from .compile_watch import give_up
 from .host_exchange import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
 
+_SET = wait.RECORD_SET.value
 SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether all have
 
 
 class Order:
     """The calls of one communicator as this rank has made them, and what the other ranks are told of them.
 
-    timeout: of the communicator, in seconds. broken(): whether a kernel of this rank has given up.
+    timeout: of the communicator, in seconds. record: the fault record, which says whether a kernel of this rank has
+    given up.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout: float, broken: Callable[[], bool]) -> None:
-        self.rendezvous, self._timeout, self._broken = rendezvous, timeout, broken
+    def __init__(self, rendezvous: Rendezvous, timeout: float, record: Any) -> None:
+        self.rendezvous, self._timeout, self._record = rendezvous, timeout, record
         self.generation = -1  # how often restart() was called
         self.restart()
 
@@ -56,6 +56,23 @@ class Order:
         self._refusals: list[tuple[int, str]] = []
         self.lost: str | None = None  # why this rank is out of step for certain
         self._told = False  # the others, that this rank makes no further calls
+
+    def check(self) -> None:
+        """Raise AllScanTimeout if a wait has timed out so far, AllScanOutOfStep if this rank is out of step."""
+        if self._record[_SET]:
+            raise self._found()
+        if self.lost is not None:
+            raise AllScanOutOfStep(self.lost)
+
+    def _found(self) -> Exception:
+        """What the fault record says; the others hear of it."""
+        others = self.refusals_of_others()
+        kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
+        rank, neighbour, tile, expected, seen = found
+        job_ranks = self.rendezvous.ranks[rank], self.rendezvous.ranks[neighbour]
+        if kind == wait.OUT_OF_STEP.value:
+            return self.told(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
+        return self.told(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
 
     @property
     def has_refused(self) -> bool:
@@ -87,14 +104,14 @@ class Order:
             self._told = True
             self.rendezvous.tell_fault(why)
 
-    def failed(self, reverse: bool, error: BaseException, broken: bool) -> None:
+    def failed(self, reverse: bool, error: BaseException) -> None:
         """A call has ended with an ``error``: remember that if this rank alone has it."""
         give_up()
         if self.everywhere:
             self.made[reverse] -= 1
         elif stops_recomputation(error):
             pass  # torch's activation checkpointing has what it wants, and the call was made
-        elif self.rendezvous.size > 1 and not broken:
+        elif self.rendezvous.size > 1 and not self._record[_SET]:
             self._refuse(error)
 
     def _refuse(self, error: BaseException) -> None:
@@ -139,7 +156,7 @@ class Order:
 
     def fault(self) -> str | None:
         """Why this rank or another one, as far as it has said so, makes no further calls."""
-        if self._broken():
+        if self._record[_SET]:
             return f"rank {self.rendezvous.rank} has waited in vain for another one"
         return self.rendezvous.fault()
 
@@ -179,14 +196,18 @@ class Order:
         return excuse
 
     def exchange(self, value: Any, what: str) -> list:
-        """Every rank's ``value`` in rank order; see :meth:`Communicator.exchange`."""
+        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
+
+        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far, or if one of them has
+        raised it, or AllScanTimeout, and makes no further calls."""
         try:
             mine = value, tuple(self.made), self.refused, self.reverse if self.inside else None
             answers = self.rendezvous.exchange(mine, what, self._excuse)
         except Refused:
             raise  # this rank refuses the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
-            raise self.raised_everywhere(self.out_of_step(self.lost or self._explained(problem))) from None
+            error = self.raised_everywhere(self.out_of_step(self.lost or self._explained(problem)))
+            raise (self._found() if self._record[_SET] else error) from None  # the former says more
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise
@@ -273,62 +294,3 @@ def _fields(word: int) -> tuple[int, int, int]:
     """(step, backwards, of) of an arrival word."""
     step, rest = divmod(word >> 32, TAG_STEP.value)
     return step, *divmod(rest, TAG_BACKWARDS.value)
-
-
-recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
-
-
-class CountsBackwards(Protocol):
-    """What PendingBackward needs of an AllScan."""
-
-    comm: Any
-    backwards: int  # adjoint launches, as the host has made them
-    dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
-
-
-class PendingBackward:
-    """Stands for the backward pass that a call with gradients is to have; lives as long as its autograd node.
-
-    If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
-    runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
-    gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
-
-    ticket, tickets: what the node has of ``borrow_ticket`` (tickets.py), and the list into which it is put back.
-    """
-
-    __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
-
-    def __init__(
-        self,
-        scan: CountsBackwards,
-        reverse: bool,
-        ticket: Any = None,
-        tickets: list[torch.Tensor] | None = None,
-    ) -> None:
-        self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
-        self.generation = scan.comm.order.generation
-        self._ticket, self._tickets = ticket, tickets
-
-    def run(self) -> None:
-        """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
-        scan = self._scan()
-        if scan is None:
-            raise RuntimeError("the AllScan of this call is gone")
-        if scan.comm.order.generation != self.generation:
-            raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
-        scan.backwards += 1
-
-    def __del__(self) -> None:
-        if self._tickets is not None:
-            self._tickets.append(self._ticket)
-        scan = self._scan()
-        if scan is None or scan.comm.order.generation != self.generation:
-            return
-        if scan.backwards == self._backwards:
-            scan.dropped[self._reverse] = True
-
-
-def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
-    """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
-    there = PendingBackward(scan, False)
-    return [there, PendingBackward(scan, True)] if zigzag else [there]

@@ -7,31 +7,30 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..base.checks import has_tangents, integer, switch
-from ..base.errors import AllScanOutOfStep, AllScanTimeout
+from ..base.checks import integer, switch
+from ..base.errors import AllScanOutOfStep
 from ..bindings import versions
 from ..bindings.interpreter import prepare_interpreter
-from ..bindings.torch_compat import current_stream_of, forward_ad, transforms_active
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
-from .call_order import Order, different_tags
+from .call_order import Order
+from .calls import Calls
 from .compile_watch import watch
 from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
 from .host_exchange import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
-from .topology import check_algorithm, choose, runs
+from .memory import Line, Memory
+from .topology import Topology, check_algorithm, reach
 
 _SET = wait.RECORD_SET.value
 _handles = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()  # by handle
-_buffers_kept_alive: list = []  # what kernels of communicators that were not closed may still write to
 
 
 class Collective(Protocol):
@@ -51,7 +50,7 @@ class Collective(Protocol):
         """As if no scan had been made. While no kernel of any rank uses it."""
 
 
-class Communicator:
+class Communicator(Calls):
     """The ranks of a process group as the neighbours of a scan, in the group's order.
 
     group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
@@ -134,17 +133,18 @@ class Communicator:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if self.transport == "shm":
             prepare_interpreter()  # init() does it too, of which a communicator of one rank has no need
+        heap, pes = None, [0]
         if self.size > 1:
             init(transport=self.transport)
-            self.heap = symmetric_heap(self)
-            if self.heap.device != self.device:
-                raise ValueError(f"the arena lies on {self.heap.device}, the current device is {self.device}")
+            heap = symmetric_heap(self)
+            if heap.device != self.device:
+                raise ValueError(f"the arena lies on {heap.device}, the current device is {self.device}")
+            pes = [heap.pes[rank] for rank in rendezvous.ranks]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self._max_ctas = processors // 2 if max_ctas is None else max_ctas
-        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
-        self.fault = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.step_word = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.host_record = self.record.numpy().data  # the same memory, quicker to read
+        self.memory = Memory(heap, self.device)
+        self.line = Line(self.rank, pes, self.memory, self._timeout)
+        self.host_record = self.memory.record.numpy().data  # the same memory, quicker to read
         self.nothing = torch.zeros(1, device=self.device)  # saved for backward in place of what a rank does not have
         self.streams = Streams(self.device)
         self.streams.synchronize()  # these words are there before any stream counts in them
@@ -153,12 +153,7 @@ class Communicator:
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.calls: dict[Hashable, Any] = {}  # of calls that were checked, by what runs them
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
-        self._offsets: set[int] = set()
-        self._buffers: dict[int, torch.Tensor] = {}  # by id: what kernels may still use
-        for buffer in (self.record, self.fault, self.step_word):
-            self.keep(buffer)
         _communicators[self.handle] = self
-        self._ranks = rendezvous.ranks
         given, problem = None, ""
         try:
             self._algorithm = check_algorithm(algorithm)
@@ -170,38 +165,21 @@ class Communicator:
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {given}")
         except (TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        mine = self.transport, self._reach(), os.uname().nodename, self._choices(given, algorithm), problem
-        transports, self.reaches, hosts, choices, problems = zip(
-            *rendezvous.exchange(mine, "Communicator"), strict=True
-        )
+        chosen = ("nodes", given), ("algorithm", algorithm), ("debug", bool(self.debug))
+        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, chosen, problem
+        transports, reaches, hosts, choices, problems = zip(*rendezvous.exchange(mine, "Communicator"), strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         if any(problems):
             raise ValueError(f"wrong arguments: {by_rank(text or 'ok' for text in problems)}")
         if len(set(choices)) > 1:
             raise ValueError(f"ranks differ in {differing(choices)}")
-        # [p]: whether ranks p and p + 1 reach each other by loads and stores
-        self.mapped_links = [self.maps(p, p + 1) for p in range(self.size - 1)]
-        self.mapped = all(self.mapped_links)
-        self._nodes = runs(hosts) if given is None else given
-        if self.nodes is not None:
-            ends = list(itertools.accumulate(self.nodes))
-            if not all(self.maps(end - n, p) for n, end in zip(self.nodes, ends) for p in range(end - n, end)):
-                if given is not None:
-                    raise ValueError(f"the ranks of a node must map each other, in nodes of {given} not all do")
-                self._nodes = None
-        self.algorithm_for(0)
-        record = self.host_record
-        self.order = Order(
-            rendezvous.private() if self.size > 1 else rendezvous, self.timeout, lambda: bool(record[_SET])
-        )
+        self.topology = Topology(reaches, given, hosts, self._algorithm)
+        self.mapped = all(self.topology.mapped_links)
+        self.order = Order(rendezvous.private() if self.size > 1 else rendezvous, self._timeout, self.host_record)
         self._closed = False
         if self.size > 1:
             watch(self)
-
-    def _choices(self, nodes, algorithm) -> tuple[tuple[str, Any], ...]:
-        """Arguments that are the same on every rank."""
-        return ("nodes", nodes), ("algorithm", algorithm), ("debug", bool(self.debug))
 
     @property
     def closed(self) -> bool:
@@ -238,7 +216,7 @@ class Communicator:
     @property
     def nodes(self) -> tuple[int, ...] | None:
         """How many ranks each node has; None where the ranks of a node do not follow one another."""
-        return self._nodes
+        return self.topology.nodes
 
     @property
     def cuda_graphs(self) -> GraphCounts:
@@ -252,40 +230,9 @@ class Communicator:
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
         """
-        if not (self._closed or self.host_record[_SET] or self.order.lost is not None):
-            return
         if self._closed:
             raise RuntimeError("this Communicator is closed")
-        if self.broken:
-            others = self.order.refusals_of_others()
-            kind, *found = (int(self.host_record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
-            rank, neighbour, tile, expected, seen = found
-            job_ranks = self._ranks[rank], self._ranks[neighbour]
-            if kind == wait.OUT_OF_STEP.value:
-                raise self.order.told(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
-            raise self.order.told(
-                AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout, others, job_ranks)
-            )
-        raise AllScanOutOfStep(str(self.order.lost))
-
-    def exchange(self, value: Any, what: str) -> list:
-        """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
-
-        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far, or if one of them has
-        raised it, or AllScanTimeout, and makes no further calls."""
-        try:
-            return self.order.exchange(value, what)
-        except AllScanOutOfStep:
-            if self.broken:
-                self.check()  # says more
-            raise
-
-    def call(self, reverse: bool = False, what: str = "allscan", inputs: Any = ()) -> AbstractContextManager[None]:
-        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone.
-
-        ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
-        for those with forward-mode derivatives, and inside of torch.func's transforms."""
-        return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
+        self.order.check()
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
@@ -297,7 +244,7 @@ class Communicator:
         self.check()
         self.order.steps += 1
         self.streams.follow()
-        self.step_word.add_(1)
+        self.memory.step.add_(1)
 
     def resync(self) -> None:
         """Bring the ranks back into step after a call that one of them missed or refused, or after a time-out.
@@ -311,7 +258,7 @@ class Communicator:
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
-        self.drain()
+        self._drain()
         excuse = self.order.excuse_after_fault(FAILED, 2)
         scans = sorted(self.collectives, key=lambda scan: scan.number)
         rendezvous = self.order.rendezvous
@@ -324,11 +271,10 @@ class Communicator:
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         rendezvous.take_back("refused")
         rendezvous.forget_fault()
-        for words in (self.record, self.fault, self.step_word):
-            words.zero_()
+        self.memory.reset()
         for scan in scans:
             scan.reset()
-        self.drain()
+        self._drain()
         self.order.restart()
         rendezvous.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
 
@@ -340,7 +286,7 @@ class Communicator:
         self.check()
         self.streams.synchronize()
         self.check()
-        self.exchange("barrier", "Communicator.barrier")
+        self.order.exchange("barrier", "Communicator.barrier")
 
     def close(self) -> None:
         """Give the workspaces back. Collective, unless the communicator is broken: then close() returns at once. Where
@@ -355,7 +301,7 @@ class Communicator:
         if self.broken or self.gone:
             self.streams.synchronize()
         else:
-            self.drain()
+            self._drain()
         made: tuple = ()
         lost: str | None = None
         try:
@@ -367,8 +313,7 @@ class Communicator:
         if not made:
             desert()
         else:
-            for offset in self._offsets:
-                self.heap.arena.free(offset)
+            self.memory.free()
         self.attributes.clear()
         self.calls.clear()
         self.graphs.close()
@@ -393,7 +338,7 @@ class Communicator:
         why = f", refused {order.refused[0]}" if order.refused else ""
         try:
             excuse = order.excuse_after_fault(LOST, 1)
-            return tuple(order.rendezvous.meet("close", order.calls_made() + why, "Communicator.close", excuse, True))
+            return tuple(order.rendezvous.exchange(order.calls_made() + why, "Communicator.close", excuse, "close"))
         except Abandoned:
             return ()
 
@@ -406,14 +351,14 @@ class Communicator:
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
             self._leave(broken=True)
             desert()
-            _buffers_kept_alive.append(self._buffers)
+            self.memory.abandon()
             self.graphs.close()
             self._closed = True
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             desert()
-            _buffers_kept_alive.append(self._buffers)
+            self.memory.abandon()
             warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
 
     def __deepcopy__(self, memo) -> Communicator:
@@ -429,121 +374,13 @@ class Communicator:
         state = "closed" if self._closed else "broken" if self.broken else "open"
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r}, {state})"
 
-    # What workspaces and launches need; not for users.
+    # What launches need; not for users.
 
-    def alloc(self, nbytes: int) -> int:
-        """Offset of a block of this rank's arena, until :meth:`free` or :meth:`close`."""
-        offset = self.heap.arena.alloc(nbytes)
-        self._offsets.add(offset)
-        return offset
-
-    def free(self, offset: int) -> None:
-        """Give a block back, when no kernel of any rank uses it any more."""
-        self._offsets.remove(offset)
-        self.heap.arena.free(offset)
-
-    def keep(self, buffer: torch.Tensor) -> torch.Tensor:
-        """``buffer``, alive as long as kernels of this communicator may use it."""
-        self._buffers[id(buffer)] = buffer
-        return buffer
-
-    def release(self, buffer: torch.Tensor) -> None:
-        """No kernel uses a buffer of :meth:`keep` any more."""
-        del self._buffers[id(buffer)]
-
-    def pe(self, rank: int) -> int:
-        """What the transport calls ``rank`` of this group."""
-        return self.heap.pes[self._ranks[rank]]
-
-    def _reach(self) -> tuple[int, int]:
-        """The first and the last of the ranks around this one that it reaches by loads and stores, without a gap."""
-        first = last = self.rank
-        while first > 0 and self.heap.is_mapped(self.pe(first - 1)):
-            first -= 1
-        while last < self.size - 1 and self.heap.is_mapped(self.pe(last + 1)):
-            last += 1
-        return first, last
-
-    def maps(self, a: int, b: int) -> bool:
-        """Whether two ranks reach each other by loads and stores, as all between them do."""
-        (first_a, last_a), (first_b, last_b) = self.reaches[a], self.reaches[b]
-        return first_a <= b <= last_a and first_b <= a <= last_b
-
-    def algorithm_for(self, nbytes: int, algorithm: str | None = None) -> str:
-        """Of a scan of ``nbytes``, ``algorithm`` or this communicator's with "auto" decided. Raises ValueError if it
-        cannot be."""
-        algorithm = self.algorithm if algorithm is None else check_algorithm(algorithm)
-        if self.size == 1:
-            return "chain"
-        if algorithm == "auto":
-            return choose(self.nodes, nbytes)
-        if algorithm != "chain" and self.nodes is None:
-            raise ValueError(
-                f'algorithm="{algorithm}" needs nodes whose ranks follow one another in the group and map each other'
-            )
-        return algorithm
-
-    def before_launch(self, describe: Callable[..., str], *what: Any) -> None:
-        """Raise if broken or closed; in debug mode compare what is launched, ``describe(*what)``; order it behind what
-        was launched on another stream."""
-        if self._closed or self.host_record[_SET] or self.order.lost is not None:
-            self.check()
-        if self.debug:
-            self.order.compare_launch(describe(*what))
-        streams = self.streams
-        if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
-            streams.follow()
-
-    def look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
-        """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits
-        for them."""
-        if not self.debug or self.streams.capturing():
-            return
-        found = [name for name, x in results.items() if x is not None and bool(x.isnan().any())]
-        self.check()  # what a wait that timed out has left is NaN
-        self.order.compare_results(what, found)
-
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Wait for this rank's kernels, and until what they have put has arrived."""
         self.streams.synchronize()
         if self.size > 1:
-            self.heap.quiet()
-
-
-class _Call(tuple):
-    """See :meth:`Communicator.call`: (communicator, reverse, what, inputs)."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        comm, reverse, _, inputs = self
-        order = comm.order
-        if comm._closed or comm.host_record[_SET] or order.lost is not None:
-            comm.check()
-        if order.refused is not None:
-            order.settle()
-        order.made[reverse] += 1
-        order.inside, order.everywhere, order.reverse = True, False, reverse
-        if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
-            self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        if transforms_active():
-            why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
-        else:
-            why = f"{self[2]} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
-        error = NotImplementedError(why)
-        self.__exit__(type(error), error, None)
-        raise error
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        comm = self[0]
-        comm.order.inside = False
-        if error is not None:
-            comm.order.failed(self[1], error, comm.broken)
-
-
-_INSIDE = contextlib.nullcontext()  # of a call in a call
+            self.memory.heap.quiet()
 
 
 def check_communicator(comm: Any) -> None:
@@ -565,16 +402,6 @@ def communicator_of(handle: int) -> Communicator:
         return _communicators[handle]
     except KeyError:
         raise RuntimeError("this Communicator is gone") from None
-
-
-def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> tuple[torch.Tensor, ...]:
-    """ctx.saved_tensors, for a backward pass that is about to make its call; here activation checkpointing may make
-    others. What it raises (a tensor that was written to since) is this call's error: the others make it."""
-    try:
-        return ctx.saved_tensors
-    except Exception:
-        with comm().call(reverse):
-            raise
 
 
 def cached_on(comm: Communicator, kind: str) -> dict:

@@ -93,23 +93,9 @@ class Rendezvous:
         makes the name."""
         return Rendezvous(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
 
-    def exchange(self, value: Any, what: str, excuse: Excuse | None = None) -> list:
-        """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
-
-        ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
-        with REFUSED they raise Refused, with LOST AllScanOutOfStep.
-        Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
-        compiles, or is interrupted."""
-        if self.size == 1:
-            return [value]
-        kinds, values = zip(*self.meet(self._next_topic(what), (what, value), what, excuse), strict=True)
-        if len(set(kinds)) > 1:
-            raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
-        return list(values)
-
-    def _next_topic(self, what: str) -> str:
+    def _next_topic(self, store, what: str) -> str:
         """The number of the next exchange that has not failed yet."""
-        store, counts = self._store(), self._counts()
+        counts = self._counts()
         with _store_errors(what):
             while True:
                 number = counts[self.name] = counts.get(self.name, 0) + 1
@@ -119,38 +105,47 @@ class Rendezvous:
                     return str(number)
                 self._read(store, base)
 
-    def meet(self, topic: str, value: Any, what: str, excuse: Excuse | None = None, last: bool = False) -> list:
-        """An exchange that comes once in the life of this rendezvous, under a topic of its own. last: it is the last
-        one, and processes may end behind it.
+    def exchange(self, value: Any, what: str, excuse: Excuse | None = None, last: str = "") -> list:
+        """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
-        Raises Abandoned on all ranks if one of them has called :meth:`abandon`."""
-        store, base = self._store(), f"{self._prefix}{topic}/"
+        ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
+        with REFUSED they raise Refused, with LOST AllScanOutOfStep. last: the name of the last exchange in the life of
+        this rendezvous, behind which processes may end.
+        Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
+        compiles, or is interrupted; Abandoned if one has called :meth:`abandon`."""
+        if self.size == 1:
+            return [value]
+        store = self._store()
+        base = f"{self._prefix}{last or self._next_topic(store, what)}/"
         try:
-            word = json.dumps(value)
+            word = json.dumps((what, value))
             with _store_errors(what):
                 store.set(f"{base}{self.rank}", word)
                 decision = self._decision(store, base, excuse)
         except BaseException as error:
             why = f"was interrupted by {type(error).__name__}"
             self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
-            self._read(store, base, last)
+            self._read(store, base, bool(last))
             raise
-        self._read(store, base, last)
+        self._read(store, base, bool(last))
         for kind, error_of in ((ABANDONED, Abandoned), (REFUSED, Refused), (LOST, AllScanOutOfStep)):
             if decision.startswith(kind):
                 raise error_of(f"{what}: {decision.removeprefix(kind)}")
         if decision.startswith(FAILED):
             reason = decision.removeprefix(FAILED)
             raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
-        values = _read_json(decision.removeprefix(_DONE))
-        if json.dumps(values[self.rank]) != word:
-            raise RuntimeError(f"{what}: the answer is of another exchange, {values[self.rank]} instead of {word}")
+        answers = _read_json(decision.removeprefix(_DONE))
+        if json.dumps(answers[self.rank]) != word:
+            raise RuntimeError(f"{what}: the answer is of another exchange, {answers[self.rank]} instead of {word}")
         if last or self.ranks[self.rank] == 0:  # which has the store, as a rule
             self._until_read(store, base)
+        kinds, values = zip(*answers, strict=True)
+        if len(set(kinds)) > 1:
+            raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
         return list(values)
 
     def abandon(self, topic: str, why: str) -> None:
-        """In place of the last :meth:`meet`, without waiting for anybody."""
+        """In place of the last :meth:`exchange`, without waiting for anybody."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             store, base = self._store(), f"{self._prefix}{topic}/"
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")

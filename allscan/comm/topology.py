@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 ALGORITHMS = ("chain", "rails", "doubling")
 
@@ -19,6 +20,66 @@ TABLE: tuple[tuple[int, int, str], ...] = (
     (4, 1 << 20, "doubling"),
     (2, ANY_SIZE, "rails"),
 )
+
+
+class Topology:
+    """Of a group, on every rank alike.
+
+    reaches: [p]: the first and the last of the ranks around rank p that it reaches by loads and stores, without a gap.
+    nodes: how many ranks each node has, which must map each other; None: by ``hosts``, [p]: the name of rank p's.
+    algorithm: of the communicator. Raises ValueError if it, or ``nodes``, cannot be.
+
+    Attributes: nodes (None where the ranks of a node do not follow one another); mapped_links ([p]: whether ranks p and
+    p + 1 reach each other by loads and stores).
+    """
+
+    def __init__(
+        self,
+        reaches: Sequence[tuple[int, int]],
+        nodes: tuple[int, ...] | None = None,
+        hosts: Sequence[str] = (),
+        algorithm: str = "auto",
+    ) -> None:
+        self._reaches, self._algorithm, self.size = reaches, algorithm, len(reaches)
+        self.mapped_links = [self.maps(p, p + 1) for p in range(self.size - 1)]
+        self.nodes = runs(hosts) if nodes is None else nodes
+        if self.nodes is not None:
+            ends = list(itertools.accumulate(self.nodes))
+            if not all(self.maps(end - n, p) for n, end in zip(self.nodes, ends) for p in range(end - n, end)):
+                if nodes is not None:
+                    raise ValueError(f"the ranks of a node must map each other, in nodes of {nodes} not all do")
+                self.nodes = None
+        self.algorithm_for(0)
+
+    def maps(self, a: int, b: int) -> bool:
+        """Whether two ranks reach each other by loads and stores, as all between them do."""
+        (first_a, last_a), (first_b, last_b) = self._reaches[a], self._reaches[b]
+        return first_a <= b <= last_a and first_b <= a <= last_b
+
+    def algorithm_for(self, nbytes: int, algorithm: str | None = None) -> str:
+        """Of a scan of ``nbytes``, ``algorithm`` or the communicator's with "auto" decided. Raises ValueError if it
+        cannot be."""
+        algorithm = self._algorithm if algorithm is None else check_algorithm(algorithm)
+        if self.size == 1:
+            return "chain"
+        if algorithm == "auto":
+            return choose(self.nodes, nbytes)
+        if algorithm != "chain" and self.nodes is None:
+            raise ValueError(
+                f'algorithm="{algorithm}" needs nodes whose ranks follow one another in the group and map each other'
+            )
+        return algorithm
+
+
+def reach(heap: Any, pes: Sequence[int], rank: int) -> tuple[int, int]:
+    """The first and the last of the ranks around ``rank``, this one, that it reaches by loads and stores, without a
+    gap. ``pes``: what the transport calls each rank."""
+    first = last = rank
+    while first > 0 and heap.is_mapped(pes[first - 1]):
+        first -= 1
+    while last < len(pes) - 1 and heap.is_mapped(pes[last + 1]):
+        last += 1
+    return first, last
 
 
 def check_algorithm(algorithm: object) -> str:

@@ -335,7 +335,7 @@ def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE):
     """How many each rank has, of one batch."""
     with comm.call():  # so that a rank that refuses the layer is not waited for
         told = *x.shape[:2], stamp, list(attention)
-        rows, tokens, stamps, kinds = zip(*comm.exchange(told, "the tokens of each rank"), strict=True)
+        rows, tokens, stamps, kinds = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))

@@ -420,7 +420,7 @@ def _sequence(
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         told = B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel, list(attention)
-        answers = comm.exchange(told, "the tokens of each rank")
+        answers = comm.order.exchange(told, "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
         if len(set(kernels)) > 1:
             why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"

@@ -28,8 +28,8 @@ from ..base.checks import (
 )
 from ..base.errors import Problem
 from ..base.tiling import transition_tile
-from ..comm.call_order import PendingBackward, recomputing
-from ..comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ..comm.backwards import PendingBackward, recomputing, saved_tensors
+from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.collective import AllScan, PreparedScan, Work, check_out, leaves
 from ..scan.tickets import borrow_ticket
@@ -178,7 +178,7 @@ def _agree(layout, reverse, initial_state) -> tuple:
 
 
 def _algorithm(comm, shape, transition) -> str:
-    return "chain" if transition is not None or shape is None else comm.algorithm_for(4 * math.prod(shape))
+    return "chain" if transition is not None or shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
 
 
 def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half"):

@@ -54,7 +54,7 @@ def ask_all(comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, prob
     """Raise on every rank unless all have the same (name, value) pairs and no problem: what is different, and where.
     Collective; ``what``: for."""
     try:
-        answers = comm.exchange((fields, problem and problem.text), what)
+        answers = comm.order.exchange((fields, problem and problem.text), what)
     except RuntimeError as nobody_came:
         if problem is not None:
             raise problem.take() from nobody_came
@@ -254,7 +254,7 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
         return tokens
     if comm.streams.capturing():
         raise RuntimeError(NOT_IN_CAPTURE)
-    answers = comm.exchange((lengths, T), "the first call with these cu_seqlens")
+    answers = comm.order.exchange((lengths, T), "the first call with these cu_seqlens")
     if any(answer[0] != lengths for answer in answers):
         raise comm.order.raised_everywhere(
             ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
@@ -277,7 +277,7 @@ def compare_values(comm: Communicator, given: Any, read: torch.Tensor | None) ->
     if read is None or not comm.debug or torch.compiler.is_compiling():
         return
     lengths, now = (tuple(boundaries(x).tolist()) for x in (read, given))
-    answers = comm.exchange(None if now == lengths else (lengths, now), "the values of cu_seqlens, in debug mode")
+    answers = comm.order.exchange(None if now == lengths else (lengths, now), "the values of cu_seqlens, in debug mode")
     if any(answers):
         found = by_rank("ok" if x is None else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
         problem = f"cu_seqlens was written to in a way that torch does not count, so it is not read again: {found}"
@@ -321,7 +321,7 @@ def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
     """:func:`_check_place`; in debug mode ask the others."""
     _check_place(comm, lengths, begin, end, halves)
     if comm.debug:
-        places = comm.exchange((lengths, begin, end), "first_token, in debug mode")
+        places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")
         if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
             found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
             raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))

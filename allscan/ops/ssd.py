@@ -292,7 +292,7 @@ def _prepare(
                 check_gates("dt * A", A * _steps(given["dt"], given["dt_bias"], dt_softplus, dt_limit), chunk_size)
     except (TypeError, ValueError) as error:
         problem = Problem(error)
-    algorithm = "chain" if shape is None else comm.algorithm_for(4 * math.prod(shape))
+    algorithm = "chain" if shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
     get_or_create_scan(comm, shape, agree, problem, at_first=looked, algorithm=algorithm)
     compare_values(comm, boundaries, cu_seqlens)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token

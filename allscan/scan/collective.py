@@ -71,7 +71,7 @@ def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm)
     tile = tuple(integer("a size of tile", n) for n in tile)
     if len(tile) != 2 or any(n != next_power_of_2(n) for n in tile):
         raise ValueError(f"tile must be two powers of two, got {tile}")
-    algorithm = comm.algorithm_for(math.prod(shape) * 4, algorithm)
+    algorithm = comm.topology.algorithm_for(math.prod(shape) * 4, algorithm)
     return Spec(shape, tile, depth, protocol, algorithm)
 
 
@@ -200,14 +200,14 @@ class AllScan:
         if self._closed:
             return
         if comm.size > 1 and not (comm.closed or comm.broken or comm.gone or comm.order.lost is not None):
-            comm.drain()
-            comm.exchange("close", f"AllScan.close, of shape {self.shape}")
+            comm._drain()
+            comm.order.exchange("close", f"AllScan.close, of shape {self.shape}")
             for offset in self._workspace.offsets:
-                comm.free(offset)
+                comm.memory.free(offset)
             if self._rails is not None:
                 self._rails.release()
             for channel in self._channels if self._rails is None else ():
-                comm.release(channel.info)
+                comm.memory.release(channel.info)
             comm.collectives.discard(self)
         self._closed = True
 
@@ -336,7 +336,7 @@ class AllScan:
     def _before_launch(self, kernel: Any, reverse: bool) -> None:
         if self._closed:
             raise RuntimeError("this AllScan is closed")
-        self.comm.before_launch(self._description, kernel, reverse)
+        self.comm._before_launch(self._description, kernel, reverse)
         if self.dropped[reverse]:
             self._look_for_backwards(reverse)
 

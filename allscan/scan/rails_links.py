@@ -7,14 +7,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from ..launch.compiled_kernel import Launch
 from ..shmem_kernels import rails as kernels
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import Channel
 from ..shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
-from .workspace import PROTOCOLS, Parts, Spec, lay_out, make_channel, reset, workspace_layout
+from .workspace import (
+    PROTOCOLS,
+    Parts,
+    Spec,
+    constants,
+    info_words,
+    lay_out,
+    make_channel,
+    reset,
+    workspace_layout,
+)
 
 
 def distances(nodes: int) -> list[int]:
@@ -30,19 +39,6 @@ def distances(nodes: int) -> list[int]:
 def warps_of(tile: tuple[int, int]) -> int:
     """Of a program that scans tiles of this size."""
     return max(1, min(8, math.prod(tile) // 512))
-
-
-class _Line:
-    """What make_channel asks of a Communicator, of the owners of one slice, in the order of nodes."""
-
-    def __init__(self, comm: Any, ranks: list[int], rank: int) -> None:
-        self._comm, self._ranks = comm, ranks
-        self.rank, self.size = rank, len(ranks)
-        self.heap, self.timeout, self.device, self.keep = comm.heap, comm.timeout, comm.device, comm.keep
-        self.fault, self.record, self.step_word = comm.fault, comm.record, comm.step_word
-
-    def pe(self, node: int) -> int:
-        return self._comm.pe(self._ranks[node])
 
 
 class Rails:
@@ -71,8 +67,8 @@ class Rails:
         pairs = list(zip(self._line(), self._line()[1:]))
         if self.distances:
             pairs = [(a, b) for a in self._line() for b in self._line() if a < b]
-        mapped = [comm.maps(a, b) for a, b in pairs]
-        if spec.protocol in ("sentinel", "signal") and not all(comm.maps(0, p) for p in range(comm.size)):
+        mapped = [comm.topology.maps(a, b) for a, b in pairs]
+        if spec.protocol in ("sentinel", "signal") and not all(comm.topology.maps(0, p) for p in range(comm.size)):
             raise RuntimeError(f"protocol {spec.protocol!r} needs mapped peers, and not all ranks map each other")
         if spec.protocol != "auto":
             self.kinds = [PROTOCOLS[spec.protocol]] * max(1, len(pairs))
@@ -154,14 +150,15 @@ class Rails:
             offset, numel, dtype = layouts[me][name]
             if not numel:  # of a member that owns nothing: what follows in the arena is another's
                 return self._keep(torch.zeros(1, dtype=dtype, device=comm.device))
-            return comm.heap.local(comm.pe(me), offsets[me] + offset, numel, dtype)
+            return comm.memory.heap.local(comm.line.pes[me], offsets[me] + offset, numel, dtype)
 
         def theirs(rank, name, start):
             """The address of element ``start`` of a part on a member."""
             offset, numel, dtype = layouts[rank][name]
             if not numel:
                 return 0
-            return comm.heap.view(comm.pe(rank), offsets[rank] + offset + start * dtype.itemsize, 1, dtype).data_ptr()
+            start = offsets[rank] + offset + start * dtype.itemsize
+            return comm.memory.heap.view(comm.line.pes[rank], start, 1, dtype).data_ptr()
 
         slots, words = spec.depth * self.slice, math.prod(spec.tile)
         last = len(self.nodes) - 1
@@ -188,7 +185,7 @@ class Rails:
                 theirs(rank, "begun", self.position),
                 0,
             ]
-        infos = [self._info(me, me), *(self._info(me, rank) for rank in members)]
+        infos = [self._info(me), *(self._info(rank) for rank in members)]
         rail, rounds = self._rail(direction, offsets, layouts, len(infos))
         for words_of_round, info in rounds:
             table += words_of_round
@@ -206,13 +203,13 @@ class Rails:
             epoch=mine("epoch"),
             clock=mine("clock"),
             backwards=mine("backwards"),
-            step=comm.step_word,
+            step=comm.memory.step,
             ticket=mine("ticket"),
             info=info,
-            **_constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
+            **constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
         )
         if rail is None:
-            rail = node._replace(**_constants(spec, self.slice, NONE.value, NONE.value))
+            rail = node._replace(**constants(spec, self.slice, NONE.value, NONE.value))
         rail = rail._replace(clock=node.clock)  # it waits by the number of the program, too: more than a slice may have
         given = [mine(name) for name in ("given", "given arrived", "decays", "decays arrived")]
         self.further.append((rail, p_table, *given))
@@ -223,25 +220,18 @@ class Rails:
         self._filled += [(x, 0) for x in words_of_node]
         return node
 
-    def _info(self, rank: int, other: int, following: int | None = None) -> torch.Tensor:
-        """Of a link: who sends to ``rank`` by it, and to whom that sends."""
-        comm, info = self.comm, torch.zeros(wait.INFO_WORDS, dtype=torch.int64, device="cpu")
-        following = other if following is None else following
-        info[wait.INFO_RANK.value] = rank
-        info[wait.INFO_PREV.value], info[wait.INFO_NEXT.value] = other, following
-        info[wait.INFO_PREV_PE.value] = comm.pe(other) if other >= 0 else -1
-        info[wait.INFO_NEXT_PE.value] = comm.pe(following) if following >= 0 else -1
-        info[wait.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
-        info[wait.INFO_FAULT.value] = comm.fault.data_ptr()
-        info[wait.INFO_RECORD.value] = comm.record.data_ptr()
-        return info
+    def _info(self, other: int, following: int | None = None) -> torch.Tensor:
+        """Of a link: who sends to this rank by it, and to whom that sends."""
+        ranks = other, other if following is None else following
+        return info_words(self.comm.line, ranks, [self.comm.line.pes[rank] if rank >= 0 else -1 for rank in ranks])
 
     def _rail(self, direction: int, offsets, layouts, infos: int) -> tuple[Channel | None, list]:
         """(The channel of a chain over the nodes, of rounds [(words of the table, info)] for states and decays)."""
         if self.position >= self.owners or len(self.nodes) == 1:
             return None, []
         line, step = self._line(), -1 if direction else 1
-        owners, rounds = _Line(self.comm, line, self.node), list[tuple[list, torch.Tensor]]()
+        whole, rounds = self.comm.line, list[tuple[list, torch.Tensor]]()
+        owners = whole._replace(rank=self.node, pes=[whole.pes[rank] for rank in line])
         for i, message in enumerate(self._messages()):
             layout = workspace_layout(message, PUT.value in self.kinds)[0]
             spaces = [(offsets[rank] + layouts[rank][f"rail {i}"][0], layout) for rank in line]
@@ -250,7 +240,7 @@ class Rails:
             channel = make_channel(owners, spaces, message, kinds, step * distance)
             there = self.node - step * distance, self.node + step * distance
             prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
-            channel.info.copy_(self._info(self.comm.rank, prev, following))
+            channel.info.copy_(self._info(prev, following))
             self._channels[direction].append(channel)
             self._kept.append(channel.info)
             if not self.distances:
@@ -271,12 +261,12 @@ class Rails:
             words = [*(x.data_ptr() for x in fields), 0, prev_sends, sends]
             words += [(infos + len(rounds)) * wait.INFO_WORDS]
             words += [0] * (kernels.ROUND_WORDS.value - len(words))
-            rounds.append((words, self._info(self.comm.rank, prev, following)))
+            rounds.append((words, self._info(prev, following)))
         return None, rounds
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
-        return self.comm.keep(tensor)
+        return self.comm.memory.keep(tensor)
 
     def reset(self) -> None:
         """As if nothing had passed yet. While no kernel of any rank uses it."""
@@ -312,8 +302,7 @@ class Rails:
 
     def release(self) -> None:
         """No kernel uses them any more."""
-        for tensor in self._kept:
-            self.comm.release(tensor)
+        self.comm.memory.release(*self._kept)
 
     def launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
         """``kernel``: rails_kernel, linked with NVSHMEM if :attr:`puts`."""
@@ -341,16 +330,3 @@ class RailsLaunch:
     def __call__(self, *args: Any, behind: tuple = ()) -> Any:
         """``behind``: arguments of a kernel that has more."""
         return self._launch(*args, *self._further, *behind)
-
-
-def _constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict:
-    values = dict(
-        num_tiles=num_tiles,
-        BK=spec.tile[0],
-        BV=spec.tile[1],
-        DEPTH=spec.depth,
-        RECV=recv,
-        SEND=send,
-        ADJOINT=False,
-    )
-    return {name: tl.constexpr(value) for name, value in values.items()}

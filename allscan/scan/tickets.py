@@ -18,7 +18,7 @@ AT_ONCE = 64  # that are allocated
 def new_tickets(comm: Communicator, *shape: int) -> torch.Tensor:
     """Where there are torch dispatch modes they do not see it. Selective activation checkpointing refuses operators in
     a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
-    new_empty = comm.step_word.new_empty  # half the time of torch.empty
+    new_empty = comm.memory.step.new_empty  # half the time of torch.empty
     if num_dispatch_modes() == 0:
         return new_empty(shape)
     with without_dispatch_modes():
@@ -34,7 +34,7 @@ def borrow_ticket(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor] 
     free = comm.tickets
     if not free:
         comm.streams.follow()  # so that launches on other streams come behind the memory's earlier use on this one
-        block = comm.keep(new_tickets(comm, AT_ONCE, 2))  # at multiples of 16 bytes
+        block = comm.memory.keep(new_tickets(comm, AT_ONCE, 2))  # at multiples of 16 bytes
         with without_dispatch_modes():
             ticket, *others = block[:, :1].unbind()
         free += others

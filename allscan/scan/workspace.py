@@ -12,6 +12,7 @@ from ..base.errors import Problem
 from ..bindings.arena import ALIGNMENT
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
+from ..comm.memory import Line
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import Channel
 from ..shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
@@ -89,8 +90,8 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
 def _links(comm: Communicator, protocol: str) -> list[int]:
     """[p]: the kind of link that joins rank p and rank p + 1."""
     if protocol == "auto":
-        return [(SENTINEL if mapped else PUT).value for mapped in comm.mapped_links]
-    return [PROTOCOLS[protocol]] * len(comm.mapped_links)
+        return [(SENTINEL if mapped else PUT).value for mapped in comm.topology.mapped_links]
+    return [PROTOCOLS[protocol]] * len(comm.topology.mapped_links)
 
 
 def _puts(links: list[int], rank: int) -> bool:
@@ -122,16 +123,16 @@ def make_workspace(
     """
     if isinstance(spec, Problem):
         try:
-            comm.exchange((None, [], spec.text, 1), "making a workspace")
+            comm.order.exchange((None, [], spec.text, 1), "making a workspace")
         except RuntimeError as nobody_came:
             raise spec.take() from nobody_came
         raise comm.order.raised_everywhere(spec.take())
     if comm.size == 1:
-        constants = _constants(spec, NONE.value, NONE.value)
+        fixed = constants(spec, spec.num_tiles, NONE.value, NONE.value)
         # kept, since a stream that nobody waits for may still write there when the AllScan goes
-        words = comm.keep(torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device))
-        values = comm.keep(torch.zeros(1, dtype=torch.float32, device=comm.device))
-        lonely = Channel(*[values] * 3, *[words] * 10, **constants)
+        words = comm.memory.keep(torch.zeros(spec.num_tiles, dtype=torch.int64, device=comm.device))
+        values = comm.memory.keep(torch.zeros(1, dtype=torch.float32, device=comm.device))
+        lonely = Channel(*[values] * 3, *[words] * 10, **fixed)
         return Workspace((lonely, lonely), ())
 
     links = _links(comm, spec.protocol)
@@ -139,48 +140,55 @@ def make_workspace(
     full = None
     try:
         for _ in range(2):
-            offsets.append(comm.alloc(_nbytes(comm, spec, layout)))
+            offsets.append(comm.memory.alloc(_nbytes(comm, spec, layout)))
     except MemoryError as error:
         full = str(error)
     if layout is None and full is None:  # before the others know of it: nobody sends before every inbox is filled
         for offset, step in zip(offsets, (1, -1), strict=True):
-            _fill(comm, offset, spec, links, step)
+            _fill(comm.line, offset, spec, links, step)
         comm.streams.synchronize()
-    answers = comm.exchange((tuple(spec), offsets, full, max_ctas), "making a workspace")
+    answers = comm.order.exchange((tuple(spec), offsets, full, max_ctas), "making a workspace")
     specs, all_offsets, errors, ctas = zip(*answers, strict=True)
     try:
         _check_alike(comm, specs, errors)
     except (ValueError, MemoryError, RuntimeError) as error:
-        for offset in offsets:  # every rank raises, so nobody will write there
-            comm.free(offset)
+        if offsets:  # every rank raises, so nobody will write there
+            comm.memory.free(*offsets)
         comm.order.raised_everywhere(error)
         raise
 
     if layout is None:
-        channels = make_channels(comm, all_offsets, spec, links)
+        channels = make_channels(comm.line, all_offsets, spec, links)
     else:
         channels = layout.make(all_offsets)  # and fills it
         comm.streams.synchronize()
-        comm.exchange("workspace filled", "making a workspace")
+        comm.order.exchange("workspace filled", "making a workspace")
     return Workspace(channels, tuple(offsets), min(ctas))
 
 
-def _fill(comm: Any, offset: int, spec: Spec, links: list[int], step: int) -> None:
+def _kinds(line: Line, links: list[int], step: int) -> tuple[int, int]:
+    """The links from the rank before this one and to the next, ``step`` places on; links: [p]: of p and p + 1."""
+    prev, next_ = line.rank - step, line.rank + step
+    recv = links[min(prev, line.rank)] if 0 <= prev < line.size else NONE.value
+    send = links[min(next_, line.rank)] if 0 <= next_ < line.size else NONE.value
+    return recv, send
+
+
+def _fill(line: Line, offset: int, spec: Spec, links: list[int], step: int) -> None:
     """Make this rank's workspace of one direction at ``offset`` of its arena as if nothing had passed yet."""
-    prev = comm.rank - step
-    recv = links[min(prev, comm.rank)] if 0 <= prev < comm.size else NONE.value
-    for name, (first, numel, dtype) in workspace_layout(spec, _puts(links, comm.rank))[0].items():
-        memory = comm.heap.local(comm.pe(comm.rank), offset + first, numel, dtype)
-        memory.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
+    recv, _ = _kinds(line, links, step)
+    for name, (first, numel, dtype) in workspace_layout(spec, _puts(links, line.rank))[0].items():
+        words = line.memory.heap.local(line.pes[line.rank], offset + first, numel, dtype)
+        words.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
 
 
-def make_channels(comm: Any, offsets: Any, spec: Spec, links: list[int]) -> tuple[Channel, Channel]:
+def make_channels(line: Line, offsets: Any, spec: Spec, links: list[int]) -> tuple[Channel, Channel]:
     """Between neighbours, forward and reverse, of workspaces that are filled or will be. offsets: [rank][direction] in
     its arena."""
     channels = []
     for direction, step in enumerate((1, -1)):
-        parts = [(offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(comm.size)]
-        channels.append(make_channel(comm, parts, spec, links, step))
+        parts = [(offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(line.size)]
+        channels.append(make_channel(line, parts, spec, links, step))
     return channels[0], channels[1]._replace(backwards=channels[0].backwards)
 
 
@@ -195,20 +203,19 @@ def _check_alike(comm: Communicator, specs, errors) -> None:
         raise MemoryError(by_rank(error or "ok" for error in errors))
     protocol = specs[0][3]
     if protocol in ("sentinel", "signal") and not comm.mapped:
-        p = comm.mapped_links.index(False)
+        p = comm.topology.mapped_links.index(False)
         raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
 
 
-def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step: int) -> Channel:
+def make_channel(line: Line, workspaces: list, spec: Spec, links: list[int], step: int) -> Channel:
     """The channel to the rank ``step`` places on. workspaces: (offset in its arena, _layout) of every rank."""
-    prev, next_ = comm.rank - step, comm.rank + step
-    recv = links[min(prev, comm.rank)] if 0 <= prev < comm.size else NONE.value
-    send = links[min(next_, comm.rank)] if 0 <= next_ < comm.size else NONE.value
+    prev, next_, memory = line.rank - step, line.rank + step, line.memory
+    recv, send = _kinds(line, links, step)
 
     def mine(name):
-        base, layout = workspaces[comm.rank]
+        base, layout = workspaces[line.rank]
         offset, numel, dtype = layout[name]
-        return comm.heap.local(comm.pe(comm.rank), base + offset, numel, dtype)
+        return memory.heap.local(line.pes[line.rank], base + offset, numel, dtype)
 
     def theirs(rank, link, name):
         if link == NONE.value:
@@ -216,18 +223,11 @@ def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step
         base, layout = workspaces[rank]
         offset, numel, dtype = layout[name]
         if link == PUT.value:
-            return comm.heap.symmetric(base + offset, dtype)
-        return comm.heap.view(comm.pe(rank), base + offset, numel, dtype)
+            return memory.heap.symmetric(base + offset, dtype)
+        return memory.heap.view(line.pes[rank], base + offset, numel, dtype)
 
-    info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64, device="cpu")
-    info[wait.INFO_RANK.value] = comm.rank
-    info[wait.INFO_PREV.value] = prev
-    info[wait.INFO_NEXT.value] = next_
-    info[wait.INFO_PREV_PE.value] = comm.pe(prev) if recv != NONE.value else -1
-    info[wait.INFO_NEXT_PE.value] = comm.pe(next_) if send != NONE.value else -1
-    info[wait.INFO_TIMEOUT_NS.value] = int(comm.timeout * 1e9)
-    info[wait.INFO_FAULT.value] = comm.fault.data_ptr()
-    info[wait.INFO_RECORD.value] = comm.record.data_ptr()
+    pes = [line.pes[rank] if link != NONE.value else -1 for rank, link in ((prev, recv), (next_, send))]
+    info = info_words(line, (prev, next_), pes)
     return Channel(
         inbox=mine("inbox"),
         next_inbox=theirs(next_, send, "inbox"),
@@ -239,16 +239,30 @@ def make_channel(comm: Any, workspaces: list, spec: Spec, links: list[int], step
         epoch=mine("epoch"),
         clock=mine("clock"),
         backwards=mine("backwards"),
-        step=comm.step_word,
+        step=memory.step,
         ticket=mine("ticket"),
-        info=comm.keep(info.to(comm.device)),
-        **_constants(spec, recv, send),
+        info=memory.keep(info.to(memory.device)),
+        **constants(spec, spec.num_tiles, recv, send),
     )
 
 
-def _constants(spec: Spec, recv: int, send: int) -> dict:
+def info_words(line: Line, ranks: Sequence[int], pes: Sequence[int]) -> torch.Tensor:
+    """Channel.info on the host: the ranks before and behind, what the transport calls them (-1: there is no such link),
+    the time-out, where a fault is written."""
+    info = torch.zeros(wait.INFO_WORDS, dtype=torch.int64, device="cpu")
+    info[wait.INFO_RANK.value] = line.rank
+    info[wait.INFO_PREV.value], info[wait.INFO_NEXT.value] = ranks
+    info[wait.INFO_PREV_PE.value], info[wait.INFO_NEXT_PE.value] = pes
+    info[wait.INFO_TIMEOUT_NS.value] = int(line.timeout * 1e9)
+    info[wait.INFO_FAULT.value] = line.memory.fault.data_ptr()
+    info[wait.INFO_RECORD.value] = line.memory.record.data_ptr()
+    return info
+
+
+def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict:
+    """The constants of a Channel."""
     values = dict(
-        num_tiles=spec.num_tiles,
+        num_tiles=num_tiles,
         BK=spec.tile[0],
         BV=spec.tile[1],
         DEPTH=spec.depth,

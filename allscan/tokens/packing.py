@@ -59,7 +59,7 @@ class Tables:
             return
         if capturing():
             self.held = True
-            comm.keep(self.tensors[0])
+            comm.memory.keep(self.tensors[0])
         elif (number := current_stream_of(streams.index)) not in self._streams:
             with without_dispatch_modes():  # of selective checkpointing, which counts the operators of torch
                 self.tensors[0].record_stream(streams.current())

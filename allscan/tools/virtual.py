@@ -29,7 +29,8 @@ from ..base.errors import AllScanTimeout
 from ..base.tiling import scan_tile
 from ..bindings.interpreter import prepare_interpreter
 from ..bindings.triton_compat import OPTIONS
-from ..comm.topology import ALGORITHMS
+from ..comm.memory import Line, Memory
+from ..comm.topology import ALGORITHMS, Topology
 from ..launch.streams import Streams
 from ..scan.rails_links import Rails, warps_of
 from ..scan.workspace import PROTOCOLS, Spec, make_channels, reset, workspace_layout
@@ -164,8 +165,11 @@ def open_kernel(p_gate, p_word):
 class _Heap:
     """The arenas of all ranks, of which each is a block of this process."""
 
-    def __init__(self, nbytes: list[int], device: torch.device) -> None:
-        self._arenas = [torch.zeros(n, dtype=torch.uint8, device=device) for n in nbytes]
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._arenas = device, list[torch.Tensor]()
+
+    def make(self, nbytes: list[int]) -> None:
+        self._arenas += [torch.zeros(n, dtype=torch.uint8, device=self._device) for n in nbytes]
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._arenas[pe][offset : offset + numel * dtype.itemsize].view(dtype)
@@ -174,29 +178,15 @@ class _Heap:
 
 
 class VirtualRank:
-    """What channels and rails ask of a Communicator."""
+    """What rails ask of a Communicator."""
 
-    def __init__(self, rank: int, size: int, nodes: tuple[int, ...], device: torch.device, timeout: float) -> None:
-        self.rank, self.size, self.nodes, self.device, self.timeout = rank, size, nodes, device, timeout
-        cuda = device.type == "cuda"
-        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=cuda)
-        self.fault = torch.zeros(1, dtype=torch.int64, device=device)
-        self.step_word = torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(self, rank: int, nodes: tuple[int, ...], heap: Any, device: torch.device, timeout: float) -> None:
+        self.rank, self.size, self.nodes, self.device = rank, sum(nodes), nodes, device
+        self.memory = Memory(heap, device)
+        self.line = Line(rank, range(self.size), self.memory, timeout)
+        self.topology = Topology([(0, self.size - 1)] * self.size, nodes)
         self.streams = Streams(device)
-        self.stream = torch.cuda.Stream(device) if cuda else None
-        self.heap: Any = None
-
-    def pe(self, rank: int) -> int:
-        return rank
-
-    def maps(self, a: int, b: int) -> bool:
-        return True
-
-    def keep(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer
-
-    def release(self, buffer: torch.Tensor) -> None:
-        pass
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class VirtualRanks:
@@ -232,19 +222,18 @@ class VirtualRanks:
         tile = tile or scan_tile(self.shape, programs, protocol == "sentinel", self.device)
         self.spec = Spec(self.shape, tile, depth, protocol, algorithm)
         self.programs = min(programs, self.spec.num_tiles)
-        self.ranks = [VirtualRank(rank, size, self.nodes, self.device, timeout) for rank in range(size)]
+        self.timeout, heap = timeout, _Heap(self.device)
+        self.ranks = [VirtualRank(rank, self.nodes, heap, self.device, timeout) for rank in range(size)]
         self._rails = [] if algorithm == "chain" else [Rails(rank, self.spec) for rank in self.ranks]
         sizes = [rails.nbytes for rails in self._rails] or [workspace_layout(self.spec, False)[1]] * size
-        heap = _Heap([2 * n for n in sizes], self.device)
+        heap.make([2 * n for n in sizes])
         offsets = [(0, n) for n in sizes]
         links, self.channels = [PROTOCOLS[protocol]] * (size - 1), []
-        for rank in self.ranks:
-            rank.heap = heap
         for p, rank in enumerate(self.ranks):
             if self._rails:
                 channels = self._rails[p].make(offsets)
             else:
-                channels = make_channels(rank, offsets, self.spec, links)
+                channels = make_channels(rank.line, offsets, self.spec, links)
                 for channel in channels:
                     reset(channel)
             self.channels.append(channels)
@@ -352,10 +341,10 @@ class VirtualRanks:
         for kind, rank, neighbour, tile, expected, seen in self.faults().values():
             if kind != wait.TIMED_OUT.value:
                 raise RuntimeError(f"rank {rank} and rank {neighbour} are in different calls")
-            raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.ranks[0].timeout)
+            raise AllScanTimeout(rank, neighbour, tile, expected, seen, self.timeout)
 
     def faults(self) -> dict[int, tuple[int, ...]]:
         """{rank: (kind, rank, neighbour, tile, expected, seen)} of the ranks that have given up."""
         words = slice(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1)
-        broken = [rank for rank in self.ranks if rank.record[wait.RECORD_SET.value]]
-        return {rank.rank: tuple(rank.record[words].tolist()) for rank in broken}
+        broken = [rank for rank in self.ranks if rank.memory.record[wait.RECORD_SET.value]]
+        return {rank.rank: tuple(rank.memory.record[words].tolist()) for rank in broken}

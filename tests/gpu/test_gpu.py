@@ -273,7 +273,7 @@ def gla_graph_case(group, packed, mixed, layout, recompute):
     """
     with allscan.Communicator(group) as comm:
         if mixed:
-            comm.mapped_links[1] = False
+            comm.topology.mapped_links[1] = False
         B, T, H, K, V = 1, 128, 2, 64, 64
         cuts = [0, 50, 50, 51, 190, T * comm.size] if packed else [0, T * comm.size]
         lengths = torch.tensor(cuts) if packed else None
@@ -417,8 +417,8 @@ def effects_case(group):
 
     heap = runtime.symmetric_heap()
     comm = allscan.Communicator(group)
-    offset = comm.alloc(8192)
-    assert len(set(comm.exchange(offset, "test"))) == 1, "the test wants equal offsets"
+    offset = comm.memory.alloc(8192)
+    assert len(set(comm.order.exchange(offset, "test"))) == 1, "the test wants equal offsets"
     me, peer = heap.pes[comm.rank], heap.pes[(comm.rank + 1) % comm.size]
     before = heap.pes[(comm.rank - 1) % comm.size]
     words = heap.local(me, offset, 8, torch.int64)
@@ -542,7 +542,7 @@ def test_a_wait_on_nvshmem_is_bounded_too(fresh):
 def mixed_case(group):
     """A chain as over two nodes: ranks 1 and 2 do not map each other, so that one link is NVSHMEM's."""
     comm = allscan.Communicator(group)
-    comm.mapped_links[1] = False
+    comm.topology.mapped_links[1] = False
     scan = allscan.AllScan(comm, (4, 16, 32))
     kinds = [scan.channel().RECV.value, scan.channel().SEND.value]
     worst = 0.0

@@ -25,8 +25,8 @@ from ...base.checks import (
 from ...base.errors import Problem
 from ...bindings.torch_compat import unsafe_view
 from ...bindings.versions import refusal
-from ...comm.call_order import pending_backwards, recomputing
-from ...comm.communicator import Communicator, check_communicator, communicator_of, saved_tensors
+from ...comm.backwards import pending_backwards, recomputing, saved_tensors
+from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ...scan.tickets import TICKETS
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, most_segments, own_boundaries
 from ..allscan import check_final, final_of_all

@@ -150,7 +150,7 @@ class StatePass:
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and gates of one token, of which kernels read no more than a gate, without using it."""
-        make = self.comm.step_word.new_zeros
+        make = self.comm.memory.step.new_zeros
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
         return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...base.autograd import Function
 from ...base.checks import described, plain, restored
-from ...comm.communicator import communicator_of, saved_tensors
+from ...comm.backwards import saved_tensors
+from ...comm.communicator import communicator_of
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .delta_passes import StatePass
 from .fla_replay import Traced

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...base.errors import Problem
-from ...comm.call_order import PendingBackward, pending_backwards
+from ...comm.backwards import PendingBackward, pending_backwards
 from ...comm.communicator import Communicator, communicator_of
 from ...launch.plan import Buffer, Plan
 from ...launch.streams import SCANS
@@ -86,7 +86,7 @@ class AllScanCarrier:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
         # A program keeps large ones of other kernels off its multiprocessor, so here half of those that may wait do.
         ctas = max(1, self.comm.max_ctas // 2)
-        algorithm = "chain" if shape is None else self.comm.algorithm_for(4 * math.prod(shape))
+        algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
         return get_or_create_scan(
             self.comm, shape, agree, problem, at_first=at_first, max_ctas=ctas, algorithm=algorithm
         )

@@ -33,8 +33,8 @@ from ...base.checks import (
 from ...base.errors import Problem
 from ...base.tiling import cdiv
 from ...bindings.torch_compat import num_dispatch_modes
-from ...comm.call_order import recomputing
-from ...comm.communicator import Communicator, check_communicator, saved_tensors
+from ...comm.backwards import recomputing, saved_tensors
+from ...comm.communicator import Communicator, check_communicator
 from ...launch.plan import Plan
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
 from ..allscan import check_final, final_of_all

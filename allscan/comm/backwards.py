@@ -1,0 +1,80 @@
+"""The backward passes that calls with gradients are to have: whether each rank runs its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..bindings.torch_compat import in_backward
+from .communicator import Communicator
+
+recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
+
+
+class CountsBackwards(Protocol):
+    """What PendingBackward needs of an AllScan."""
+
+    comm: Any
+    backwards: int  # adjoint launches, as the host has made them
+    dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
+
+
+class PendingBackward:
+    """Stands for the backward pass that a call with gradients is to have; lives as long as its autograd node.
+
+    If the node goes without having run, and no other backward of its AllScan has run since the call, either no rank
+    runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
+    gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
+
+    ticket, tickets: what the node has of ``borrow_ticket`` (tickets.py), and the list into which it is put back.
+    """
+
+    __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
+
+    def __init__(
+        self,
+        scan: CountsBackwards,
+        reverse: bool,
+        ticket: Any = None,
+        tickets: list[torch.Tensor] | None = None,
+    ) -> None:
+        self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
+        self.generation = scan.comm.order.generation
+        self._ticket, self._tickets = ticket, tickets
+
+    def run(self) -> None:
+        """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
+        scan = self._scan()
+        if scan is None:
+            raise RuntimeError("the AllScan of this call is gone")
+        if scan.comm.order.generation != self.generation:
+            raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
+        scan.backwards += 1
+
+    def __del__(self) -> None:
+        if self._tickets is not None:
+            self._tickets.append(self._ticket)
+        scan = self._scan()
+        if scan is None or scan.comm.order.generation != self.generation:
+            return
+        if scan.backwards == self._backwards:
+            scan.dropped[self._reverse] = True
+
+
+def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
+    """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
+    there = PendingBackward(scan, False)
+    return [there, PendingBackward(scan, True)] if zigzag else [there]
+
+
+def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> tuple[torch.Tensor, ...]:
+    """ctx.saved_tensors, for a backward pass that is about to make its call; here activation checkpointing may make
+    others. What it raises (a tensor that was written to since) is this call's error: the others make it."""
+    try:
+        return ctx.saved_tensors
+    except Exception:
+        with comm().call(reverse):
+            raise

@@ -1,0 +1,92 @@
+"""What is asked of a communicator around each call and before each launch: is it broken, are the ranks in step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+
+from ..base.checks import has_tangents
+from ..bindings.torch_compat import current_stream_of, forward_ad, transforms_active
+from ..launch.streams import Streams
+from ..shmem_kernels.wait import RECORD_SET
+from .call_order import Order
+
+_SET = RECORD_SET.value
+
+
+class Calls:
+    """The part of a Communicator that calls and launches go through."""
+
+    debug: bool
+    order: Order
+    streams: Streams
+    host_record: Any  # the fault record
+    _closed: bool
+    check: Callable[[], None]
+
+    def call(self, reverse: bool = False, what: str = "allscan", inputs: Any = ()) -> AbstractContextManager[None]:
+        """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone.
+
+        ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
+        for those with forward-mode derivatives, and inside of torch.func's transforms."""
+        return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
+
+    def _before_launch(self, describe: Callable[..., str], *what: Any) -> None:
+        """Raise if broken or closed; in debug mode compare what is launched, ``describe(*what)``; order it behind what
+        was launched on another stream."""
+        if self._closed or self.host_record[_SET] or self.order.lost is not None:
+            self.check()
+        if self.debug:
+            self.order.compare_launch(describe(*what))
+        streams = self.streams
+        if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
+            streams.follow()
+
+    def look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
+        """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits
+        for them."""
+        if not self.debug or self.streams.capturing():
+            return
+        found = [name for name, x in results.items() if x is not None and bool(x.isnan().any())]
+        self.check()  # what a wait that timed out has left is NaN
+        self.order.compare_results(what, found)
+
+
+class _Call(tuple):
+    """See :meth:`Calls.call`: (communicator, reverse, what, inputs)."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        comm, reverse, _, inputs = self
+        order = comm.order
+        if comm._closed or comm.host_record[_SET] or order.lost is not None:
+            comm.check()
+        if order.refused is not None:
+            order.settle()
+        order.made[reverse] += 1
+        order.inside, order.everywhere, order.reverse = True, False, reverse
+        if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        if transforms_active():
+            why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
+        else:
+            why = f"{self[2]} has no forward-mode derivatives (torch.func.jvp, forward_ad)"
+        error = NotImplementedError(why)
+        self.__exit__(type(error), error, None)
+        raise error
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        comm = self[0]
+        comm.order.inside = False
+        if error is not None:
+            comm.order.failed(self[1], error)
+
+
+_INSIDE = contextlib.nullcontext()  # of a call in a call

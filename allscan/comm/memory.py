@@ -1,0 +1,76 @@
+"""This rank's memory that kernels of a communicator use: blocks of its arena, buffers, and the words that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..shmem_kernels import wait
+
+_kept_alive: list = []  # what kernels of communicators that were not closed may still write to
+
+
+class Memory:
+    """Of one communicator on this rank.
+
+    heap: the symmetric heap; None for one rank.
+    record: the fault record, which the host reads. fault, step: words on the device.
+    """
+
+    def __init__(self, heap: Any, device: torch.device) -> None:
+        self.heap, self.device = heap, device
+        self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.fault = torch.zeros(1, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._offsets: set[int] = set()
+        self._buffers = {id(buffer): buffer for buffer in (self.record, self.fault, self.step)}
+
+    def reset(self) -> None:
+        """As if nothing had happened. While no kernel runs."""
+        for words in (self.record, self.fault, self.step):
+            words.zero_()
+
+    def alloc(self, nbytes: int) -> int:
+        """Offset of a block of this rank's arena, until :meth:`free`."""
+        offset = self.heap.arena.alloc(nbytes)
+        self._offsets.add(offset)
+        return offset
+
+    def free(self, *offsets: int) -> None:
+        """Give blocks back, or all, when no kernel of any rank uses them any more."""
+        for offset in offsets or [*self._offsets]:
+            self._offsets.remove(offset)
+            self.heap.arena.free(offset)
+
+    def keep(self, buffer: torch.Tensor) -> torch.Tensor:
+        """``buffer``, alive as long as kernels of the communicator may use it."""
+        self._buffers[id(buffer)] = buffer
+        return buffer
+
+    def release(self, *buffers: torch.Tensor) -> None:
+        """No kernel uses these buffers of :meth:`keep` any more."""
+        for buffer in buffers:
+            del self._buffers[id(buffer)]
+
+    def holds(self, buffer: torch.Tensor) -> bool:
+        """Whether ``buffer`` is kept."""
+        return self._buffers.get(id(buffer)) is buffer
+
+    def abandon(self) -> None:
+        """Kernels may use all of it until this process ends."""
+        _kept_alive.append(self._buffers)
+
+
+class Line(NamedTuple):
+    """A line of ranks, along which there is a channel: all of a group, or one of each node."""
+
+    rank: int  # this one's place in it
+    pes: Sequence[int]  # what the transport calls each of them
+    memory: Memory
+    timeout: float
+
+    @property
+    def size(self) -> int:
+        return len(self.pes)
