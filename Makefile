@@ -2,13 +2,14 @@
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
+# make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
 # make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
 # make bench     what this machine can hold
 # make docs      the documentation into site/, its examples run
 # make venv      the environment alone
 #
-# With PYTHON=python3, say, they run with that interpreter and what it has, and no environment is made. test-gpu takes
-# python3 by itself where that has all it needs, else an environment with CUDA's packages.
+# With PYTHON=python3, say, they run with that interpreter and what it has, and no environment is made. test-gpu and peer
+# take python3 by themselves where that has all it needs, else an environment with CUDA's packages.
 
 VENV := .venv
 # of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (8 filled 80 GB)
@@ -24,7 +25,7 @@ endif
 # a bare checkout needs no installation, nor do the processes that are started from here
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: venv demo check test test-gpu on-gpu matrix bench docs clean
+.PHONY: venv demo check test test-gpu peer on-gpu peer-on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
@@ -54,13 +55,20 @@ test: $(READY)
 	$(PYTHON) -m pytest -n 2 --dist worksteal
 
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
-test-gpu:
+test-gpu: GOAL := on-gpu
+peer: GOAL := peer-on-gpu
+test-gpu peer:
 ifdef GIVEN
-	@$(MAKE) --no-print-directory on-gpu PYTHON=$(GIVEN)
+	@$(MAKE) --no-print-directory $(GOAL) PYTHON=$(GIVEN)
 else
-	@if python3 -c '$(HAS_ALL)' 2>/dev/null; then $(MAKE) --no-print-directory on-gpu PYTHON=python3; \
-	else $(MAKE) --no-print-directory $(VENV)/ready-gpu on-gpu PYTHON=$(VENV)/bin/python; fi
+	@if python3 -c '$(HAS_ALL)' 2>/dev/null; then $(MAKE) --no-print-directory $(GOAL) PYTHON=python3; \
+	else $(MAKE) --no-print-directory $(VENV)/ready-gpu $(GOAL) PYTHON=$(VENV)/bin/python; fi
 endif
+
+# OPTIONS: of pytest, as -x or -k kda; --ranks N
+peer-on-gpu:
+	@test -d "$(PEER)/tests/ops" || { echo 'make peer PEER=/path/to/flash-linear-attention, a checkout'; exit 2; }
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PYTHON) -m support.peer "$(PEER)" $(OPTIONS)
 
 # First, several at once with ranks of their own on the same GPUs, all but what others would disturb
 on-gpu:

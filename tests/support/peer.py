@@ -1,0 +1,334 @@
+"""flash-linear-attention's own tests, with its operators replaced by allscan's: ``make peer PEER=checkout``.
+
+    python -m support.peer CHECKOUT [--ranks N] [options of pytest]
+
+The tests are those of a checkout that the caller names; nothing of it is copied. In its tests/ops a call of chunk_gla,
+chunk_kda or chunk_gated_delta_rule is split over ranks: each rank takes a part of the tokens, in either layout, and
+outputs, states and gradients are put together before fla's assertions judge them. In its tests/context_parallel the
+processes that a test starts send states and the tokens of convolutions by All-Scan (``fla_cp.enable()``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from triton.runtime.autotuner import Autotuner
+
+import allscan
+from allscan.bindings.interpreter import prepare_interpreter
+from allscan.tools import ranks
+from support.fla import import_fla
+
+OPERATORS = {
+    "chunk_gla": "zeco_gla",
+    "chunk_kda": "zeco_kda",
+    "chunk_gated_delta_rule": "zeco_gated_delta_rule",
+}
+LAYOUTS = "contiguous", "zigzag"
+TOKENWISE = "q", "k", "v", "g", "beta"
+CHUNKS = {"chunk_gla": (64,), "chunk_kda": (32, 64), "chunk_gated_delta_rule": (16, 32, 64)}  # sizes that fla takes
+HOW = "disable_recompute", "cu_seqlens_cpu", "chunk_size"  # arguments that do not change what is computed
+FILES = (  # of the checkout; a name that one version of fla has and another has not is left out
+    "tests/ops/test_gla.py",
+    "tests/ops/test_kda.py",
+    "tests/ops/test_gdn.py",
+    "tests/ops/test_gated_delta.py",
+    "tests/context_parallel/test_cp_kda.py",
+    "tests/context_parallel/test_cp_gdn.py",
+    "tests/context_parallel/test_cp_conv.py",
+)
+
+
+def main(checkout: str, *options: str) -> int:
+    files = [str(Path(checkout, name)) for name in FILES if Path(checkout, name).exists()]
+    if not files:
+        raise SystemExit(f"{checkout} has none of {', '.join(FILES)}")
+    environment = dict(os.environ) if torch.cuda.is_available() else os.environ | {"TRITON_INTERPRET": "1"}
+    pytest_options = ["-c", os.devnull, "--rootdir", checkout, "-q", "-p", "support.peer", *options, *files]
+    return subprocess.call([sys.executable, "-m", "pytest", *pytest_options], env=environment)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]  # each kernel in the first of its configurations
+    if not torch.cuda.is_available():  # fla's references are kernels, too
+        prepare_interpreter()
+        import fla.utils
+
+        fla.utils.device, fla.utils.device_torch_lib = "cpu", torch.cpu
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ranks", type=int, help="how many ranks split a call; default: one a GPU, at least 2")
+
+
+def operator_of(function: Callable) -> str | None:
+    """The operator that a test calls by its name."""
+
+    def names(code: types.CodeType) -> set[str]:
+        inner = (names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+        return set(code.co_names).union(*inner)
+
+    called = names(inspect.unwrap(function).__code__) & OPERATORS.keys()
+    return called.pop() if called else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    layouts = LAYOUTS if operator_of(metafunc.function) else LAYOUTS[:1]
+    metafunc.parametrize("allscan_layout", layouts, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def concerned(item: pytest.Item) -> bool:
+        return "context_parallel" in item.path.parts or operator_of(item.function) is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if not concerned(item)])
+    items[:] = [item for item in items if concerned(item)]
+
+
+@pytest.fixture(scope="session")
+def allscan_ranks(request: pytest.FixtureRequest) -> Iterator[ranks.Ranks]:
+    count = request.config.getoption("--ranks") or max(2, torch.cuda.device_count())
+    os.environ.setdefault("ALLSCAN_HEAP", "2G" if torch.cuda.is_available() else "256M")
+    if torch.cuda.is_available() and count > torch.cuda.device_count():
+        os.environ["ALLSCAN_TRANSPORT"] = "ipc"
+    with ranks.Ranks(count) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def allscan_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split | None]:
+    """Replaces what the test calls."""
+    name = operator_of(request.function)
+    if name is None:
+        monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
+        yield None
+        return
+    group = request.getfixturevalue("allscan_ranks")
+    split = Split(group, name, getattr(request.module, name), request.param)
+    monkeypatch.setattr(request.module, name, split)
+    yield split
+    group.run(forget)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    result = yield
+    split = pyfuncitem.funcargs["allscan_layout"]
+    if split is not None and not split.calls:
+        raise AssertionError(f"the test has not called {split.name}")
+    return result
+
+
+class Split:
+    """An operator of fla's that a test calls with whole sequences, by ranks that have a part of the tokens each."""
+
+    def __init__(self, group: ranks.Ranks, name: str, original: Callable, layout: str) -> None:
+        self.group, self.name, self.layout, self.calls = group, name, layout, 0
+        self._signature = inspect.signature(original)
+
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.calls += 1
+        given = dict(self._signature.bind(*arguments, **options).arguments)
+        given |= given.pop("kwargs", {})
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("chunk_size", 64) not in CHUNKS[self.name]:
+            pytest.skip("what fla rejects")
+        given = {name: value for name, value in given.items() if name not in HOW}
+        parameters = inspect.signature(getattr(allscan, OPERATORS[self.name])).parameters
+        v_first = "state_v_first" not in parameters and given.pop("state_v_first", False)
+        if unknown := given.keys() - parameters.keys():
+            pytest.skip(f"allscan has no {', '.join(sorted(unknown))}")
+        if "cu_seqlens" in given:
+            given["cu_seqlens"] = given["cu_seqlens"].tolist()
+        if "initial_state" in given:
+            state = given["initial_state"].float()
+            given["initial_state"] = state.mT if v_first else state
+        tensors = {name: given.pop(name) for name in [*given] if isinstance(given[name], torch.Tensor)}
+        if "A_log" in tensors:
+            tensors["A_log"] = tensors["A_log"].flatten()
+        total = tensors["q"].shape[1]
+        if self.layout == "zigzag" and total % 2:  # this layout has even numbers of tokens
+            tensors = with_one_more(tensors, bool(given.get("use_gate_in_kernel")))
+            if "cu_seqlens" in given:
+                given["cu_seqlens"] = [*given["cu_seqlens"][:-1], total + 1]
+        o, state = OverRanks.apply(self, [*tensors], given, *tensors.values())
+        return o[:, :total], None if not given.get("output_final_state") else state.mT if v_first else state
+
+
+def with_one_more(tensors: dict[str, torch.Tensor], raw: bool) -> dict[str, torch.Tensor]:
+    """The same and a last token that changes no state: without a key and without decay, in ``raw`` gates, too."""
+    longer = {}
+    for name, x in tensors.items():
+        if name in TOKENWISE:
+            x = torch.cat([x, torch.full_like(x[:, :1], -1e4 if raw and name == "g" else 0)], 1)
+        longer[name] = x
+    return longer
+
+
+class OverRanks(torch.autograd.Function):
+    """Sends the whole tensors to the ranks and puts what they return together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, split: Split, names: list[str], options: dict[str, Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.split, ctx.names = split, names
+        ctx.call = Call(next(_numbers), OPERATORS[split.name], split.layout, names, ctx.needs_input_grad[3:], options)
+        found = split.group.run(forward, ctx.call, [on_host(x) for x in tensors], timeout=600.0)
+        q, v = (tensors[names.index(name)] for name in "qv")
+        o = together(v, ctx.call.layout, [answer[0] for answer in found])
+        if not options.get("output_final_state"):
+            return o, q.new_zeros(0)
+        return o, sum(answer[1] for answer in found).to(o.device)
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor, dstate: torch.Tensor) -> tuple:
+        found = ctx.split.group.run(backward, ctx.call, on_host(do), on_host(dstate), timeout=600.0)
+        gradients: list[torch.Tensor | None] = []
+        for i, name in enumerate(ctx.names):
+            parts = [answer[i] for answer in found]
+            if parts[0] is None:
+                gradients.append(None)
+            elif name in TOKENWISE:
+                gradients.append(together(do, ctx.call.layout, parts))
+            else:
+                gradients.append(sum(parts).to(do.device))
+        return None, None, None, *gradients
+
+
+_numbers = itertools.count()
+
+
+class Call(NamedTuple):
+    """What the ranks are told of one."""
+
+    number: int
+    name: str
+    layout: str
+    names: list[str]
+    wanted: tuple[bool, ...]  # gradients
+    options: dict[str, Any]
+
+
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().cpu().clone()
+
+
+def parts_of(total: int, layout: str, rank: int, size: int) -> list[slice]:
+    """The tokens that a rank has of ``total``, which need not be alike on all ranks."""
+    if layout == "contiguous":
+        return [slice(total * rank // size, total * (rank + 1) // size)]
+    begin, end = (total // 2 * i // size for i in (rank, rank + 1))
+    return [slice(begin, end), slice(total - end, total - begin)]
+
+
+def together(like: torch.Tensor, layout: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole of what the ranks have [B, T, ..], on the device of ``like``."""
+    total = sum(part.shape[1] for part in parts)
+    whole = parts[0].new_empty(parts[0].shape[0], total, *parts[0].shape[2:])
+    for rank, part in enumerate(parts):
+        places = parts_of(total, layout, rank, len(parts))
+        for place, piece in zip(places, part.chunk(len(places), 1), strict=True):
+            whole[:, place] = piece
+    return whole.to(like.device)
+
+
+# --- what the ranks run
+
+_comm: allscan.Communicator | None = None
+_graphs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # by call: its inputs, its results
+
+
+def forward(call: Call, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    global _comm
+    import_fla(models=False)
+    if _comm is None:
+        _comm = allscan.Communicator(dist.group.WORLD)
+    inputs = []
+    for name, x, wanted in zip(call.names, tensors, call.wanted, strict=True):
+        if name in TOKENWISE:
+            x = torch.cat([x[:, part] for part in parts_of(x.shape[1], call.layout, _comm.rank, _comm.size)], 1)
+        inputs.append(x.to(_comm.device, copy=True).requires_grad_(wanted))
+    operator = getattr(allscan, call.name)
+    given = dict(zip(call.names, inputs, strict=True))
+    o, state = operator(**given, comm=_comm, layout=call.layout, **call.options)
+    if any(call.wanted):
+        _graphs[call.number] = inputs, [x for x in (o, state) if x is not None]
+    return on_host(o), None if state is None else on_host(state)
+
+
+def backward(call: Call, do: torch.Tensor, dstate: torch.Tensor) -> list[torch.Tensor | None]:
+    assert _comm is not None
+    inputs, results = _graphs[call.number]
+    do = torch.cat([do[:, part] for part in parts_of(do.shape[1], call.layout, _comm.rank, _comm.size)], 1)
+    gradients = [x.to(_comm.device) for x in (do, dstate)][: len(results)]
+    wanted = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, gradients))
+    return [on_host(next(found)) if x.requires_grad else None for x in inputs]
+
+
+def forget() -> None:
+    _graphs.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- the tests of context parallelism, which start processes of their own
+
+_start_processes = torch.multiprocessing.start_processes
+
+
+def start_processes(function: Callable, args: tuple = (), **options: Any) -> Any:
+    return _start_processes(with_allscan, (function, *args), **options)
+
+
+def with_allscan(rank: int, function: Callable, *arguments: Any) -> None:
+    """``function`` in a process of its own, where All-Scan carries the states of every group."""
+    from allscan.integrations import fla_cp
+
+    import_fla(models=False)
+    fla_cp.enable()
+    destroy, used = dist.destroy_process_group, []
+
+    def close() -> None:
+        used.extend(fla_cp._communicators.values())
+        for comm in used:
+            comm.close()
+        destroy()
+
+    dist.destroy_process_group = close
+    function(rank, *arguments)
+    if not used:
+        raise AssertionError("the test has not used All-Scan")
+
+
+# --- the summary
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line a file and layout."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            layout = "zigzag" if "zigzag" in report.nodeid else "contiguous"
+            of_file = counts.setdefault((Path(report.nodeid.split("::")[0]).name, layout), {})
+            of_file[outcome] = of_file.get(outcome, 0) + 1
+    for (file, layout), outcomes in sorted(counts.items()):
+        terminalreporter.write_line(f"{file} {layout}: " + ", ".join(f"{n} {what}" for what, n in outcomes.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
