@@ -18,15 +18,17 @@ from allscan.ops.gla.carrier import record_call, register
 
 
 @triton.jit
-def fold_kernel(p_states, p_decays, p_out, numel, step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+def fold_kernel(
+    p_states, p_decays, p_out, numel, step, decays_step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):
     """The exclusive scan for the rank that has COUNT ranks before it, in one pass over what these have gathered. They
-    lie ``step`` places apart, the farthest first."""
+    lie ``step`` and ``decays_step`` words apart, the farthest first."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     carry = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(COUNT):
-        decay = tl.load(p_decays + i * step * (numel // V) + offsets // V, mask=inside, other=0.0)
-        carry = decay * carry + tl.load(p_states + i * step * numel + offsets, mask=inside, other=0.0)
+        decay = tl.load(p_decays + i * decays_step + offsets // V, mask=inside, other=0.0)
+        carry = decay * carry + tl.load(p_states + i * step + offsets, mask=inside, other=0.0)
     tl.store(p_out + offsets, carry, mask=inside)
 
 
@@ -59,7 +61,8 @@ class AllGather:
         if not self.fused:
             self.out.zero_()
             for p in before:
-                torch.addcmul(self.states[p], self.out, self.decays[p][..., None], out=self.out)
+                state, decay = self.states[p].view_as(self.out), self.decays[p].view_as(self.decay)
+                torch.addcmul(state, self.out, decay[..., None], out=self.out)
             return self.out
         numel, block = self.state.numel(), 1024
         first = before[0] if before else 0
@@ -68,12 +71,113 @@ class AllGather:
             self.decays[first],
             self.out,
             numel,
-            before.step,
+            before.step * self.states.stride(0),
+            before.step * self.decays.stride(0),
             COUNT=len(before),
             V=self.state.shape[-1],
             BLOCK=block,
         )
         return self.out
+
+
+class WindowAllGather(AllGather):
+    """The same by NCCL's kernels for symmetric memory: state and decay lie in one window, where whoever makes them
+    writes them, and are gathered by one call into another."""
+
+    def __init__(self, comm, state, decay, fused=True, reverse=False, out=None):
+        super().__init__(comm, state, decay, fused, reverse, out)
+        self.sent, self.gathered = windows(comm, state.numel() + decay.numel())
+        torch.cat([state.flatten(), decay.flatten()], out=self.sent)
+        self.states, self.decays = self.gathered.split([state.numel(), decay.numel()], 1)
+
+    def gather(self):
+        dist.all_gather_into_tensor(self.gathered.view(-1), self.sent, group=self.comm.group)
+
+
+_windows: dict = {}
+
+
+def windows(comm, words):
+    """(float32 [words], float32 [ranks, words]) that are registered with NCCL as symmetric memory. Collective."""
+    key = comm.group, words
+    if key not in _windows:
+        backend = comm.group._get_backend(comm.device)
+        dist.barrier(comm.group)  # NCCL's communicator exists
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            made = [torch.zeros(n, words, device=comm.device) for n in (1, comm.size)]
+        backend.register_mem_pool(pool, symm=True)
+        _windows[key] = pool, made[0][0], made[1]
+    return _windows[key][1:]
+
+
+class LowContention(AllGather):
+    """The same by PyTorch's all-gather that copies with the GPU's copy engines, out of its symmetric memory."""
+
+    def __init__(self, comm, state, decay, fused=True, reverse=False, out=None):
+        super().__init__(comm, state, decay, fused, reverse, out)
+        (self.sent, _), _ = symmetric(comm, state.numel() + decay.numel())
+        torch.cat([state.flatten(), decay.flatten()], out=self.sent)
+
+    def gather(self):
+        gathered = torch.ops.symm_mem._low_contention_all_gather(self.sent, self.comm.group.group_name)
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(self.comm.size, -1)
+        self.states, self.decays = gathered.split([self.state.numel(), self.decay.numel()], 1)
+
+
+class Pull:
+    """What somebody would write by hand today: states and decays in PyTorch's symmetric memory, its barrier, and one
+    kernel that reads the lower ranks' and folds them. Two buffers in turn, so that one barrier is enough: when all have
+    come to the next one, all have read what was in this one."""
+
+    def __init__(self, comm, state, decay, reverse=False, out=None):
+        self.comm, self.state, self.decay, self.reverse = comm, state, decay, reverse
+        self.out = torch.empty_like(state) if out is None else out
+        self.buffers = [symmetric(comm, state.numel() + decay.numel(), turn) for turn in range(2)]
+        self.turn = 0
+        for (own, _), _ in self.buffers:
+            torch.cat([state.flatten(), decay.flatten()], out=own)
+
+    def __call__(self):
+        self.turn = 1 - self.turn
+        (_, handle), addresses = self.buffers[self.turn]
+        handle.barrier()
+        size, rank = self.comm.size, self.comm.rank
+        before = range(size - 1, rank, -1) if self.reverse else range(rank)
+        first, block, numel = before[0] if before else 0, 1024, self.state.numel()
+        pull_kernel[(triton.cdiv(numel, block),)](
+            addresses, self.out, numel, first, before.step, COUNT=len(before), V=self.state.shape[-1], BLOCK=block
+        )
+        return self.out
+
+
+_symmetric: dict = {}
+
+
+def symmetric(comm, words, turn=0):
+    """((float32 [words] in PyTorch's symmetric memory, its handle), all ranks' addresses of it, int64). Collective."""
+    from torch.distributed import _symmetric_memory
+
+    key = comm.group, words, turn
+    if key not in _symmetric:
+        own = _symmetric_memory.empty(words, dtype=torch.float32, device=comm.device)
+        handle = _symmetric_memory.rendezvous(own, comm.group.group_name)
+        peers = [handle.get_buffer(rank, (words,), torch.float32).data_ptr() for rank in range(comm.size)]
+        _symmetric[key] = (own, handle), torch.tensor(peers, device=comm.device)
+    return _symmetric[key]
+
+
+@triton.jit
+def pull_kernel(p_peers, p_out, numel, first, step, COUNT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """:func:`fold_kernel` of what lies in the memory of the COUNT ranks first, first + step, ..."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    carry = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(COUNT):
+        p_state = tl.multiple_of(tl.load(p_peers + first + i * step).to(tl.pointer_type(tl.float32)), 16)
+        decay = tl.load(p_state + numel + offsets // V, mask=inside, other=0.0)
+        carry = decay * carry + tl.load(p_state + offsets, mask=inside, other=0.0)
+    tl.store(p_out + offsets, carry, mask=inside)
 
 
 class Ring:
@@ -99,20 +203,28 @@ class Ring:
         return self.out
 
 
-# What carries the state, whether the kernels that need nothing remote run beside it, and its kernels of NCCL
+# What carries the state, whether the kernels that need nothing remote run beside it, and what the names of its kernels
+# of NCCL, or of its copies, contain
 METHODS = {
     "all_gather": (AllGather, False, "AllGather"),
     "all_gather overlapped": (AllGather, True, "AllGather"),
     "ring": (Ring, False, "SendRecv"),
 }
+# Those that need GPUs: without multiprocessors, but for the copy into the window, which is one kernel
+COPY_ENGINES = "all_gather, copy engines"
+METHODS_OF_GPUS = {
+    COPY_ENGINES: (WindowAllGather, True, "Memcpy"),  # in processes with NCCL_CTA_POLICY=2
+    "low contention": (LowContention, True, "Memcpy"),
+}
 
 
 class Baseline:
-    """A StateCarrier (allscan/ops/gla/carrier.py) that is one of METHODS. ``scans`` counts what it has carried."""
+    """A StateCarrier (allscan/ops/gla/carrier.py) that is one of METHODS or METHODS_OF_GPUS. ``scans`` counts what it
+    has carried."""
 
     def __init__(self, comm, method: str):
         self.comm, self.handle = comm, register(self)
-        self._method, self._overlapped, self.nccl = METHODS[method]
+        self._method, self._overlapped, self.nccl = (METHODS | METHODS_OF_GPUS)[method]
         self.scans = 0
 
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):

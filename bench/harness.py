@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 
@@ -14,9 +15,25 @@ import allscan
 from allscan.tools.provenance import source_hash
 from allscan.tools.timing import replay_us
 
+# Of processes that use NCCL's or PyTorch's symmetric memory
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 REPEATS, REPLAYS = 20, 60  # of a scan in a graph, and of the graph
 STEP_REPLAYS = 10  # of a graph of one step, one after another
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]):
+    """These variables of the environment, for processes that start in the meantime."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def results(name: str) -> str:

@@ -3,14 +3,15 @@
     python -m bench.operator            # all GPUs of this machine, and 2 of them; writes bench/results/operator.csv
 
 Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LASP-2 (NCCL, one fused fold; blocking,
-and beside what needs nothing remote), the ring of LASP-1 and the all-to-all of Ulysses, all around the same local
-kernels; zeco_gla with the tokens in the zigzag layout, as it takes that natively, and with the tokens moved to rank
-order and back; zeco_gla on one rank, which is the ideal, since it does the same without communication; and, where fla
-is installed, its chunk_gla on one rank. All are CUDA graphs, replayed on the same GPUs in the same processes, in turns
-whose order is drawn anew each time. A time is the median over samples of STEP_REPLAYS replays in a row, of the slowest
-rank. Every method is checked first against one rank's zeco_gla on the whole sequence (at a tenth of the tokens, since
-that must fit one GPU), and proven afterwards to be what ran (bench/proof.py; column ``proof``, of rank 0). Without GPUs
-only the check runs, on 3 CPU ranks.
+and beside what needs nothing remote; there also without multiprocessors, by NCCL's symmetric windows with
+NCCL_CTA_POLICY=2, in processes of its own, and by PyTorch's low-contention all-gather), the ring of LASP-1 and the
+all-to-all of Ulysses, all around the same local kernels; zeco_gla with the tokens in the zigzag layout, as it takes
+that natively, and with the tokens moved to rank order and back; zeco_gla on one rank, which is the ideal, since it does
+the same without communication; and, where fla is installed, its chunk_gla on one rank. All are CUDA graphs, replayed
+on the same GPUs in the same processes, in turns whose order is drawn anew each time. A time is the median over samples
+of STEP_REPLAYS replays in a row, of the slowest rank. Every method is checked first against one rank's zeco_gla on the
+whole sequence (at a tenth of the tokens, since that must fit one GPU), and proven afterwards to be what ran
+(bench/proof.py; column ``proof``, of rank 0). Without GPUs only the check runs, on 3 CPU ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,21 @@ import torch.distributed as dist
 import allscan
 from allscan.tools.ranks import Ranks
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
-from bench.baselines import METHODS, Baseline, all_to_all, gla
-from bench.harness import STEP_REPLAYS, Table, capture, checked, inputs, quantiles, results, sample, slowest, step
+from bench.baselines import COPY_ENGINES, METHODS, METHODS_OF_GPUS, Baseline, all_to_all, gla
+from bench.harness import (
+    STEP_REPLAYS,
+    WITHOUT_MULTICAST,
+    Table,
+    capture,
+    checked,
+    environment,
+    inputs,
+    quantiles,
+    results,
+    sample,
+    slowest,
+    step,
+)
 from bench.proof import Method
 from bench.tuning import Job, compile_ahead
 
@@ -123,7 +137,8 @@ def over(ranks):
     group, alone = _groups[ranks]
     with contextlib.ExitStack() as stack:
         comm, one = (stack.enter_context(allscan.Communicator(g)) for g in (group, alone))
-        others = {name: Baseline(stack.enter_context(allscan.Communicator(group)), name) for name in METHODS}
+        names = [*METHODS, *(METHODS_OF_GPUS if comm.device.type == "cuda" else ())]
+        others = {name: Baseline(stack.enter_context(allscan.Communicator(group)), name) for name in names}
         zigzags = [stack.enter_context(allscan.Communicator(group)) for _ in ZIGZAG]
         yield comm, calls(comm, one, others, zigzags)
 
@@ -134,8 +149,8 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
         if here is None:
             return None
         comm, methods = here
-        if chosen:
-            methods = {name: methods[name] for name in (*chosen, "one rank")}
+        chosen = chosen or [name for name in methods if name != COPY_ENGINES]
+        methods = {name: methods[name] for name in dict.fromkeys((*chosen, "one rank"))}
         if comm.device.type == "cpu":
             return check(comm, methods, T, H, D, torch.float32, mildness)
         errors = check(comm, methods, T // 20 * 2, H, D, torch.bfloat16, mildness)
@@ -187,27 +202,39 @@ def main() -> int:
     ]
     if importlib.util.find_spec("fla") is not None and FLA in (arguments.methods or [FLA]):
         compile_ahead([Job("gla", H) for H in sorted({shape[1] for shape in shapes})])
-    with Table(arguments.csv, COLUMNS) as table, Ranks(max(counts), "cuda") as ranks:
-        for T, H, D, kind, count, backward in cases:
-            answers = ranks.run(point, count, T, H, D, GATES[kind], backward, arguments.methods)[:count]
-            rows = {name: slowest([answer[name] for answer in answers], "extra_mib") for name in answers[0]}
-            one_rank = rows["one rank"]["p50_us"]
-            for name, row in rows.items():
-                if name == "one rank":
-                    continue
-                row["proof"] = answers[0][name]["proof"]
-                row |= dict(method=name, T=T, H=H, D=D, gates=kind, ranks=count, one_rank_us=one_rank)
-                row["pass"] = "forward+backward" if backward else "forward"
-                row["percent_of_ideal"] = 100 * one_rank / row["p50_us"]
-                table.write(row)
-                print(
-                    f"T={T} H={H} {kind:7} {row['pass']:16} P={count} {name:22}{row['p50_us']:9.1f} us "
-                    f"({row['p20_us']:.1f}-{row['p80_us']:.1f})  {row['p50_us'] / one_rank:.4f} x one rank  "
-                    f"{row['percent_of_ideal']:5.1f} % of ideal  extra {row['extra_mib']:.0f} MiB",
-                    flush=True,
-                )
+    methods = arguments.methods
+    runs = [(WITHOUT_MULTICAST, methods and [name for name in methods if name != COPY_ENGINES])]
+    if methods is None or COPY_ENGINES in methods:
+        runs.append((WITHOUT_MULTICAST | {"NCCL_CTA_POLICY": "2"}, [COPY_ENGINES]))
+    with Table(arguments.csv, COLUMNS) as table:
+        for variables, chosen in runs:
+            if chosen != []:
+                with environment(variables), Ranks(max(counts), "cuda") as ranks:
+                    for case in cases:
+                        time_one(ranks, table, case, chosen)
     print(f"wrote {arguments.csv}")
     return 0
+
+
+def time_one(ranks, table, case, chosen) -> None:
+    T, H, D, kind, count, backward = case
+    answers = ranks.run(point, count, T, H, D, GATES[kind], backward, chosen)[:count]
+    rows = {name: slowest([answer[name] for answer in answers], "extra_mib") for name in answers[0]}
+    one_rank = rows["one rank"]["p50_us"]
+    for name, row in rows.items():
+        if name == "one rank":
+            continue
+        row["proof"] = answers[0][name]["proof"]
+        row |= dict(method=name, T=T, H=H, D=D, gates=kind, ranks=count, one_rank_us=one_rank)
+        row["pass"] = "forward+backward" if backward else "forward"
+        row["percent_of_ideal"] = 100 * one_rank / row["p50_us"]
+        table.write(row)
+        print(
+            f"T={T} H={H} {kind:7} {row['pass']:16} P={count} {name:24}{row['p50_us']:9.1f} us "
+            f"({row['p20_us']:.1f}-{row['p80_us']:.1f})  {row['p50_us'] / one_rank:.4f} x one rank  "
+            f"{row['percent_of_ideal']:5.1f} % of ideal  extra {row['extra_mib']:.0f} MiB",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
     python -m bench.scan                        # all GPUs of this machine, and 2 of them; writes bench/results/scan.csv
     python -m bench.scan --ranks 4 --mib 2      # one point
 
-Every method is checked against float64 before it is timed. A latency is the median over replays of a CUDA graph with
+Every method is checked against float64 before it is timed, and the baselines are proven by the names of their kernels
+(column ``proof``, of the last rank). NCCL reads once how many programs its symmetric kernels get, so each of WINDOWS is
+timed by processes of its own. A latency is the median over replays of a CUDA graph with
 REPEATS pairs (barrier, scan), less the same graph of barriers alone, divided by REPEATS; of the slowest rank. "free
 running" is a graph of scans without barriers: what a scan costs where ranks may run ahead; "eager" REPEATS calls from
 Python, one after another, without a graph. Without GPUs every method but NVSHMEM's put is only checked, on 3 CPU ranks.
@@ -24,8 +26,20 @@ import allscan
 from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from allscan.tools.timing import copy_kernel
-from bench.baselines import AllGather, Ring
-from bench.harness import REPEATS, Table, group_of, quantiles, results, sample, slowest, stopwatches
+from bench.baselines import AllGather, Pull, Ring, WindowAllGather
+from bench.harness import (
+    REPEATS,
+    WITHOUT_MULTICAST,
+    Table,
+    environment,
+    group_of,
+    quantiles,
+    results,
+    sample,
+    slowest,
+    stopwatches,
+)
+from bench.proof import kernels, ran
 
 COLUMNS = (
     "method",
@@ -40,11 +54,29 @@ COLUMNS = (
     "copy_us",
     "times_copy",
     "max_error",
+    "proof",
     "gpu",
     "torch",
     "triton",
     "sources",
 )
+METHODS = ["sentinel", "signal", "put", "all_gather", "windows", "pull", "ring"]
+
+# Environments in which NCCL's all-gather of symmetric windows is timed, by what is behind the method's name
+WINDOWS = {"": {}} | {f", {n} programs": {"NCCL_SYM_CTAS": str(n)} for n in (16, 32, 64)}
+WINDOWS[", AllGather_LL"] = {"NCCL_SYM_KERNEL": "AllGather_LL"}
+LL_BYTES = 1 << 18  # the largest state with that kernel
+
+# By the method's name: parts of the names of kernels that must run in it, of which none may in All-Scan's
+PROOFS = {
+    "sentinel": ["scan_kernel"],
+    "signal": ["scan_kernel"],
+    "put": ["scan_kernel"],
+    "all_gather": ["ncclDevKernel_AllGather"],
+    "windows": ["ncclSymkDevKernel_AllGather_ST|ncclSymkDevKernel_AllGather_LL"],
+    "pull and fold": ["barrier_kernel", "pull_kernel"],
+    "ring": ["ncclDevKernel_SendRecv"],
+}
 
 
 class AllScanMethod:
@@ -77,6 +109,10 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
     if "all_gather" in methods:
         made["all_gather"] = AllGather(comm, state, decay, fused=False)
         made["all_gather (fused fold)"] = AllGather(comm, state, decay, fused=True)
+    if "windows" in methods and comm.device.type == "cuda":
+        made["windows (fused fold)"] = WindowAllGather(comm, state, decay)
+    if "pull" in methods and comm.device.type == "cuda":
+        made["pull and fold"] = Pull(comm, state, decay)
     if "ring" in methods:
         made["ring"] = Ring(comm, state, decay)
 
@@ -97,25 +133,34 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
         return rows
 
     latency, in_a_row = stopwatches(ranks)
-    copy = min((latency(c) for c in _copies(comm, state)), key=lambda t: t.median())
+    copies = _copies(comm, state)
+    copy = min(map(latency, copies), key=lambda t: t.median())
     copy_us = copy.median().item()
-    if "all_gather" in made:
-        made["all_gather (no fold)"] = made["all_gather"].gather
-        rows.append({"method": "all_gather (no fold)", "ranks": ranks, "bytes": nbytes})
+    last = comm.rank == comm.size - 1  # which copies nothing
+    copies_in_a_row = torch.zeros(1) if last else min(map(in_a_row, copies), key=lambda t: t.median())
+    for name in [name for name in made if name in ("all_gather", "windows (fused fold)")]:
+        alone = f"{name.partition(' ')[0]} (no fold)"
+        made[alone] = made[name].gather
+        rows.append({"method": alone, "ranks": ranks, "bytes": nbytes})
     rows.append({"method": "peer copy", "ranks": ranks, "bytes": nbytes})
     for row in rows:
-        if row["method"] == "peer copy":
-            times, free, eager = copy, torch.zeros(1), ""
+        name = row["method"]
+        if name == "peer copy":
+            times, free, eager, proof = copy, copies_in_a_row, "", ""
         else:
             try:
-                times, free = latency(made[row["method"]]), in_a_row(made[row["method"]])
-                eager = sorted(sample(made[row["method"]], REPEATS) for _ in range(REPEATS))[REPEATS // 2]
+                times, free = latency(made[name]), in_a_row(made[name])
+                eager = sorted(sample(made[name], REPEATS) for _ in range(REPEATS))[REPEATS // 2]
                 comm.check()
             except allscan.AllScanTimeout as timeout:
-                raise RuntimeError(f"{row['method']}, {nbytes} bytes, {ranks} ranks: {timeout}") from timeout
+                raise RuntimeError(f"{name}, {nbytes} bytes, {ranks} ranks: {timeout}") from timeout
             if "max_error" in row:
-                checked(row["method"])  # and still right after running freely
+                checked(name)  # and still right after running freely
+            wanted = next(kinds for method, kinds in PROOFS.items() if name.startswith(method))
+            others = ["nccl"] if wanted == ["scan_kernel"] else ["scan_kernel"]
+            proof = ran(name, kernels(made[name]), wanted, others)
         row |= {**quantiles(times), "free_running_us": free.median().item(), "eager_us": eager, "copy_us": copy_us}
+        row["proof"] = proof
     comm.check()
     comm.close()
     return rows
@@ -140,7 +185,9 @@ def main() -> int:
         "--mib", type=float, nargs="+", default=[0.0625, 0.25, 0.5, 1, 2, 4, 8, 32], help="sizes of the state"
     )
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="also time sentinel with tiles of these words")
-    parser.add_argument("--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "ring"])
+    parser.add_argument(
+        "--methods", nargs="+", default=["sentinel", "signal", "put", "all_gather", "windows", "pull", "ring"]
+    )
     parser.add_argument("--csv", default=results("scan.csv"))
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -153,23 +200,42 @@ def main() -> int:
         return 0
     counts = arguments.ranks or sorted({2, gpus})
     os.environ.setdefault("ALLSCAN_HEAP", "2G")
-    with Table(arguments.csv, COLUMNS, digits=4) as table, Ranks(max(counts), "cuda") as ranks:
-        for count in counts:
-            for mib in arguments.mib:
-                tiles = [(words, depth) for words in arguments.tiles for depth in (2, 3)]
-                answers = ranks.run(point, count, int(mib * (1 << 20)), arguments.methods, tiles)[:count]
-                for same in zip(*answers):
-                    row = slowest(same, "copy_us", "free_running_us", "max_error")
-                    row["times_copy"] = row["p50_us"] / row["copy_us"]
-                    table.write(row)
-                    print(
-                        f"P={count} {mib:6g} MiB  {row['method']:24} {row['p50_us']:8.2f} us "
-                        f"({row['times_copy']:5.2f} x copy)  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  "
-                        f"free running {row['free_running_us']:8.2f} us  eager {row['eager_us'] or 0:8.1f} us",
-                        flush=True,
-                    )
+    methods = arguments.methods
+    runs = [("", WITHOUT_MULTICAST, [m for m in methods if m != "windows"])]
+    if "windows" in methods:
+        runs += [(name, WITHOUT_MULTICAST | variables, ["windows"]) for name, variables in WINDOWS.items()]
+    with Table(arguments.csv, COLUMNS, digits=4) as table:
+        for name, variables, chosen in runs:
+            sizes = [int(mib * (1 << 20)) for mib in arguments.mib]
+            if "NCCL_SYM_KERNEL" in variables:
+                sizes = [nbytes for nbytes in sizes if nbytes <= LL_BYTES]
+            if chosen and sizes:
+                with environment(variables), Ranks(max(counts), "cuda") as ranks:
+                    for count in counts:
+                        for nbytes in sizes:
+                            time_one(ranks, table, count, nbytes, chosen, arguments.tiles, name)
     print(f"wrote {arguments.csv}")
     return 0
+
+
+def time_one(ranks, table, count, nbytes, methods, words, suffix) -> None:
+    """Rows of ``count`` ranks and one size; ``suffix``: what is behind the names of methods with symmetric windows."""
+    tiles = [(tile, depth) for tile in words for depth in (2, 3)]
+    answers = ranks.run(point, count, nbytes, methods, tiles)[:count]
+    for same in zip(*answers):
+        row = slowest(same, "copy_us", "free_running_us", "max_error")
+        if methods == ["windows"] and not row["method"].startswith("windows"):
+            continue
+        row["method"] += suffix
+        row["proof"] = same[-1]["proof"]
+        row["times_copy"] = row["p50_us"] / row["copy_us"]
+        table.write(row)
+        print(
+            f"P={count} {nbytes / (1 << 20):6g} MiB  {row['method']:36} {row['p50_us']:8.2f} us "
+            f"({row['times_copy']:5.2f} x copy)  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  "
+            f"free running {row['free_running_us']:8.2f} us  eager {row['eager_us'] or 0:8.1f} us",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
