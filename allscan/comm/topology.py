@@ -12,7 +12,7 @@ ANY_SIZE = 1 << 62
 
 # (nodes at least, bytes of the state at most, algorithm), the first that fits; else the chain. What `python -m
 # bench.scaling` finds fastest, from measurements on one host and an assumed network: see there. All of it is
-# extrapolated. tests/test_bench.py compares the two.
+# extrapolated. tests/bench/test_bench.py compares the two.
 TABLE: tuple[tuple[int, int, str], ...] = (
     (64, 16 << 20, "doubling"),
     (32, 8 << 20, "doubling"),

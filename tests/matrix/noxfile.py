@@ -130,7 +130,7 @@ def transformers(session: nox.Session) -> None:
     """Every version of transformers in one environment."""
     try:
         install(session, EXCHANGED_IN[1], TRANSFORMERS[0], NVSHMEM[0])
-        each(session, "transformers", TRANSFORMERS, "tests/test_transformers.py")
+        each(session, "transformers", TRANSFORMERS, "tests/integrations/test_transformers.py")
     finally:
         removed(session)
 
@@ -140,7 +140,7 @@ def nvshmem(session: nox.Session) -> None:
     """Every version of NVSHMEM's device library in one environment."""
     try:
         install(session, EXCHANGED_IN[1], TRANSFORMERS[-1], NVSHMEM[0])
-        each(session, "nvidia-nvshmem-cu13", NVSHMEM, "tests/test_compile.py", "-k", "nvshmem")
+        each(session, "nvidia-nvshmem-cu13", NVSHMEM, "tests/shmem_kernels/test_compile.py", "-k", "nvshmem")
     finally:
         removed(session)
 

@@ -38,7 +38,7 @@ def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
 
 
 def blocks(BK: int, widest: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/test_compile.py)."""
+    """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/shmem_kernels/test_compile.py)."""
     fine, BJ = dtype != torch.bfloat16, 32 if BK > 16 else 16
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 128, widest)

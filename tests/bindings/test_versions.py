@@ -13,8 +13,8 @@ import pytest
 
 from allscan.bindings import versions
 from allscan.tools import doctor
+from support import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 pytestmark = pytest.mark.cpu
 OLD = {
     "torch": "2.10.0+cu128",
@@ -261,7 +261,7 @@ def test_the_documentation_has_the_table():
         failed = f", {len(x['failed'])} failed" if x["failed"] else ""
         found = f"{x['torch']}, {x['triton']}, {x['python']}"
         more = f"transformers {x['transformers']}, NVSHMEM {x['nvidia-nvshmem-cu13']}"
-        chosen = x["tests"].removeprefix("tests/").partition(".py")[0]
+        chosen = x["tests"].removeprefix("tests/").partition(".py")[0].rpartition("/")[2]
         rows.append(f"| {found} | {more} | `{chosen}` | {x['passed']} passed{failed} | {x['date']} |")
     missing = [row for row in rows if row not in text]
     assert not missing, "\n".join(rows)

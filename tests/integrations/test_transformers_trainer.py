@@ -14,6 +14,7 @@ from test_transformers import VOCABULARY, made
 
 import allscan
 from allscan.tools.ranks import Ranks
+from support import ROOT
 from support.values import raised, relative
 
 pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
@@ -343,9 +344,7 @@ def test_what_is_refused(fresh, tmp_path, size=2):
 
 def loop_case(whole):
     """The loss of each step of the documentation's program, or of the ordinary model where ``whole``."""
-    page = os.path.join(
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "integrations", "transformers.md"
-    )
+    page = os.path.join(ROOT, "docs", "integrations", "transformers.md")
     with open(page, encoding="utf-8") as text:
         (program,) = (
             block for block in re.findall(r"```python\n(.*?)```", text.read(), re.DOTALL) if "def train(" in block

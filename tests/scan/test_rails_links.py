@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
-from test_scan import gradient_case
+from test_call_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
+from test_collective import gradient_case
 
 import allscan
 from allscan.comm.topology import choose, runs

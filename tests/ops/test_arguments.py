@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import allscan
 from allscan.zigzag import from_zigzag, to_zigzag
+from support import ROOT
 from support.delta import NAMES, Whole
 from support.fla import import_fla
 from support.gla import F32
 from support.values import error, raised
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 T, H, K = 8, 2, 16
 INF, NAN = float("inf"), float("nan")
 
