@@ -18,42 +18,6 @@ from support import gpu_record
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-# One or two of each kind, for make check; beside those that are marked so in their files
-QUICK = (
-    "test_package.py::test_layers",
-    "test_package.py::test_no_circle",
-    "test_package.py::test_public",
-    "test_package.py::test_types",
-    "test_packing.py::test_by_hand",
-    "test_packing.py::test_at_random[1",
-    "test_docs.py::test_the_readme_is_short",
-    "test_faults.py::test_heap",
-    "test_collective.py::test_values[shape2-decay_shape2-4]",
-    "test_collective.py::test_depths_and_protocols[2",
-    "test_collective.py::test_gradients[decay_shape1-2]",
-    "test_collective.py::test_one_hop[4]",
-    "test_collective.py::test_dense_transitions[shape0-2]",
-    "test_collective.py::test_a_rank_receives_one_state[False-2]",
-    "test_collective.py::test_memory",
-    "test_halo.py::test_convolutions",
-    "test_gla_operator.py::test_packed[2-at the cut]",
-    "test_ssd.py::test_values_and_gradients[2-asked-contiguous]",
-    "test_call_order.py::test_a_call_that_one_rank_never_enters",
-    "test_call_order.py::test_a_call_that_all_ranks_refuse",
-    "all_ranks_hear[allscan-sparse]",
-    "all_ranks_hear[halo-n]",
-    "test_rails_links.py::test_values[nodes0-rails]",
-    "test_rails_links.py::test_the_choice",
-    "test_compile.py::test_copy",
-    "test_compile.py::test_scan_tiles",
-    "test_compile.py::test_scan_over_nvshmem",
-    "test_delta_operator.py::test_kda[2",
-    "test_delta_operator.py::test_gated_delta_rule[2",
-    "test_transformers.py::test_models[qwen3_next-2-None",
-    "test_transformers.py::test_models[nemotron_h-2",
-)
-
-
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
     parser.addoption("--go-on", action="store_true", help="with --gpu: only what has not passed since the last change")
@@ -78,8 +42,9 @@ def pytest_collection_modifyitems(config, items):
     go_on = on_gpu and not sharing and config.getoption("--go-on")
     before = gpu_record.read(os.path.join(ROOT, "tests", "gpu"))[1] if go_on else {}
     for item in items:
-        if any(name in item.nodeid for name in QUICK):
-            item.add_marker("quick")
+        for mark in [mark for mark in item.own_markers if mark.name == "quick" and mark.args]:
+            if not item.callspec.id.startswith(mark.args):
+                item.own_markers.remove(mark)
         size = inspect.signature(item.function).parameters.get("size")
         size = 1 if size is None or size.default is size.empty else size.default
         size = item.callspec.params.get("size", size) if hasattr(item, "callspec") else size

@@ -29,5 +29,6 @@ def test_its_examples_run():
     assert done == of_all and int(done) >= 16
 
 
+@pytest.mark.quick
 def test_the_readme_is_short():
     assert len(open(os.path.join(ROOT, "README.md"), encoding="utf-8").read().splitlines()) <= 200

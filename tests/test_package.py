@@ -77,6 +77,7 @@ def room_of(name, packages):
     return name if name in packages else name.rpartition(".")[0] or name
 
 
+@pytest.mark.quick
 def test_layers_know_only_what_is_above_them():
     """And lie in folders; no two files have one name."""
     paths = {module_name(path): path for path in python_files("allscan")}  # bindings and shmem_kernels are links in it
@@ -146,6 +147,7 @@ def test_what_torch_and_triton_do_not_promise_is_in_one_place_each():
     assert {name: names for name, names in found.items() if names} == {}
 
 
+@pytest.mark.quick
 def test_no_circle_of_imports():
     paths = {module_name(path): path for path in python_files("allscan", "bench", "examples", "tests")}
     graph = {name: set(imported(path, paths)) - {name} for name, path in paths.items()}
@@ -316,6 +318,7 @@ def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     assert done.stdout.count("right") == 2, done.stdout + done.stderr
 
 
+@pytest.mark.quick
 def test_public_things_are_documented():
     public = [getattr(allscan, name) for name in allscan.__all__]
     public += [getattr(allscan.device, name).fn for name in allscan.device.__all__ if name[0].islower()]
@@ -324,6 +327,7 @@ def test_public_things_are_documented():
         assert inspect.getdoc(thing), thing
 
 
+@pytest.mark.quick
 def test_public_things_have_types():
     public = {name: getattr(allscan, name) for name in allscan.__all__}
     public |= {f"zigzag.{name}": getattr(allscan.zigzag, name) for name in ("to_zigzag", "from_zigzag")}
@@ -344,6 +348,7 @@ def test_public_things_have_types():
             assert not untyped and signature.return_annotation is not signature.empty, (name, function, untyped)
 
 
+@pytest.mark.quick
 @pytest.mark.cpu
 def test_types_are_consistent():
     pytest.importorskip("mypy")

@@ -171,6 +171,7 @@ def test_a_call_that_ends_between_two_launches(run, size, kernel):
     assert "has refused its call 4" in end[1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how, size", [("skipped", 2), ("skipped", 3), ("zigzag skipped", 3)])
 def test_a_call_that_one_rank_never_enters(run, how, size):
     """Without step() the barrier tells all ranks; with it the first wrong launch does."""
@@ -232,6 +233,7 @@ def all_refuse_case(group):
     return True
 
 
+@pytest.mark.quick
 def test_a_call_that_all_ranks_refuse(run, pool):
     assert all(run(min(3, pool.size), all_refuse_case))
 

@@ -295,6 +295,7 @@ def test_shared_memory_is_private_and_leaves_nothing():
     assert heap.local(0, 512, 4, torch.float32).tolist() == [3.0] * 4
 
 
+@pytest.mark.quick
 def test_heap_gives_back_and_says_when_it_is_full():
     heap = Arena(4096)
     offsets = [heap.alloc(1000) for _ in range(4)]
@@ -499,6 +500,7 @@ def refused_case(group, kind, name):
         return answer, seconds, after
 
 
+@pytest.mark.quick("allscan-sparse", "halo-n")
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "kind, name",

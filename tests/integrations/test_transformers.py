@@ -223,6 +223,7 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
         return errors, unused
 
 
+@pytest.mark.quick("qwen3_next-2-None", "nemotron_h-2")
 @pytest.mark.parametrize(
     "family, size, packed, inner",
     [

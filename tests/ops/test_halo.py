@@ -52,6 +52,7 @@ def convolution_case(group, tokens, n, packed, dtype):
         return (o - expected[:, mine]).abs().max().item(), (own.grad - whole.grad[:, mine]).abs().max().item()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_convolutions(run, size, packed):

@@ -85,6 +85,7 @@ def case(group, tokens, cuts, layout, strong, scan):
         return errors
 
 
+@pytest.mark.quick("2-asked-contiguous")
 @pytest.mark.parametrize(
     "cuts, layout",
     [

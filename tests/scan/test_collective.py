@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick("shape2-decay_shape2-4")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape, decay_shape", CASES)
 def test_values(run, size, shape, decay_shape):
@@ -43,6 +44,7 @@ def test_values(run, size, shape, decay_shape):
         assert max(run(size, scan_case, shape, decay_shape, reverse, 3, "auto", reverse, 2, False, 0)) < 1e-6
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_depths_and_protocols(run, pool, depth, protocol):
@@ -95,6 +97,7 @@ def gradient_case(group, shape, decay_shape, reverse, options=None):
         )
 
 
+@pytest.mark.quick("decay_shape1-2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("decay_shape", [(2, 5), (2,), (1, 5), ()])
 def test_gradients(run, size, decay_shape):
@@ -134,6 +137,7 @@ def hop_case(group, reverse):
         return errors
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("size", SIZES)
 def test_one_hop(run, size):
     for reverse in (False, True):
@@ -389,6 +393,7 @@ def transition_case(group, shape, reverse, from_zero):
         return errors
 
 
+@pytest.mark.quick("shape0-2")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(2, 5, 6), (3, 40, 24), (2, 2, 16, 33), (2, 128, 64), (1, 200, 20), (1, 300, 17)])
 def test_dense_transitions(run, size, shape):
@@ -418,6 +423,7 @@ def received_case(group, dense):
         return (received, scan.num_tiles) if last else None
 
 
+@pytest.mark.quick("False-2")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_rank_receives_one_state(run, size, dense):
@@ -612,6 +618,7 @@ def memory_case(group):
     assert arena.free_bytes == free
 
 
+@pytest.mark.quick
 def test_memory_comes_back(run):
     run(2, memory_case)
 

@@ -41,6 +41,7 @@ def values_case(group, nodes, algorithm, protocol, depth, shape, decay_shape, ep
     return worst
 
 
+@pytest.mark.quick("nodes0-rails")
 @pytest.mark.parametrize("algorithm", ["rails", "doubling"])
 @pytest.mark.parametrize("nodes", [(2, 2), (4,), (1, 1, 1), (3, 1), (2, 3)])
 def test_values(run, nodes, algorithm):
@@ -223,6 +224,7 @@ def test_arguments_of_ranks(run):
         assert kinds == ["chain", "chain", "rails", "rails"]
 
 
+@pytest.mark.quick
 def test_the_choice():
     assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
     assert {choose(nodes, 1 << 21) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}

@@ -91,6 +91,7 @@ def test_scan_signals(recv, send, waits_signal, posts, faults, one_hop, tile, nu
         assert compiled.count(r"atom\.|red\.|volatile|fence|membar") == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tile", [(1, 128), (4, 128), (16, 16)])
 def test_scan_tiles_do_not_spill(tile):
     assert compile_scan(SENTINEL, SENTINEL, tile).spilled_bytes == 0
@@ -141,6 +142,7 @@ def test_a_tile_too_small_for_its_warps_is_refused():
     assert "at least one word for each thread" in messages
 
 
+@pytest.mark.quick
 def test_scan_over_nvshmem_links_the_device_library():
     compiled = compile_scan(PUT, PUT)
     # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack
@@ -211,6 +213,7 @@ def test_a_builtin_that_has_changed_is_compiled_again(monkeypatch):
     assert key() != before
 
 
+@pytest.mark.quick
 def test_copy():
     arguments = pointers("p_dst p_src", "*fp32") | {"numel": "i32"}
     assert Compiled(copy_kernel, arguments, {"BLOCK": 2048}).spilled_bytes == 0

@@ -48,6 +48,7 @@ def test_segments_on_a_gpu(shape, packed, expected):
     assert segment_length(*shape, packed, True) == expected
 
 
+@pytest.mark.quick
 def test_by_hand():
     """Ranks of 4, 3 and 5 tokens; sequences of 0, 2, 4, 0, 1 and 5 tokens, the fourth and fifth at the second cut."""
     lengths = [0, 0, 2, 6, 6, 7, 12]
@@ -64,6 +65,7 @@ def test_by_hand():
     assert [tuple(piece) for piece in cut(lengths, 7, 5)] == [(0, 5, 0, 5, FIRST.value | LAST.value)]
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", range(200))
 def test_at_random(seed):
     chance = random.Random(seed)

@@ -65,6 +65,7 @@ def test_passes_of_packed_sequences(run, rule, size, name):
     check(run(size, pass_case, rule, tokens, 1, 1, 16, 16, "weak", F32, lengths))
 
 
+@pytest.mark.quick("2")
 @on_cpus
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gated_delta_rule(run, size):
@@ -79,6 +80,7 @@ def test_packed_gated_delta_rule(run, size, name):
     check(run(size, operator_case, "gated_delta_rule", tokens, 1, 1, 1, 16, 16, "weak", F32, lengths))
 
 
+@pytest.mark.quick("2")
 @on_cpus
 @pytest.mark.parametrize("size", [2, 3])
 def test_kda(run, size):

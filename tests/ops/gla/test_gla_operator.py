@@ -106,6 +106,7 @@ PACKED = {
 }
 
 
+@pytest.mark.quick("2-at the cut")
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
 def test_packed(run, size, name):
     tokens, lengths = PACKED[name]
