@@ -6,21 +6,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 
-from ..base.checks import is_zigzag
+from ..base.checks import PER_DOCUMENT, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta import zeco_gated_delta_rule
 from ..ops.first_call import partition_start
 from ..ops.ssd import zeco_ssd
 from ..shmem_kernels.gla_blocks import FIRST
-from ..tokens.packing import boundaries_on_host, cut, zigzag_cut
+from ..tokens.packing import CUTS, boundaries_on_host, without_empty
 from . import needing
-from .recurrent import Piece, convolved, delta_rule, joined
+from .recurrent import Piece, convolved, delta_rule
 from .softmax import refuse
 
 with needing(__name__, "megatron-core", "flash-linear-attention"):
@@ -61,9 +61,9 @@ def sequence_parallel(
     other one around ``self.gated_delta_rule``; mamba_ssm's chunk scan in :func:`allscan.zeco_ssd`; short convolutions
     of fla, causal_conv1d or torch, with the tokens before a cut by :func:`allscan.halo`.
 
-    Packed sequences (``packed_seq_params``, format "thd") have one scan for all, but one each where each is cut. Then
-    each is a multiple of 2P tokens, and its parts are no shorter than what a convolution looks back at. Sequences of a
-    row may have any length. As for Megatron, packed_seq_params of another format and without boundaries are none.
+    Packed sequences (``packed_seq_params``, format "thd") have one scan for all. Where each is cut, each is a multiple
+    of 2P tokens, and the states of all travel in it. Sequences of a row may have any length. As for Megatron,
+    packed_seq_params of another format and without boundaries are none.
 
     Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made
     with CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own, or
@@ -104,11 +104,9 @@ class _Alone:
         return 0
 
 
-class _Part(NamedTuple):
-    """Tokens start .. end - 1 of this rank that are cut over the ranks together: all, or those of one document."""
+class _Tokens(NamedTuple):
+    """Where this rank's tokens lie."""
 
-    start: int
-    end: int
     pieces: list[Piece]
     where: Mapping[str, Any]  # what operators are told
 
@@ -132,16 +130,11 @@ class _Mixer:
         self.gathered = pg_collection.tp.size() if config.sequence_parallel else 1
         self.comm = None if group.size() == 1 else comm or _communicator(group)
 
-    def _parts(self, hidden_states, context, packed, conv) -> list[_Part]:
-        """Of [T, B, ...]; conv: how far the convolution looks back."""
+    def _tokens(self, hidden_states, context, packed) -> _Tokens:
+        """Of [T, B, ...]."""
         comm, batch, T = self.comm, hidden_states.shape[1], hidden_states.shape[0] * self.gathered
         assert comm is not None
         where: dict[str, Any] = dict(comm=comm, layout="zigzag" if self.zigzag else "contiguous")
-
-        def whole(T):
-            halves = [Piece(T - T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
-            return halves if self.zigzag else [Piece(T, 0, comm.rank > 0)]
-
         if context is not None or InferenceMode.is_active():
             refuse(comm, "inference is not covered with context parallelism: use a model without")
         lengths: Any = None
@@ -151,25 +144,23 @@ class _Mixer:
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         # of a format such as "bshd" and without boundaries it says what there is without it
         if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
-            return [_Part(0, T, whole(T), where)]
+            halves = [Piece(T - T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
+            return _Tokens(halves if self.zigzag else [Piece(T, 0, comm.rank > 0)], where)
         if packed.qkv_format != "thd" or lengths is None:
             refuse(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
             refuse(comm, f"packed sequences must be in a batch of one, got {batch}")
         with comm.call():  # so that a rank that refuses them is not waited for
             numbers = boundaries_on_host(lengths)
-        first = partition_start(comm, numbers, T, zigzag=self.zigzag)
-        if not self.zigzag or not self.per_document:
-            where |= dict(cu_seqlens=lengths, first_token=first)
-            found = [p for p in (zigzag_cut if self.zigzag else cut)(numbers, first, T) if p.end > p.start]
-            pieces = [Piece(p.end - p.start, p.state_index, not p.flags & FIRST.value) for p in found]
-            return [_Part(0, T, pieces, where)]
-        counts = [b - a for a, b in itertools.pairwise(numbers) if b > a]
-        if any(n % (2 * comm.size) or n // (2 * comm.size) < conv for n in counts):
-            wanted = f"multiples of {2 * comm.size}, at least {2 * comm.size * conv}"
-            refuse(comm, f"the tokens of packed sequences of which each is cut must be {wanted}, got {counts}")
-        ends = itertools.accumulate((n // comm.size for n in counts), initial=0)
-        return [_Part(a, b, whole(b - a), where) for a, b in itertools.pairwise(ends)]
+            zigzag = PER_DOCUMENT if self.zigzag and self.per_document else int(self.zigzag)
+            first = partition_start(comm, numbers, T, zigzag=zigzag)
+        if zigzag == PER_DOCUMENT:
+            numbers = without_empty(numbers)
+            lengths = torch.tensor(numbers, device="cpu")
+        where |= dict(cu_seqlens=lengths, first_token=first, per_document=zigzag == PER_DOCUMENT)
+        found = [p for p in CUTS[zigzag](numbers, first, T, comm.rank == 0) if p.end > p.start]
+        pieces = [Piece(p.end - p.start, p.state_index, not p.flags & FIRST.value) for p in found]
+        return _Tokens(pieces, where)
 
 
 def _check(config, groups, comm):
@@ -190,27 +181,12 @@ def _communicator(group):
     return _communicators[group]
 
 
-def _over(parts, function, *tensors):
-    """function(part, its tokens of the tensors [B, T, ...]), one part behind the other."""
-    return joined([function(part, *(t[:, part.start : part.end] for t in tensors)) for part in parts])
-
-
-def _convolution(conv, n):
-    """conv over x [B, T, C] of a part."""
-    return lambda part, x: convolved(conv, n, x, part.pieces, **part.where)
-
-
-def _rule(operator):
+def _rule(operator, tokens, *tensors):
     """The gated delta rule ``operator`` over the ranks."""
-
-    def fla(part, *tensors):
-        return zeco_gated_delta_rule(*tensors, **part.where)[0]
-
-    def other(part, *tensors):
-        return delta_rule(alone, *tensors, part.pieces, comm=part.where["comm"])[0]
-
+    if operator is chunk_gated_delta_rule:
+        return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
     alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
-    return fla if operator is chunk_gated_delta_rule else other
+    return delta_rule(alone, *tensors, tokens.pieces, comm=tokens.where["comm"])[0]
 
 
 class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
@@ -233,15 +209,15 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
                 hidden_states, attention_mask, context, packed_seq_params, sequence_len_offset, **options
             )
         n = self.conv_kernel_dim - 1
-        parts = self._parts(hidden_states, context, packed_seq_params, n)
+        tokens = self._tokens(hidden_states, context, packed_seq_params)
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         batch, T = projected.shape[:2]
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, -1)
-        qkv = _over(parts, _convolution(self._convolve, n), qkv)
+        qkv = convolved(self._convolve, n, qkv, tokens.pieces, **tokens.where)
         gate = gate.unflatten(-1, (-1, self.value_head_dim))
         q, k, v, gate, beta, alpha = self._prepare_input_for_gated_delta_rule(qkv, gate, batch, T, beta, alpha)
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
-        o = _over(parts, _rule(self.gated_delta_rule), q, k, v, g, beta)
+        o = _rule(self.gated_delta_rule, tokens, q, k, v, g, beta)
         norm = functools.partial(self._gated_norm_and_a2a, thd_cp_a2a_inv=None, batch=batch, seq_len=T)  # of one rank
         if not self.recompute_norm_out:
             return self.out_proj(norm(o, gate))
@@ -274,15 +250,15 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         if self.comm is None:
             return super().forward(hidden_states, context, packed_seq_params=packed_seq_params)
         n = self.d_conv - 1
-        parts = self._parts(hidden_states, context, packed_seq_params, n)
+        tokens = self._tokens(hidden_states, context, packed_seq_params)
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         z, xBC, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
-        x, B, C = _over(parts, _convolution(self._convolve, n), xBC).split([inner, states, states], -1)
+        xBC = convolved(self._convolve, n, xBC, tokens.pieces, **tokens.where)
+        x, B, C = xBC.split([inner, states, states], -1)
         x, z = (t.unflatten(-1, (-1, self.headdim)) for t in (x, z))
         B, C = (t.unflatten(-1, (-1, self.d_state)) for t in (B, C))
-        tensors = (x, dt, B, C) if self.rmsnorm else (x, dt, B, C, z)
-        y = _over(parts, self._scan, *tensors).flatten(2).transpose(0, 1).contiguous()
+        y = self._scan(tokens, x, dt, B, C, None if self.rmsnorm else z).flatten(2).transpose(0, 1).contiguous()
         return self.out_proj(self.norm(y, z.flatten(2).transpose(0, 1).contiguous()) if self.rmsnorm else y)
 
     def _convolve(self, x):
@@ -293,7 +269,7 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
             x=x.mT.contiguous(), weight=weight, bias=self.conv1d_bias, activation=self.activation, seq_idx=None
         ).mT
 
-    def _scan(self, part, x, dt, B, C, z=None):
+    def _scan(self, tokens, x, dt, B, C, z):
         def chunk_scan(*arguments, **options):
             if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
                 options["state_dtype"] = self.mamba_training_ssm_states_dtype
@@ -312,5 +288,5 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
             dt_bias=self.dt_bias,
             dt_softplus=True,
             chunk_scan=chunk_scan,
-            **part.where,
+            **tokens.where,
         )

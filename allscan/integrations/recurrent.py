@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,14 @@ from ..ops.allscan import Using, allscan, final_of_all
 from ..ops.first_call import cached_table
 from ..ops.halo import halo, halo_of_ends
 from ..scan.collective import leaves
-from ..tokens.packing import Tables
+from ..tokens.packing import Tables, apart, together
 
 
 class Piece(NamedTuple):
     """Consecutive tokens of a rank that are of one sequence."""
 
     tokens: int
-    half: int  # of the zigzag layout
+    half: int  # of the zigzag layout; of cut documents twice the document, and 1 more for the second of its pieces
     entered: bool  # whether there are tokens of the sequence before
 
 
@@ -151,6 +151,7 @@ def _kept(y) -> bool:
 def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False):
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
+    Of cut documents, see :class:`Piece`, the states of all travel in one scan each way, and there is no final state.
     operator: called as fla's are, with initial_state and output_final_state, for each piece. Outputs and last states
     are linear in values and first states together: K columns of zeros behind the values, with the unit matrix for their
     first state, give how both depend on it.
@@ -174,10 +175,16 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
             o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in tensors)
         outputs.append(o)
         states.append(state.float())
+    documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states travel together
     left = [states[some[-1]][..., :V] for some in halves]
     passes = [len(some) == 1 and wide[some[0]] for some in halves]  # of what enters, nothing passes an end
     through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]
-    if len(halves) > 1:
+    prevs: Any
+    if documents:
+        states, dense = ([together(some[half::2]) for half in range(2)] for some in (left, through))
+        found = allscan(tuple(states), comm=comm, transition=tuple(dense), layout="zigzag")
+        prevs = apart(found, documents)
+    elif len(halves) > 1:
         prevs = allscan(tuple(left), comm=comm, transition=tuple(through), layout="zigzag")
     else:
         prevs = (allscan(left[0], comm=comm, transition=through[0]),)
@@ -186,7 +193,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
         if wide[some[0]]:
             added = product(o[..., V:].float().transpose(1, 2), prev).transpose(1, 2)
             outputs[some[0]] = (o[..., :V].float() + added).to(o.dtype)
-    o = Using.apply(joined(outputs), *prevs)
+    o = Using.apply(joined(outputs), *(found if documents else prevs))
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):

@@ -16,7 +16,7 @@ from ..base.errors import Problem
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.gla_blocks import FIRST, LAST
-from ..tokens.packing import CUTS, Tables, boundaries_on_host, carried_states, own_boundaries
+from ..tokens.packing import CUTS, Tables, apart, boundaries_on_host, carried_states, own_boundaries, together
 from .allscan import Using, allscan, check_final, final_of_all
 from .first_call import (
     cached_table,
@@ -131,7 +131,7 @@ def zeco_ssd(
             for run, p in zip(runs, passing, strict=True)
         ]
         if per_document:
-            leaving, decays = ([_together(some[half::2]) for half in range(2)] for some in (leaving, decays))
+            leaving, decays = ([together(some[half::2]) for half in range(2)] for some in (leaving, decays))
         if wants_gradient((*given.values(), initial_states)):  # on all ranks then
             leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
@@ -141,7 +141,7 @@ def zeco_ssd(
         else:
             prevs = (allscan(leaving[0], decays[0], comm=comm),)
         if per_document:
-            enters = [x for pair in zip(*(prev.split(1) for prev in prevs)) for x in pair][: len(runs)]
+            enters = apart(prevs, len(runs) // 2)
         else:
             enters = prevs
         entering |= {run[0]: prev for run, prev in zip(runs, enters, strict=True) if not run[0].begins}
@@ -189,12 +189,6 @@ def _of_half(spans, half) -> list[_Span]:
     return [s for s in own if s.end > s.start] or [
         next((s for s in own if s.rows == slice(None) or not s.ends), through)  # others are empty sequences
     ]
-
-
-def _together(states: list[Tensor]) -> Tensor:
-    """[B, ...] of documents' states, and zeros for as many as travel beside them."""
-    missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
-    return torch.cat(states + [torch.zeros_like(states[0])] * missing)
 
 
 def _one_token(x: Tensor) -> Tensor:

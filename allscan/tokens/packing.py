@@ -234,6 +234,23 @@ def carried_states(B: int, sequences: int, zigzag: int) -> int:
     return next_power_of_2(int(sequences)) if zigzag == PER_DOCUMENT else B
 
 
+def together(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of documents' states [1, ...] what travels: [carried_states, ...]."""
+    missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
+    return torch.cat([*states, *[torch.zeros_like(states[0])] * missing])
+
+
+def apart(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
+    """Of both things that have come, those [1, ...] of the first piece and of the second of each document in turn."""
+    return [x for pair in zip(*(x.split(1) for x in pairs)) for x in pair][: 2 * documents]
+
+
+def without_empty(lengths: Sequence[int]) -> tuple[int, ...]:
+    """cu_seqlens without sequences that have no tokens; one of these, if there is nothing else."""
+    kept = sorted({*lengths})
+    return tuple(kept) if len(kept) > 1 else (0, 0)
+
+
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     """cu_seqlens as Python's numbers; see :class:`TensorKey`. Raises ValueError for one on the GPU in a capture."""
     if cu_seqlens.device.type == "cpu":
