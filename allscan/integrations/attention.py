@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..bindings.torch_compat import operator
 from ..bindings.triton_compat import OPTIONS
 from ..ops.first_call import cached_table
 from ..shmem_kernels.merge import merge_kernel
-from ..tokens.packing import Tables
+from ..tokens.packing import Tables, document_places
 from .softmax import Gather
 
 
@@ -243,6 +243,47 @@ def pieces_of(comm, first, end, lengths) -> Pieces:
     return cached_table(comm, key, lambda: Pieces(comm.device, first, end, lengths))
 
 
+class Documents(Tables):
+    """Of packed sequences that are each cut, of this rank's pieces: cu_seqlens of their queries, and of the keys that
+    they see, one piece behind the other; how many tokens of the sequence are before each; which tokens of the whole
+    these keys are, those that both pieces of a sequence see twice; and where each token is among them, for the first
+    piece and for the second, or behind them where that does not see it."""
+
+    def __init__(self, comm, lengths) -> None:
+        places = document_places(lengths, comm.rank, comm.size)
+        begins = [begin for begin in lengths[:-1] for _ in range(2)]
+        sizes = [[b - a for a, b in places], [b - begin for begin, (_, b) in zip(begins, places)]]
+        self.longest_query, self.longest = map(max, sizes)
+        before = [a - begin for begin, (a, _) in zip(begins, places)]
+        tables = [[*accumulate(some, initial=0)] for some in sizes] + [before]
+        seen = [torch.arange(begin, b, device="cpu") for begin, (_, b) in zip(begins, places)]
+        where = torch.full((2, lengths[-1]), tables[1][-1], device="cpu")
+        for i, tokens in enumerate(seen):
+            where[i % 2, tokens] = torch.arange(*tables[1][i : i + 2], device="cpu")
+        tables = [torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables]
+        super().__init__([*tables, torch.cat(seen), where], comm.device)
+        self.queries, self.keys, _, *self.seen = self.tensors
+
+
+class Seen(torch.autograd.Function):
+    """The keys that a rank's pieces see, of those of the whole [S, ...]. Gradients are added without atomics."""
+
+    @staticmethod
+    def forward(ctx, x, seen, where):
+        ctx.where = where
+        return x.index_select(0, seen)
+
+    @staticmethod
+    def backward(ctx, dx):
+        dx = F.pad(dx, (0, 0) * (dx.ndim - 1) + (0, 1))
+        first, second = (dx.index_select(0, some) for some in ctx.where)
+        return second.add_(first), None, None
+
+
+def documents_of(comm, lengths) -> Documents:
+    return cached_table(comm, ("softmax of documents", lengths), lambda: Documents(comm, lengths))
+
+
 def takes_packed(q, k, v) -> bool:
     return flash_packed is not None and _flash_fits(q, k, v)
 
@@ -272,6 +313,15 @@ def packed(q, k, v, comm, parts, lengths, scale=None):
             )[0]
         )
     return torch.cat(outputs)[None, ..., :width]
+
+
+def packed_documents(q, k, v, comm, lengths, scale=None):
+    """:func:`packed` where each sequence is cut."""
+    scale, width, table = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], documents_of(comm, lengths)
+    q, k, v = (x[0].transpose(0, 1) for x in _wide(q, k, v))
+    k, v = (Seen.apply(x, *table.seen) for x in (k, v))
+    cuts = table.queries, table.keys, table.longest_query, table.longest
+    return flash_packed(q, k, v, *cuts, 0.0, True, False, scale=scale)[0][None, ..., :width]
 
 
 # The blocks

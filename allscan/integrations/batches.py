@@ -4,6 +4,7 @@ one batch."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import warnings
 import zlib
@@ -11,14 +12,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.checks import is_zigzag
+from ..base.checks import boundaries, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
+from ..tokens.packing import boundaries_on_host, document_places
 from .softmax import chunks, refuse
 
 STAMP = "allscan_cut"  # the argument by which a model's forward is told
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")  # [B, T, ...]
 KEPT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the whole
+
+
+DOCUMENTS = "zigzag, per_document=True"  # the layout of such a batch in its stamp
+
+
+def documents_misfit(lengths, size, T) -> str | None:
+    """What is wrong with cu_seqlens of sequences that are each cut, in T tokens of all ranks."""
+    if lengths[0] or lengths[-1] != T or list(lengths) != sorted(lengths):
+        return f"cu_seqlens must rise from 0 to {T}, got {lengths}"
+    if any((b - a) % (2 * size) for a, b in itertools.pairwise(lengths)):
+        return f"with per_document=True lengths must be multiples of {2 * size}, twice the ranks, got {lengths}"
+    return None
 
 
 class _Stamp(NamedTuple):
@@ -29,7 +43,7 @@ class _Stamp(NamedTuple):
     others: int | None  # digest of the other tensors
 
 
-def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[str, Any]:
+def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_document: bool = False) -> dict[str, Any]:
     """This rank's part of a batch of whole sequences, for ``model(**part)`` of a model of ``sequence_parallel``.
 
         >>> loss = model(**cut_batch(batch, comm=comm)).loss      # this rank's share
@@ -38,8 +52,9 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[
         [B, T, H]; with these ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
         nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the whole; so does what is
         no tensor or has no dimension, such as ``use_cache`` or ``num_items_in_batch``.
-    comm, layout: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one token more than the
-        others. "zigzag": T must be a multiple of 2P.
+    comm, layout, per_document: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one token
+        more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must each sequence that
+        ``cu_seq_lens_q`` or ``cu_seqlens`` tells; a batch without these is cut by the row.
 
     Returns a dict with this rank's tokens, and under ``allscan_cut`` a stamp (a str): rows, tokens of each rank and
     layout, and of a batch in the CPU's memory a checksum of its contents. transformers' models compare it with the
@@ -49,7 +64,7 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[
     the GPU, and compared with the tokens that the model is given. In the rank's own process, not in a loader's worker.
 
     Raises ValueError for other tensors, for shapes that do not go together, a mask that masks, T below P, and in zigzag
-    for a T that is no multiple of 2P; the other ranks hear of it in their next call.
+    for a T, or a sequence that is cut, that is no multiple of 2P; the other ranks hear of it in their next call.
     """
     check_communicator(comm)
     zigzag, size = is_zigzag(layout), comm.size
@@ -63,8 +78,12 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[
         refuse(comm, f"in the zigzag layout T must be a multiple of 2 * {size} (twice the ranks), got {T}")
     if T < size:
         refuse(comm, f"a sequence of {T} tokens cannot be cut for {size} ranks")
+    if per_document and not zigzag:
+        refuse(comm, f'per_document=True is for layout="zigzag", got {layout!r}')
     tokens = tokens_of_ranks(T, size)
-    parts = [[(a, b) for rank, a, b in chunks(tokens, zigzag) if rank == r] for r in range(size)]
+    with comm.call():
+        parts = places_of(batch, T, size, layout, per_document)
+    layout = DOCUMENTS if per_document and _cu_seqlens(batch) is not None else layout
 
     def part_of(tensor, rank):
         pieces = [tensor[:, a:b] for a, b in parts[rank]]
@@ -95,6 +114,24 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous") -> dict[
 def tokens_of_ranks(T: int, size: int) -> list[int]:
     """How many tokens cut_batch gives to each rank."""
     return [T // size + (rank < T % size) for rank in range(size)]
+
+
+def _cu_seqlens(batch):
+    return next((batch[name] for name in ("cu_seq_lens_q", "cu_seqlens") if batch.get(name) is not None), None)
+
+
+def places_of(batch, T: int, size: int, layout: str, per_document: bool) -> list[list[tuple[int, int]]]:
+    """(first token, end) of what each rank gets of T tokens, in its order. ValueError for sequences that cannot be cut
+    each."""
+    cu_seqlens = _cu_seqlens(batch)
+    if not per_document or cu_seqlens is None:
+        parts = chunks(tokens_of_ranks(T, size), layout == "zigzag")
+        return [[(a, b) for rank, a, b in parts if rank == r] for r in range(size)]
+    lengths = boundaries_on_host(boundaries(cu_seqlens))
+    problem = documents_misfit(lengths, size, T)
+    if problem is not None:
+        raise ValueError(problem)
+    return [document_places(lengths, rank, size) for rank in range(size)]
 
 
 def checksum(*values) -> int:

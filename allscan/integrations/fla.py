@@ -4,13 +4,14 @@ and hybrids of these with softmax attention."""
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..base.checks import boundaries, is_zigzag
+from ..base.checks import PER_DOCUMENT, boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
@@ -20,13 +21,23 @@ from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.first_call import cached_table, partition_start
 from ..ops.gla import zeco_gla
 from ..ops.halo import halo_of_ends
-from ..tokens.packing import Tables, boundaries_on_host
+from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
 from . import needing
-from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, pieces_of
-from .batches import STAMP, misfit, read
+from .attention import (
+    WHOLE,
+    Attention,
+    Later,
+    Seen,
+    attend,
+    check_attention,
+    documents_of,
+    kernel_for,
+    pieces_of,
+)
+from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, of_last_tokens, taken
-from .softmax import Gather, chunks, masks_nothing, refuse, shifted
+from .softmax import Gather, chunks, documents_in_order, masks_nothing, refuse, shifted
 
 with needing(__name__, "flash-linear-attention"):
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
@@ -38,7 +49,12 @@ _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # comm -> sh
 
 
 def sequence_parallel(
-    module: torch.nn.Module, *, comm: Communicator | None, layout: str = "contiguous", attention: Attention = WHOLE
+    module: torch.nn.Module,
+    *,
+    comm: Communicator | None,
+    layout: str = "contiguous",
+    per_document: bool = False,
+    attention: Attention = WHOLE,
 ) -> torch.nn.Module:
     """Let ``module``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
@@ -52,6 +68,9 @@ def sequence_parallel(
     comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
     layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the whole is cut into, as for
         zeco_gla. All ranks of a softmax layer have the same work then.
+    per_document: with cu_seqlens in the zigzag layout, the same on every rank: whether each sequence is cut into 2P
+        chunks, and not the row of all, as for zeco_gla. Lengths are multiples of 2P then, and all ranks have the same
+        work in softmax layers whatever they are; labels do not reach over the end of a sequence.
     attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`: without a window, a cache
         and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the whole.
 
@@ -79,6 +98,8 @@ def sequence_parallel(
     if comm is not None:
         check_communicator(comm)
     zigzag = is_zigzag(layout)
+    if per_document and not zigzag:
+        raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
     check_attention(attention)
     if attention.memory is not None and not attention.merged:
         raise ValueError(f"attention.memory is for merged=True, got {attention}")
@@ -88,13 +109,15 @@ def sequence_parallel(
     if others or all(_kind(m) is softmax_attention.Attention for m in layers):
         kinds = ", ".join(kind.__name__ for kind in _CALLS)
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
+    documents: list | None = [None] if per_document else None  # cu_seqlens that the layers were given last
     for layer in layers:
-        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout, attention))
+        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout, attention, documents))
     for model in module.modules():
         if type(model).__module__.startswith(_TOKENWISE):
             _replace(model, "forward", comm and functools.partial(_tokenwise, model))
         if hasattr(model, "_compute_logits_and_loss"):
-            _replace(model, "_compute_logits_and_loss", comm and functools.partial(_loss, model, comm, zigzag))
+            loss = comm and functools.partial(_loss, model, comm, zigzag, documents)
+            _replace(model, "_compute_logits_and_loss", loss)
     return module
 
 
@@ -139,6 +162,7 @@ def _layer(
     comm,
     layout,
     attention,
+    documents,
     hidden_states,
     attention_mask=None,
     past_key_values=None,
@@ -160,12 +184,17 @@ def _layer(
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
         _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp))
     where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
+    if documents is not None:
+        documents[0] = None if cu_seqlens is None else without_empty(_read(comm, cu_seqlens))
+        if cu_seqlens is not None:
+            where |= dict(cu_seqlens=torch.tensor(documents[0], device="cpu"), per_document=True)
+    cut = DOCUMENTS if "per_document" in where else layout
     if kind is softmax_attention.Attention:  # which asks for the tokens of all ranks anyway
         return _softmax(layer, hidden_states, cache, where, stamp, attention), None, past_key_values
     if stamp is not None:
-        shape, seen = (hidden_states.shape[:2], layout, read(stamp)[:3]), _compared.setdefault(comm, set())
+        shape, seen = (hidden_states.shape[:2], cut, read(stamp)[:3]), _compared.setdefault(comm, set())
         if comm.debug or shape not in seen:
-            _tokens_of_all(comm, hidden_states, layout, stamp)
+            _tokens_of_all(comm, hidden_states, cut, stamp)
             seen.add(shape)
     return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
@@ -247,7 +276,7 @@ def _gated_delta_net(layer, x, cache, where):
 
 def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     """Softmax attention of this rank's queries to the keys and values up to each."""
-    comm, cu_seqlens, _, layout = where.values()
+    comm, cu_seqlens, layout, per_document = (where.get(x) for x in ("comm", "cu_seqlens", "layout", "per_document"))
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
@@ -256,15 +285,16 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     if limited and (cache is not None or lengths is not None or layer.window_size is not None):
         refuse(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
     # always: what follows is the back end's collective, where nobody is refused
-    tokens = _tokens_of_all(comm, x, layout, stamp, attention)
+    tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, attention)
     if lengths is not None and sum(tokens) != lengths[-1]:
         refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
+    if per_document and T:
+        with comm.call():
+            partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
+        return layer.o_proj(_softmax_of_documents(layer, x, comm, lengths, tokens).flatten(-2))
     parts = chunks(tokens, zigzag)
     own = [(first, end) for rank, first, end in parts if rank == comm.rank]
-    q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
-    if layer.qk_norm:
-        q, k = layer.q_norm(q), layer.k_norm(k)
-
+    q, k, v = _projected(layer, x)
     pieces = [pieces_of(comm, *part, lengths or (0, sum(tokens))) for part in own]
     rotated = []
     for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
@@ -293,8 +323,7 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
             offset=_prefilled[cache],
             cache_kwargs=dict(window_size=layer.window_size),
         )
-    # where there are more keys than queries, the last query is that of the last key
-    options = dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
+    options = _causal(layer)
     outputs = []
     for y, (first, end), part in zip(queries, own, pieces, strict=True):
         if not T:
@@ -315,6 +344,31 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
                 )[None]
             )
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
+
+
+def _projected(layer, x):
+    """(q, k, v) with heads."""
+    q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    return (layer.q_norm(q), layer.k_norm(k), v) if layer.qk_norm else (q, k, v)
+
+
+def _causal(layer) -> dict:
+    """Options of flash_attn. Where there are more keys than queries, the last query is that of the last key."""
+    return dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
+
+
+def _softmax_of_documents(layer, x, comm, lengths, tokens):
+    """o [1, T, H, D] where each sequence is cut."""
+    (q, k, v), table = _projected(layer, x), documents_of(comm, lengths)
+    queries, keys, before, *_ = table.of_stream(comm)
+    longest = max(table.longest, layer.max_position_embeddings or 0)
+    q, k = layer.rotary(q, k, seqlen_offset=before, max_seqlen=longest, cu_seqlens=queries)
+    if comm.size > 1:
+        others = Gather(comm, tokens, False, k, v)
+        k, v = documents_in_order(comm, lengths, *others.read(others.in_order()))
+    cuts = dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=table.longest_query, max_seqlen_k=table.longest)
+    k, v = (Seen.apply(y[0], *table.seen) for y in (k, v))
+    return softmax_attention.flash_attn_varlen_func(q[0], k, v, **cuts, **_causal(layer))[None]
 
 
 _CALLS = {
@@ -346,23 +400,36 @@ def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE):
 
 
 @dynamo_disabled
-def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout):
+def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout, per_document=False):
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
     # a state has one token more than an output looks back at, of which the last rank may have none itself
     W, T, halves = convolutions[0].kernel_size[0], xs[0].shape[1], 1 + is_zigzag(layout)
     n, states, sequences = W - (0 if use_cache else 1), [None] * len(xs), None
+    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
+    sizes = None  # of cut documents' pieces, each of which begins with what is before it
+    if per_document:
+        sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
+        halves = len(sizes)
     if n:
         where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
-        xs, before = _before(convolutions, xs, n, halves, where)
+        where |= dict(per_document=True) if per_document else {}
+        xs, before = _before(convolutions, xs, n, halves, where, sizes)
         states = [F.pad(y.unflatten(1, (halves, n)).flatten(0, 1).mT, (W - n, 0)) for y in before]
-    lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     if not T:
         ys = [c(y)[0][:, halves * n :] for c, y in zip(convolutions, before if n else xs, strict=True)]
         return ys, _last_states(states, use_cache, comm, halves)
     if lengths is not None:
-        first = partition_start(comm, lengths, T, first_token, halves == 2)
-        key = ("convolution", first, T, lengths, halves)
-        tables = cached_table(comm, key, lambda: Tables(_sequences(first, lengths, T, halves), comm.device))
+        zigzag = PER_DOCUMENT if per_document else int(halves == 2)
+        first = partition_start(comm, lengths, T, first_token, zigzag)
+        key = ("convolution", first, T, lengths, zigzag)
+
+        def made_of():
+            if sizes is None:
+                return Tables(_sequences(first, lengths, T, halves), comm.device)
+            cuts = torch.tensor([*itertools.accumulate(sizes, initial=0)], dtype=torch.int32, device="cpu")
+            return Tables([cuts, torch.arange(halves, device="cpu")], comm.device)
+
+        tables = cached_table(comm, key, made_of)
         sequences, firsts = tables.of_stream(comm)
         N = len(sequences) - 1
         if n and N > halves:
@@ -384,13 +451,15 @@ def _last_states(states, wanted, comm, halves):
     return of_last_tokens([x[halves - 1 :: halves] for x in states], comm, halves == 2)
 
 
-def _before(convolutions, xs, n, halves, where):
-    """(xs, the n tokens before each half of them)."""
+def _before(convolutions, xs, n, halves, where, sizes=None):
+    """(xs, the n tokens before each half of them, or each piece of these sizes)."""
     comm, T = where["comm"], xs[0].shape[1]
-    if T <= halves * n:
+    if T <= halves * n and sizes is None or not T:
         return xs, halo_of_ends(xs, T, n, **where)
-    numbers = [t for end in range(T // halves, T + 1, T // halves) for t in range(end - n, end)]
-    tokens = cached_table(comm, ("ends", n, T, halves), lambda: Tokens(numbers, T, comm.device))
+    sizes = [T // halves] * halves if sizes is None else sizes
+    ends = zip(itertools.accumulate(sizes), sizes)
+    numbers = [t for end, size in ends for t in range(end - min(n, size), end)]
+    tokens = cached_table(comm, ("ends", n, *sizes), lambda: Tokens(numbers, T, comm.device))
     # who hooks the backward of a convolution may keep the gradient that it gives
     hooked = [has_backward_hooks(c) for c in convolutions]
     xs, ends = zip(*(taken(x, tokens, comm, not kept) for x, kept in zip(xs, hooked, strict=True)))
@@ -411,6 +480,7 @@ def _loss(
     model,
     comm,
     zigzag,
+    documents,
     hidden_states,
     labels=None,
     logits_to_keep=0,
@@ -427,7 +497,7 @@ def _loss(
     criterion = getattr(model, "criterion", None)
     ignored = getattr(criterion, "ignore_index", -100)
     if shift_labels is None and labels is not None:
-        shift_labels = shifted(labels, ignored, comm, zigzag)
+        shift_labels = shifted(labels, ignored, comm, zigzag, documents[0] if documents else None)
     if shift_labels is not None and num_items_in_batch is None:
         num_items_in_batch = _divisor(criterion, shift_labels, shift_labels != ignored)
         if num_items_in_batch is not None and comm.size > 1:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..bindings.torch_compat import coalesced
+from ..ops.first_call import cached_table
 from ..ops.halo import halo
-from ..tokens.packing import TensorKey
+from ..tokens.packing import Tables, TensorKey, document_places
 
 
 def chunks(tokens, zigzag=False):
@@ -30,6 +31,32 @@ def gathered(x, chunks, comm):
     tokens = [sum(end - first for rank, first, end in chunks if rank == r) for r in range(comm.size)]
     gather = Gather(comm, tokens, len(chunks) > comm.size, x)
     return gather.read(gather.in_order())[0]
+
+
+class _Order(Tables):
+    """Where each token of the whole is among those of all ranks, one rank behind the other; and the other way round."""
+
+    def __init__(self, comm, lengths) -> None:
+        places = [place for rank in range(comm.size) for place in document_places(lengths, rank, comm.size)]
+        whole = torch.cat([torch.arange(*place, device="cpu") for place in places])
+        super().__init__([whole.argsort(), whole], comm.device)
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, order, back):
+        ctx.back = back
+        return x.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx.index_select(1, ctx.back), None, None
+
+
+def documents_in_order(comm, lengths, *tensors):
+    """[B, S, ...] of packed sequences that are each cut, of one rank behind the other, in the order of the whole."""
+    table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
+    return [_Ordered.apply(x, *table.tensors) for x in tensors]
 
 
 class Gather:
@@ -170,12 +197,31 @@ def _padded(x, length):
     return x if x.shape[1] == length else F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1]))
 
 
-def shifted(labels, ignored, comm, zigzag=False):
-    """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all."""
+def shifted(labels, ignored, comm, zigzag=False, documents=None):
+    """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all. documents: cu_seqlens of
+    packed sequences that are each cut, without empty ones; ``ignored`` behind the last of each."""
+    if documents is not None:
+        return _shifted_documents(labels, ignored, comm, documents)
     # what nobody sends is 0: behind the last of all tokens, on whichever rank that is
     following = halo(labels - ignored, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
     halves = labels.chunk(1 + zigzag, 1), (following + ignored).chunk(1 + zigzag, 1)
     return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
+
+
+def _shifted_documents(labels, ignored, comm, lengths):
+    T = labels.shape[1]
+    if not T:
+        return labels
+    where = dict(cu_seqlens=torch.tensor(lengths, device="cpu"), first_token=comm.rank * T // 2)
+    where |= dict(layout="zigzag", per_document=True)
+    following = halo(labels - ignored, 1, comm=comm, reverse=True, **where)
+
+    def make():
+        sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
+        return Tables([torch.tensor([end - 1 for end in itertools.accumulate(sizes)], device="cpu")], comm.device)
+
+    (ends,) = cached_table(comm, ("ends of documents", lengths), make).tensors
+    return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
 
 
 def refuse(comm, message: str):

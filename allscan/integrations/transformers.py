@@ -23,14 +23,24 @@ from ..comm.host_exchange import by_rank
 from ..ops.allscan import Using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_ssd
-from ..tokens.packing import boundaries_on_host, cut
+from ..tokens.packing import boundaries_on_host, cut, document_places, without_empty
 from ..zigzag import zigzag_positions
 from . import needing
-from .attention import WHOLE, Attention, Later, attend, check_attention, kernel_for, packed, takes_packed
-from .batches import STAMP, looked_at, misfit
+from .attention import (
+    WHOLE,
+    Attention,
+    Later,
+    attend,
+    check_attention,
+    kernel_for,
+    packed,
+    packed_documents,
+    takes_packed,
+)
+from .batches import DOCUMENTS, STAMP, documents_misfit, looked_at, misfit
 from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule, of_last_tokens
-from .softmax import Gather, chunks, masks_nothing, refuse, shifted
+from .softmax import Gather, chunks, documents_in_order, masks_nothing, refuse, shifted
 
 with needing(__name__, "transformers"):
     from transformers import AttentionInterface, PreTrainedModel
@@ -56,7 +66,12 @@ FAMILIES = {
 
 
 def sequence_parallel(
-    model: nn.Module, *, comm: Communicator | None, layout: str = "contiguous", attention: Attention = WHOLE
+    model: nn.Module,
+    *,
+    comm: Communicator | None,
+    layout: str = "contiguous",
+    per_document: bool = False,
+    attention: Attention = WHOLE,
 ) -> nn.Module:
     """Let ``model``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
@@ -72,6 +87,10 @@ def sequence_parallel(
         number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
         chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
         same on every rank.
+    per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut. True:
+        each sequence is cut into 2P chunks of its own, and a rank has r and 2P - 1 - r of each, one sequence behind the
+        other, so that all have the same work whatever the lengths are: multiples of 2P, of which the caller takes care.
+        The states of all sequences travel then.
     attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`.
 
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
@@ -92,7 +111,9 @@ def sequence_parallel(
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
     this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
-    layers, also where the ordinary model would need packages for it.
+    layers, also where the ordinary model would need packages for it. With per_document=True it is ``cu_seq_lens_q``,
+    and labels do not reach over the end of a sequence; :func:`cut_batch` and
+    :func:`allscan.zigzag.zigzag_positions` cut such rows, if they are told ``per_document=True``, too.
     The loss is this rank's share of the mean over the labels of all ranks: the sum over the ranks is the loss
     (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
     Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
@@ -108,11 +129,14 @@ def sequence_parallel(
     ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a convolution's kernel, for
     ``output_attentions`` and ``output_router_logits``; with a limit of memory for ``use_cache=True``, packed sequences,
     dropout and dtypes without a kernel; in zigzag for an odd number of tokens or one that differs between ranks, and
-    for ``position_ids`` that begin a sequence with another number than 0.
+    for ``position_ids`` that begin a sequence with another number than 0; with per_document=True for lengths that are
+    no multiples of 2P, and for packed sequences without ``cu_seq_lens_q``.
     """
     if comm is not None:
         check_communicator(comm)
     zigzag = is_zigzag(layout)
+    if per_document and not zigzag:
+        raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
     check_attention(attention)
     family, bases, heads, layers = _parts(model)
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -134,21 +158,22 @@ def sequence_parallel(
         inner = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         base.allscan_inner = inner
-        base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, attention=attention)
+        how = dict(per_document=per_document, attention=attention)
+        base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, **how)
     for layer in layers:
         layer.forward = functools.partial(_softmax, layer)
     for head in heads:
-        head.loss_function = functools.partial(_loss, comm, zigzag)
+        head.loss_function = functools.partial(_loss, comm, zigzag, per_document)
     return model
 
 
-def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str]:
-    """(The text model, comm, layout) of a model that is split; ValueError for one that is not."""
+def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str, bool]:
+    """(The text model, comm, layout, per_document) of a model that is split; ValueError for one that is not."""
     for module in model.modules() if model is not None else ():
         forward = vars(module).get("forward")
         if isinstance(forward, functools.partial) and forward.func is _model:
             _, comm, zigzag, *_ = forward.args
-            return module, comm, "zigzag" if zigzag else "contiguous"
+            return module, comm, "zigzag" if zigzag else "contiguous", forward.keywords["per_document"]
     raise ValueError("the model is not split: call sequence_parallel(model, comm=comm) first")
 
 
@@ -229,7 +254,7 @@ def _restore(bases, heads, layers):
 
 class _Part(NamedTuple):
     """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the whole that begins with the token
-    ``begin``, and they end before ``last``. half: of the zigzag layout."""
+    ``begin``, and they end before ``last``. half: see recurrent.Piece."""
 
     start: int
     end: int
@@ -252,6 +277,7 @@ class _Sequence:
     lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
     inner: str  # the attention function that the model had
     zigzag: bool = False
+    per_document: bool = False  # each of packed sequences, of which none is empty, is cut
     attention: Attention = WHOLE
     keys: Any = None  # _Keys of the softmax layer that is told
 
@@ -272,6 +298,11 @@ class _Sequence:
         """Of the sequences on this rank that are not empty."""
         own, parts, start = [(a, b) for rank, a, b in self.chunks() if rank == self.comm.rank], [], 0
         lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
+        if self.per_document and self.own:
+            for i, (first, end) in enumerate(document_places(lengths, self.comm.rank, self.comm.size)):
+                parts.append(_Part(start, start + end - first, i, lengths[i // 2], end))
+                start += end - first
+            return parts
         for half, (first, end) in enumerate(own):
             if lengths is None or not self.own:
                 parts.append(_Part(start, start + end - first, half, 0, end))  # what comes goes on
@@ -292,6 +323,7 @@ class _Sequence:
             cu_seqlens=self.lengths,
             first_token=None if self.lengths is None else self.first,
             layout="zigzag" if self.zigzag else "contiguous",
+            per_document=self.per_document,
         )
 
 
@@ -309,6 +341,7 @@ def _model(
     cache=None,
     inputs_embeds=None,
     use_cache=None,
+    per_document=False,
     attention=WHOLE,
     **options,
 ):
@@ -348,6 +381,7 @@ def _model(
         wanted,
         *stamp,
         kernel=kernel,
+        per_document=per_document,
         attention=attention,
     )
     if wanted_by_any and not wanted and torch.is_grad_enabled():
@@ -365,7 +399,8 @@ def _model(
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, 1))
         position_ids = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
     elif position_ids is None and zigzag:
-        position_ids = zigzag_positions(sequence.own, comm=comm)[None]
+        documents = dict(cu_seqlens=sequence.lengths, per_document=True) if sequence.per_document else {}
+        position_ids = zigzag_positions(sequence.own, comm=comm, **documents)[None]
     elif position_ids is None:
         position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
@@ -410,7 +445,19 @@ KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolut
 
 
 def _sequence(
-    comm, zigzag, inner, B, T, position_ids, cu_seqlens, wanted, stamp=None, seen=None, kernel=0, attention=WHOLE
+    comm,
+    zigzag,
+    inner,
+    B,
+    T,
+    position_ids,
+    cu_seqlens,
+    wanted,
+    stamp=None,
+    seen=None,
+    kernel=0,
+    per_document=False,
+    attention=WHOLE,
 ) -> tuple[_Sequence, bool]:
     """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``,
     ``seen``: of the batch (batches.py); ``kernel``: tokens that the convolutions' states have, 0 without a cache."""
@@ -419,7 +466,8 @@ def _sequence(
         rises, begun = None, []  # with which position_ids sequences begin
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
-        told = B, T, lengths, rises, zigzag, wanted, stamp, seen, kernel, list(attention)
+        layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
+        told = B, T, lengths, rises, layout, wanted, stamp, seen, kernel, list(attention)
         answers = comm.order.exchange(told, "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
         if len(set(kernels)) > 1:
@@ -431,12 +479,13 @@ def _sequence(
             why = f"with a cache {where} must have as many tokens as a convolution's kernel, got {last}"
             raise comm.order.raised_everywhere(ValueError(why))
         if len({answer[4] for answer in answers}) > 1:
-            given = by_rank("zigzag" if answer[4] else "contiguous" for answer in answers)
+            given = by_rank(answer[4] for answer in answers)
             raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
-        problem = misfit(comm, rows, tokens, "zigzag" if zigzag else "contiguous", stamps, contents)
+        cut_row = per_document and lengths is None  # of one sequence
+        problem = misfit(comm, rows, tokens, "zigzag" if cut_row else layout, stamps, contents)
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2):
@@ -461,7 +510,9 @@ def _sequence(
                 begun += itertools.chain(*positions)
                 before = end
             lengths = (*found, sum(tokens)) if len(found) > 1 else None
-        if lengths is not None and zigzag and any(begun):  # as where they are those of another layout
+        if lengths is not None and cut_row:
+            problem = f"with per_document=True packed sequences are told by cu_seq_lens_q, got position_ids {begun}"
+        elif lengths is not None and zigzag and any(begun):  # as where they are those of another layout
             problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
             problem = f"{problem} of the whole at positions {begun}: see allscan.zigzag.zigzag_positions"
         elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
@@ -470,10 +521,15 @@ def _sequence(
             problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
         elif lengths is not None and B != 1:
             problem = f"packed sequences must be in a batch of one, got {B}"
+        elif per_document and not cut_row:
+            problem = documents_misfit(lengths, comm.size, sum(tokens))
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
+        per_document = per_document and not cut_row
+        lengths = without_empty(lengths) if per_document else lengths
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
-        return _Sequence(comm, tokens, cuts, inner, zigzag, attention), any(answer[5] for answer in answers)
+        sequence = _Sequence(comm, tokens, cuts, inner, zigzag, per_document, attention)
+        return sequence, any(answer[5] for answer in answers)
 
 
 def _rises(position_ids):
@@ -650,13 +706,13 @@ class _Keys:
         sequence, self.given = self.sequence, (key, value)
         if sequence.comm.size > 1:
             merged, memory = sequence.attention
-            where = sequence.comm, sequence.tokens, sequence.zigzag
+            where = sequence.comm, sequence.tokens, sequence.zigzag and not sequence.per_document
             tensors = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
             others = Gather(*where, *tensors) if memory is None else Later(*where, memory, *tensors)
             if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa" and merged:
                 self.others = others
                 return key, value
-            key, value = in_order(others)
+            key, value = in_order(others, boundaries_on_host(sequence.lengths) if sequence.per_document else None)
         if self.cache is not None:
             self.cache.update(key, value, layer_idx, *arguments, **options)
         return key, value
@@ -682,9 +738,12 @@ class _Keys:
 OTHER_VERSION = "this version of transformers is not covered"
 
 
-def in_order(gather):
-    """[B, H, T, D] of all ranks' tokens."""
-    return (x.transpose(1, 2) for x in gather.read(gather.in_order()))
+def in_order(gather, documents=None):
+    """[B, H, T, D] of all ranks' tokens. documents: cu_seqlens of sequences that are each cut."""
+    found = gather.read(gather.in_order())
+    if documents is not None:
+        found = documents_in_order(gather.comm, documents, *found)
+    return (x.transpose(1, 2) for x in found)
 
 
 def _softmax(layer, *arguments, past_key_values=None, cache=None, **options):
@@ -751,8 +810,10 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
         return _padded(Using.apply(o, key, value), sequence), None
     if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
-        own = [(first, end) for rank, first, end in sequence.chunks() if rank == sequence.comm.rank]
         lengths = boundaries_on_host(sequence.lengths)
+        if sequence.per_document:
+            return packed_documents(query, key, value, sequence.comm, lengths, scaling), None
+        own = [(first, end) for rank, first, end in sequence.chunks() if rank == sequence.comm.rank]
         return packed(query, key, value, sequence.comm, own, lengths, scaling), None
     for part in sequence.parts():
         T, before, mask = part.end - part.start, part.before, None
@@ -775,11 +836,22 @@ AttentionInterface.register(NAME, _attention)
 
 
 def _loss(
-    comm, zigzag, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options
+    comm,
+    zigzag,
+    per_document,
+    logits,
+    labels,
+    vocab_size,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    **options,
 ):
     """ForCausalLMLoss, with this rank's share."""
     if shift_labels is None:
-        shift_labels = shifted(labels, ignore_index, comm, zigzag)
+        documents = options.get("cu_seq_lens_q") if per_document else None
+        documents = None if documents is None else without_empty(boundaries_on_host(boundaries(documents)))
+        shift_labels = shifted(labels, ignore_index, comm, zigzag, documents)
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != ignore_index).sum()
         if comm.size > 1:

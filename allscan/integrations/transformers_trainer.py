@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ..comm.host_exchange import by_rank
 from . import needing
-from .batches import CUT, checksum, cut_batch, tokens_of_ranks
-from .softmax import chunks
+from .batches import CUT, checksum, cut_batch, places_of, tokens_of_ranks
 from .transformers import split_of
 
 with needing(__name__, "accelerate", "transformers"):
@@ -106,7 +105,7 @@ class SequenceParallelTrainer(Trainer):
         super().__init__(*arguments, **options)
         problem, mine = None, None
         try:
-            self._text_model, self._comm, self._layout = split_of(self.model)
+            self._text_model, self._comm, self._layout, self._per_document = split_of(self.model)
             group = self._comm.group
             mine = self._comm.rank, [0] if group is None else dist.get_process_group_ranks(group), self._layout
             problem = self._not_covered()
@@ -232,7 +231,7 @@ class SequenceParallelTrainer(Trainer):
 
     def _part(self, batch) -> dict[str, Any]:
         """This rank's tokens of its group's rows."""
-        module, comm, layout = self._text_model, self._comm, self._layout
+        module, comm = self._text_model, self._comm
         forward = vars(module).get("forward")
         if getattr(forward, "args", (None, None))[1] is not comm:
             raise ValueError("the model is not split any more as it was when this SequenceParallelTrainer was made")
@@ -249,7 +248,7 @@ class SequenceParallelTrainer(Trainer):
         for name in ("labels", "shift_labels"):
             if nothing and batch.get(name) is not None:
                 batch[name] = torch.full_like(batch[name], -100)
-        return cut_batch(batch, comm=comm, layout=layout)
+        return cut_batch(batch, comm=comm, layout=self._layout, per_document=self._per_document)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, self._part(inputs), num_items_in_batch)
@@ -317,7 +316,7 @@ class SequenceParallelTrainer(Trainer):
         if isinstance(value, (tuple, list)):
             return type(value)(self._whole(x, batch) for x in value)
         (B, T), size = _tokens_of(batch).shape[:2], self._comm.size
-        tokens = tokens_of_ranks(T, size)
+        tokens, places = tokens_of_ranks(T, size), places_of(batch, T, size, self._layout, self._per_document)
         rows = [self._rows(batch, group) for group in range(self._groups)]
         first, end = rows[self._group]
         here = max(1, end - first), tokens[self._comm.rank]
@@ -331,7 +330,7 @@ class SequenceParallelTrainer(Trainer):
         whole = value.new_empty(B, T, *value.shape[2:])
         for (group, rank), part in zip(self._places, parts, strict=True):
             (first, end), at = rows[group], 0
-            for a, b in ((a, b) for r, a, b in chunks(tokens, self._layout == "zigzag") if r == rank):
+            for a, b in places[rank]:
                 whole[first:end, a:b] = part[: end - first, at : at + b - a]
                 at += b - a
         return whole

@@ -70,8 +70,8 @@ def test_over_the_gpus(run, kind, layout, size=2):
         assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
 
 
-@pytest.mark.parametrize("size, zigzag", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("size, zigzag, per_document", [(1, False, 0), (2, False, 0), (2, True, 0), (2, True, 1)])
 @pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
-def test_packed_sequences_in_one_call(run, kind, zigzag, size):
-    for errors in run(size, packed_case, zigzag, kind, torch.bfloat16):
+def test_packed_sequences_in_one_call(run, kind, zigzag, per_document, size):
+    for errors in run(size, packed_case, zigzag, kind, torch.bfloat16, per_document):
         assert max(errors) < 1e-2, errors

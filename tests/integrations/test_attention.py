@@ -165,17 +165,26 @@ def test_what_the_operators_take(name):
     assert dict(cudnn=attention.CUDNN_IS_KNOWN, flash=attention.FLASH_IS_KNOWN)[name]
 
 
-def packed_on_cpu_case(group, zigzag, kind):
+def packed_on_cpu_case(group, zigzag, kind, per_document):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "flash_packed", varlen)
-        return packed_case(group, zigzag, kind, torch.float32)
+        return packed_case(group, zigzag, kind, torch.float32, per_document)
 
 
-@pytest.mark.parametrize("size, zigzag, kind", [(1, False, "heads"), (4, False, "groups"), (4, True, "narrow")])
-def test_packed_sequences_in_one_call(run, size, zigzag, kind):
+@pytest.mark.parametrize(
+    "size, zigzag, kind, per_document",
+    [
+        (1, False, "heads", 0),
+        (4, False, "groups", 0),
+        (4, True, "narrow", 0),
+        (1, True, "heads", 1),
+        (3, True, "narrow", 1),
+    ],
+)
+def test_packed_sequences_in_one_call(run, size, zigzag, kind, per_document):
     """By a stand-in for the kernels of GPUs, whose arguments are checked."""
     assert attention.flash_packed is not None
-    for errors in run(size, packed_on_cpu_case, zigzag, kind):
+    for errors in run(size, packed_on_cpu_case, zigzag, kind, per_document):
         assert max(errors) < 1e-5, errors
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
 TOKENS = {2: [30, 31], 4: [14, 19, 12, 16]}  # of each rank
 EVEN = {2: [30, 32], 3: [18, 22, 20], 4: [14, 20, 12, 16]}  # for the zigzag layout
 CUTS = [0, 1, 14, 14, 30, 34, 61]  # some at the ranks' cuts
+DOCUMENTS = [0, 1, 1, 5, 8]  # over 2P, each cut
 SOFTMAX = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True)
 GROUPED = dict(use_short_conv=True, num_kv_heads=1, feature_map="relu", clamp_min=-0.05, use_output_gate=False)
 CHOICES = {
@@ -66,10 +67,10 @@ def computed_by(fla, kind, call):
         yield
 
 
-def answers_of(model, tokens, **options):
+def answers_of(model, tokens, labels=None, **options):
     """(logits, loss, every parameter's gradient)."""
     model.zero_grad()
-    output = model(input_ids=tokens, labels=tokens, use_cache=False, **options)
+    output = model(input_ids=tokens, labels=tokens if labels is None else labels, use_cache=False, **options)
     logits, loss = output.logits, output.loss.detach()
     if logits is None:  # a loss that makes them piece by piece
         with torch.no_grad():
@@ -104,11 +105,19 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         model = model_of(fla, kind, fuse_cross_entropy=on_gpu, **choices).to(comm.device).train()
         whole = torch.randint(97, (1 if packed else 2, sum(tokens))).to(comm.device)
         lengths = torch.tensor([*CUTS[:-1], sum(tokens)], dtype=torch.int32).to(comm.device) if packed else None
+        documents = None
+        if layout == "documents":
+            documents = [2 * comm.size * n for n in DOCUMENTS]
+            lengths = torch.tensor(documents, dtype=torch.int32).to(comm.device)
         refused = on_gpu and kind == "gated_deltanet" and torch.cuda.get_device_capability()[0] == 9
         calls = [RECURRENCES[kind]] if refused or not on_gpu else [RECURRENCES[kind], None]
-        expected = [of_first(comm, call, fla, kind, model, whole, cu_seqlens=lengths) for call in calls]
-        mine = place(comm, tokens, layout == "zigzag")
-        assert sequence_parallel(model, comm=comm, layout=layout, attention=Attention(*attention)) is model
+        labels = whole.clone()
+        if documents:  # of which the layout keeps labels apart
+            labels[:, [a for a in documents if a < sum(tokens)]] = -100
+        expected = [of_first(comm, call, fla, kind, model, whole, labels=labels, cu_seqlens=lengths) for call in calls]
+        mine = place(comm, tokens, layout == "zigzag", documents)
+        where = dict(layout="contiguous" if layout == "contiguous" else "zigzag", per_document=documents is not None)
+        assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
         model = copy.deepcopy(model)  # as for averaged weights
         logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)
         for x in sums:
@@ -136,13 +145,17 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         ("gla, hybrid", 4, "zigzag"),
         ("kda, hybrid", 2, "zigzag"),
         ("gated_deltanet, hybrid", 4, "zigzag"),
+        ("gla, hybrid", 2, "documents"),
+        ("kda, hybrid", 4, "documents"),
+        ("gated_deltanet, hybrid", 1, "documents"),
     ],
 )
 def test_models(run, choice, size, layout):
-    """Two ranks have whole sequences, four have packed ones."""
+    """Two ranks have whole sequences, four have packed ones; "documents": each of them is cut."""
     kind = choice.split(",")[0]
-    tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
-    for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], size == 4, layout):
+    tokens = [2 * DOCUMENTS[-1]] * size if layout == "documents" else (EVEN if layout == "zigzag" else TOKENS)[size]
+    packed = size == 4 or layout == "documents"
+    for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], packed, layout):
         assert max(of_recurrence) < (5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5), of_recurrence
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import allscan
 from allscan.reference import delta_reference
+from allscan.zigzag import zigzag_positions
 from support.fla import import_fla
 from support.values import Copies, place, raised, relative
 
@@ -25,6 +26,7 @@ TOKENS = {1: [20], 2: [17, 12], 3: [9, 14, 7], 4: [6, 3, 11, 9]}  # of each rank
 EVEN = {1: [20], 2: [14, 14], 4: [10] * 4}  # in the zigzag layout: halves of an odd number, too
 CUTS = {2: [0, 1, 8, 17, 21, 29], 3: [0, 5, 7, 12, 26, 30], 4: [0, 4, 5, 14, 18, 29]}  # some at the ranks' cuts
 IN_ZIGZAG = {2: [0, 1, 7, 16, 21, 28], 4: [0, 3, 5, 14, 18, 29, 40]}  # of halves of 7 and 5
+DOCUMENTS = [0, 1, 1, 4, 9]  # over 2P, each cut
 VOCABULARY = 53
 COMMON = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, pad_token_id=0)
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6)
@@ -185,29 +187,40 @@ def model_case(group, family, packed, inner, keep=False, layout="contiguous", at
     from allscan.integrations.attention import Attention
     from allscan.integrations.transformers import sequence_parallel
 
-    zigzag = layout == "zigzag"
+    zigzag, documents = layout != "contiguous", None
     with allscan.Communicator(group) as comm:
-        tokens, model = (EVEN if zigzag else TOKENS)[comm.size], made(family, inner, keep, **more)
+        model = made(family, inner, keep, **more)
+        if layout == "documents":
+            documents = [2 * comm.size * n for n in DOCUMENTS]
+            tokens = [2 * DOCUMENTS[-1]] * comm.size
+        else:
+            tokens = (EVEN if zigzag else TOKENS)[comm.size]
         names = [name for name, _ in model.named_parameters()]
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)))
         labels = whole.clone()
         labels[:, 3] = -100
-        lengths = (IN_ZIGZAG if zigzag else CUTS)[comm.size] if packed and "one" not in packed else [0, sum(tokens)]
-        labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
+        one = packed in (None, "one") or documents
+        lengths = [0, sum(tokens)] if one else (IN_ZIGZAG if zigzag else CUTS)[comm.size]
+        lengths, given = documents or lengths, labels.clone()
+        labels[:, [a for a in lengths if a < sum(tokens)]] = -100  # no sequence predicts the next one's first token
+        given = labels if documents is None else given  # in cut documents the layout says so
+        lengths = sorted({*lengths})
         logits, loss, grads = expected(model, whole, labels, lengths)
         model.zero_grad()
-        mine = place(comm, tokens, zigzag)
+        mine = place(comm, tokens, zigzag, documents)
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths)])[None]
         how = {
             None: {},
-            "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32)),
+            "cu_seq_lens": dict(cu_seq_lens_q=torch.tensor(documents or lengths, dtype=torch.int32)),
+            "both": dict(cu_seq_lens_q=torch.tensor(documents or lengths), position_ids=positions[:, mine]),
             "position_ids": dict(position_ids=positions[:, mine]),
             "one": dict(position_ids=positions[:, mine]),
         }
-        assert sequence_parallel(model, comm=comm, layout=layout, attention=Attention(*attention)) is model
+        where = dict(layout="zigzag" if zigzag else "contiguous", per_document=documents is not None)
+        assert sequence_parallel(model, comm=comm, attention=Attention(*attention), **where) is model
         assert [name for name, _ in model.named_parameters()] == names
         model = copy.deepcopy(model)  # as for averaged weights
-        output = model(input_ids=whole[:, mine], labels=labels[:, mine], **how[packed])
+        output = model(input_ids=whole[:, mine], labels=given[:, mine], **how[packed])
         output.loss.backward()
         share = output.loss.detach()
         dist.all_reduce(share, group=comm.group)
@@ -345,6 +358,82 @@ def test_models_in_zigzag(run, family, size, given, inner):
     for errors, unused in run(size, model_case, family, given, inner, False, "zigzag"):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
+
+
+@pytest.mark.parametrize(
+    "family, size, given, inner",
+    [
+        ("kimi_linear", 1, "cu_seq_lens", "sdpa"),
+        ("kimi_linear", 4, "cu_seq_lens", "sdpa"),
+        ("qwen3_next", 3, "both", "eager"),
+        ("qwen3_next", 2, "cu_seq_lens", "sdpa"),
+        ("nemotron_h", 5, "cu_seq_lens", "sdpa"),
+        ("falcon_h1", 2, "both", "eager"),
+    ],
+)
+def test_models_of_cut_documents(run, family, size, given, inner):
+    """per_document=True: logits, loss and gradients of every parameter, with documents of no tokens and of one for each
+    piece, whose labels the layout keeps apart."""
+    for errors, unused in run(size, model_case, family, given, inner, False, "documents"):
+        assert max(errors.values()) < 1e-5, {k: v for k, v in errors.items() if not v < 1e-5}
+        assert all("experts" in name or "gate" in name for name in unused), unused
+
+
+def documents_case(group):
+    """(relative errors of the loss of batches that cut_batch has cut, packed and not, {what must be said: what is})."""
+    from allscan.integrations.transformers import cut_batch, sequence_parallel
+
+    with allscan.Communicator(group, timeout=5) as comm:
+        cut, last, T = dict(layout="zigzag", per_document=True), comm.rank == comm.size - 1, 16 * comm.size
+        lengths = torch.tensor([0, 4, 12, 16]) * comm.size
+        whole = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(0))
+        labels = whole[:1].clone()
+        labels[:, lengths[:-1]] = -100
+        model = made("qwen3_5")
+        want = [expected(model, whole[:1], labels, lengths.tolist())[1], expected(model, whole, whole, [0, T])[1]]
+        batch = dict(input_ids=whole[:1], labels=whole[:1], cu_seq_lens_q=lengths)
+        sequence_parallel(model, comm=comm, **cut)
+        part, errors = cut_batch(batch, comm=comm, **cut), []
+
+        def differ():
+            rows = cut_batch(dict(input_ids=whole, labels=whole), comm=comm, **cut)
+            for given, loss in zip((part, rows), want, strict=True):
+                share = model(**given).loss.detach()
+                dist.all_reduce(share, group=comm.group)
+                errors.append(relative(share, loss))
+
+        differ()
+        places = zigzag_positions(16, comm=comm, cu_seqlens=lengths, per_document=True)
+        assert torch.equal(part["input_ids"], whole[:1, places])
+        odd, ids = lengths + torch.tensor([0, 2, 0, 0]), dict(input_ids=part["input_ids"])
+        starts = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths.tolist())])[places][None]
+        rows = cut_batch(batch, comm=comm, layout="zigzag")
+        refused = {
+            f"multiples of {2 * comm.size}": ids | dict(cu_seq_lens_q=odd),
+            "differs between ranks": ids | dict(cu_seq_lens_q=odd if last else lengths),
+            "told by cu_seq_lens_q": ids | dict(position_ids=starts),
+            f"must end with the {T} tokens": ids | dict(cu_seq_lens_q=lengths[:-1]),
+            "a batch of one": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
+            "but the model has 1 rows, tokens [16, 16], zigzag, per_document=True": rows,
+        }
+        answers = {text: raised(model, **wrong) for text, wrong in refused.items()}
+        wrong = dict(comm=comm, layout="zigzag", per_document=True)
+        answers["must be multiples"] = raised(cut_batch, batch | dict(cu_seq_lens_q=odd), **wrong)
+        answers["is for layout"] = raised(cut_batch, batch, **wrong | dict(layout="contiguous"))
+        answers['for layout="zigzag"'] = raised(sequence_parallel, model, **wrong | dict(layout="contiguous"))
+        sequence_parallel(model, comm=comm, layout="zigzag", per_document=not last)
+        text = "layout differs between ranks: rank 0: zigzag, per_document=True; rank 1: zigzag"
+        answers[text] = raised(model, **ids)
+        sequence_parallel(model, comm=comm, **cut)
+        differ()
+        return errors, answers
+
+
+def test_cut_documents_and_what_is_refused(run, size=2):
+    for errors, answers in run(size, documents_case):
+        assert max(errors) < 1e-5
+        for text, answer in answers.items():
+            assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
 
 
 @pytest.mark.parametrize("attention", [(False,), (True, 8000)])

@@ -71,12 +71,12 @@ SCALE = 0.2
 def varlen(q, k, v, q_cuts, k_cuts, longest_q, longest_k, dropout, causal, debug, scale):
     """aten's _flash_attention_forward of packed sequences: the last query of each at its last key."""
     outputs = []
-    assert q_cuts.dtype == k_cuts.dtype == torch.int32 and causal and len(q) == longest_q == q_cuts[-1]
+    assert q_cuts.dtype == k_cuts.dtype == torch.int32 and causal and len(q) == q_cuts[-1]
     for (a, b), (c, d) in zip(*(itertools.pairwise(x.tolist()) for x in (q_cuts, k_cuts)), strict=True):
         Q, K, V = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
         K, V = (x.repeat_interleave(Q.shape[0] // K.shape[0], 0) for x in (K, V))
         seen = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - b + a)
-        assert d - c <= longest_k
+        assert b - a <= longest_q and d - c <= longest_k
         outputs.append(F.scaled_dot_product_attention(Q, K, V, seen, scale=scale).transpose(0, 1))
     return torch.cat(outputs), None
 
@@ -84,12 +84,13 @@ def varlen(q, k, v, q_cuts, k_cuts, longest_q, longest_k, dropout, causal, debug
 LENGTHS = [0, 0, 3, 37, 40, 41, 64]  # of packed sequences
 
 
-def packed_case(group, zigzag, kind, dtype):
+def packed_case(group, zigzag, kind, dtype, per_document=False):
     """Relative errors of o and of the gradients of q, k and v, all over the ranks, to each sequence in float64."""
     with allscan.Communicator(group, timeout=60) as comm:
-        total, (H, G, D, V) = LENGTHS[-1], SIZES[kind]
+        lengths = [2 * comm.size * n for n in (0, 3, 4, 9, 16)] if per_document else LENGTHS
+        total, (H, G, D, V) = lengths[-1], SIZES[kind]
         tokens = [total // comm.size] * comm.size
-        mine = place(comm, tokens, zigzag)
+        mine = place(comm, tokens, zigzag, lengths if per_document else None)
         generator = torch.Generator().manual_seed(0)
         q, k, v, do = (
             torch.randn(1, total, *shape, generator=generator).to(comm.device, dtype)
@@ -102,7 +103,7 @@ def packed_case(group, zigzag, kind, dtype):
                 F.scaled_dot_product_attention(
                     *(x[:, a:b].transpose(1, 2) for x in (exact[0], K, V)), is_causal=True, scale=SCALE
                 ).transpose(1, 2)
-                for a, b in itertools.pairwise(LENGTHS)
+                for a, b in itertools.pairwise(lengths)
             ],
             1,
         )
@@ -111,7 +112,10 @@ def packed_case(group, zigzag, kind, dtype):
         parts = [(first, end) for rank, first, end in softmax.chunks(tokens, zigzag) if rank == comm.rank]
         given = [x.transpose(1, 2) for x in leaves]
         assert comm.device.type == "cpu" or attention.takes_packed(*given)
-        found = attention.packed(*given, comm, parts, tuple(LENGTHS), SCALE)
+        if per_document:
+            found = attention.packed_documents(*given, comm, tuple(lengths), SCALE)
+        else:
+            found = attention.packed(*given, comm, parts, tuple(lengths), SCALE)
         found.backward(do[:, mine])
         sums = [x.grad.float() for x in leaves[1:]]
         for x in sums:
