@@ -405,6 +405,9 @@ def documents_case(group):
         differ()
         places = zigzag_positions(16, comm=comm, cu_seqlens=lengths, per_document=True)
         assert torch.equal(part["input_ids"], whole[:1, places])
+        nothing = model(input_ids=whole[:1, :0], labels=whole[:1, :0], cu_seq_lens_q=torch.tensor([0, 0]))
+        nothing.loss.backward()
+        assert nothing.logits.shape[:2] == (1, 0)
         odd, ids = lengths + torch.tensor([0, 2, 0, 0]), dict(input_ids=part["input_ids"])
         starts = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths.tolist())])[places][None]
         rows = cut_batch(batch, comm=comm, layout="zigzag")
@@ -539,7 +542,8 @@ def ours_case(group, family, packed, layout):
     @functools.wraps(own)
     def counted(*tensors, **options):
         calls.append(sorted(options))
-        assert options["layout"] == layout
+        assert options["layout"] == ("contiguous" if layout == "contiguous" else "zigzag")
+            assert options["per_document"] == (layout == "documents")
         return own(*tensors, **options)
 
     def chosen(device, **options):
@@ -571,12 +575,14 @@ def ours_case(group, family, packed, layout):
         ("qwen3_next", None, 2, "zigzag"),
         ("kimi_linear", "position_ids", 2, "zigzag"),
         ("qwen3_next", "cu_seq_lens", 4, "zigzag"),
+        ("kimi_linear", "cu_seq_lens", 3, "documents"),
     ],
 )
 def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
     pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
     name = {"kimi_linear": "zeco_kda", "qwen3_next": "zeco_gated_delta_rule"}[family]
-    where = ["comm", "cu_seqlens", "first_token", "layout", "output_final_state", "use_qk_l2norm_in_kernel"]
+    where = ["comm", "cu_seqlens", "first_token", "layout", "output_final_state", "per_document"]
+    where.append("use_qk_l2norm_in_kernel")
     for errors, calls, choices in run(size, ours_case, family, packed, layout):
         assert max(errors.values()) < 2e-5, errors
         assert calls == [where]  # one layer
