@@ -329,7 +329,7 @@ def halo_of_documents_case(group, lengths, n):
                     at += n
             assert torch.equal(found, expected) and torch.equal(numbers, (expected * 1000).long())
             found.sum().backward()
-            counts = sum(torch.tensor(c) for c in comm.exchange(taken.tolist(), "test"))
+            counts = sum(torch.tensor(c) for c in comm.order.exchange(taken.tolist(), "test"))
             assert torch.equal(own.grad.cpu(), counts[mine][None, :, None].expand_as(own))
 
 

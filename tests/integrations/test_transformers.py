@@ -543,7 +543,7 @@ def ours_case(group, family, packed, layout):
     def counted(*tensors, **options):
         calls.append(sorted(options))
         assert options["layout"] == ("contiguous" if layout == "contiguous" else "zigzag")
-            assert options["per_document"] == (layout == "documents")
+        assert options["per_document"] == (layout == "documents")
         return own(*tensors, **options)
 
     def chosen(device, **options):
