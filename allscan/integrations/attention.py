@@ -260,8 +260,8 @@ class Documents(Tables):
         where = torch.full((2, lengths[-1]), tables[1][-1], device="cpu")
         for i, tokens in enumerate(seen):
             where[i % 2, tokens] = torch.arange(*tables[1][i : i + 2], device="cpu")
-        tables = [torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables]
-        super().__init__([*tables, torch.cat(seen), where], comm.device)
+        numbers = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in tables)
+        super().__init__([*numbers, torch.cat(seen), where], comm.device)
         self.queries, self.keys, _, *self.seen = self.tensors
 
 

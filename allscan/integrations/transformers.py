@@ -298,7 +298,7 @@ class _Sequence:
         """Of the sequences on this rank that are not empty."""
         own, parts, start = [(a, b) for rank, a, b in self.chunks() if rank == self.comm.rank], [], 0
         lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
-        if self.per_document and self.own:
+        if lengths is not None and self.per_document and self.own:
             for i, (first, end) in enumerate(document_places(lengths, self.comm.rank, self.comm.size)):
                 parts.append(_Part(start, start + end - first, i, lengths[i // 2], end))
                 start += end - first
@@ -526,7 +526,8 @@ def _sequence(
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
         per_document = per_document and not cut_row
-        lengths = without_empty(lengths) if per_document else lengths
+        if lengths is not None and per_document:
+            lengths = without_empty(lengths)
         cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
         sequence = _Sequence(comm, tokens, cuts, inner, zigzag, per_document, attention)
         return sequence, any(answer[5] for answer in answers)
