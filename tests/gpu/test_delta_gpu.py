@@ -16,15 +16,25 @@ pytestmark = pytest.mark.gpu
 CUTS = {
     "one": lambda T: None,
     "packed": lambda T: [0, T // 5, T // 5, T // 2 + 1, T // 2 + 30, T],
+    "documents": lambda T: [0, T // 16, T // 16, T // 2, T],  # each cut, of T a multiple of 64 for each rank
 }
 
 
-def same_with_late_ranks(comm, whole, mine):
+def of_layout(comm, tokens, cuts):
+    """(tokens of each rank, cu_seqlens, this rank's tokens, what operators are told)."""
+    cut = cuts == "documents"
+    tokens = [1024] * comm.size if cut else tokens
+    lengths = CUTS[cuts](sum(tokens))
+    where = dict(layout="zigzag", per_document=True) if cut else {}
+    return tokens, lengths, place(comm, tokens, cut, lengths if cut else None), where
+
+
+def same_with_late_ranks(comm, whole, mine, where):
     """Ours, of four calls before which one rank or another waits."""
     first = None
     for epoch in range(4):
         late(epoch, comm.rank, 20)
-        ours = whole.ours(comm, mine)
+        ours = whole.ours(comm, mine, **where)
         first = first or ours
         assert all(torch.equal(a, b) for a, b in zip(ours, first)), "not the same bits again"
     return ours
@@ -36,13 +46,13 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
     from fla.ops.kda import chunk_kda
 
     with allscan.Communicator(group) as comm:
-        lengths, mine = CUTS[cuts](sum(tokens)), place(comm, tokens)
+        tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
         whole = Whole("kda", sum(tokens), 1, 2, 4, 128, 128, kind, dtype, comm.device, lengths, beta)
         sequences = 1 if lengths is None else len(lengths) - 1
-        expected = of_rank(whole.reference(), comm, tokens, lengths, sequences)
+        expected = of_rank(whole.reference(), comm, tokens, lengths, sequences, *[bool(where)] * 2)
         theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
-        theirs = of_rank(theirs, comm, tokens, lengths, sequences)
-        ours = same_with_late_ranks(comm, whole, mine)
+        theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
+        ours = same_with_late_ranks(comm, whole, mine, where)
         errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
         return {name: (errors[0][name], errors[1][name]) for name in NAMES}
 
@@ -52,7 +62,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
     "kind, dtype, cuts, beta",
     [(kind, BF16, "one", None) for kind in ("zero", "weak", "mild", "strong")]
     + [("zero", BF16, "one", beta) for beta in (0.0, 1.0)]
-    + [("weak", BF16, "packed", None), ("weak", F32, "one", None)],
+    + [("weak", BF16, "packed", None), ("weak", BF16, "documents", None), ("weak", F32, "one", None)],
 )
 def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     """10 %: what the summaries' products in bfloat16 may add to what all of the operator rounds."""
@@ -68,16 +78,17 @@ def gated_case(group, tokens, kind, dtype, cuts):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     with allscan.Communicator(group) as comm:
-        lengths, mine = CUTS[cuts](sum(tokens)), place(comm, tokens)
+        tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
         whole = Whole("gated_delta_rule", sum(tokens), 1, 2, 4, 128, 128, kind, dtype, comm.device, lengths)
         sequences = 1 if lengths is None else len(lengths) - 1
-        expected = of_rank(whole.reference(), comm, tokens, lengths, sequences)
+        exact = whole.reference()
+        expected = of_rank(exact, comm, tokens, lengths, sequences, *[bool(where)] * 2)
         packed = None if lengths is None else torch.tensor(lengths, device=comm.device)
         given = dict(initial_state=whole.initial, output_final_state=True, cu_seqlens=packed)
         with torch.no_grad():
-            theirs = [*chunk_gated_delta_rule(*whole.tensors(), **given), *expected[2:]]
-        theirs = [*of_rank(theirs, comm, tokens, lengths, sequences)[:2], *expected[2:]]
-        ours = same_with_late_ranks(comm, whole, mine)
+            theirs = [*chunk_gated_delta_rule(*whole.tensors(), **given), *exact[2:]]
+        theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
+        ours = same_with_late_ranks(comm, whole, mine, where)
         return [relative_all(NAMES, x, expected) for x in (ours, theirs)]
 
 
@@ -89,6 +100,7 @@ def gated_case(group, tokens, kind, dtype, cuts):
         ("mild", BF16, "one"),
         ("strong", BF16, "one"),
         ("weak", BF16, "packed"),
+        ("weak", BF16, "documents"),
         ("weak", F32, "one"),
     ],
 )

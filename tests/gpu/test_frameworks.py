@@ -97,6 +97,8 @@ CURVE = {"float32": 1e-4, "bfloat16": 1e-2}  # of each loss of ten steps
 TRAINED = ["kimi_linear", "qwen3_next"]
 CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for packed in (False, True)]
 CASES += [(family, "bfloat16", "zigzag") for family in TRAINED]  # not packed
+CASES += [(family, "bfloat16", "documents") for family in MODELS]  # packed, each cut
+DOCUMENTS = [0, 1, 13, 60, 60, 91]  # over 2P
 GATED = dict(linear_key_head_dim=32, linear_value_head_dim=32, deterministic_mode=False)
 
 
@@ -198,7 +200,9 @@ def split(comm, family, model, tokens, labels, how, layout="contiguous"):
     """What the model gives for this rank's tokens; its operators are checked to be All-Scan's."""
     from allscan.integrations import transformers as integration
 
-    integration.sequence_parallel(model, comm=comm, layout=layout)
+    per_document = layout == "documents"
+    layout = "zigzag" if per_document else layout
+    integration.sequence_parallel(model, comm=comm, layout=layout, per_document=per_document)
     with recorded(integration) as seen:
         output = model(input_ids=tokens, labels=labels, use_cache=False, **how)
     integration.sequence_parallel(model, comm=None)
@@ -208,28 +212,30 @@ def split(comm, family, model, tokens, labels, how, layout="contiguous"):
 
 def model_case(group, family, dtype, packed):
     """{name: (error to one rank in float32, that of one rank in ``dtype``)} of logits, loss, parameters' gradients.
-    packed: False, True, or "zigzag" for that layout, not packed."""
+    packed: False, True, or "zigzag" for that layout, not packed, or "documents", packed and each cut."""
     import_fla(models=False)
-    zigzag = packed == "zigzag"
-    packed = packed and not zigzag
+    zigzag, documents = packed in ("zigzag", "documents"), None
+    layout = packed if zigzag else "contiguous"
+    packed = packed and packed != "zigzag"
     with allscan.Communicator(group, timeout=120) as comm:  # where one rank compiles longer than another
         tokens, lengths = parts(comm.size)
         tokens = [182] * comm.size if zigzag else tokens  # no multiple of 16 either
         lengths = lengths if packed else [0, sum(tokens)]
+        if layout == "documents":
+            documents = lengths = [2 * comm.size * n for n in DOCUMENTS]
         whole = torch.randint(1, VOCABULARY, (1 if packed else 2, sum(tokens)), generator=torch.manual_seed(1))
         whole = whole.to(comm.device)
         labels = whole.clone()
         labels[:, lengths[:-1]] = -100  # no sequence predicts the next one's first token
-        model, mine = made(family, comm.device), place(comm, tokens, zigzag)
-        exact = one_rank(family, model, whole, labels, lengths)
+        model, mine = made(family, comm.device), place(comm, tokens, zigzag, documents)
+        exact = one_rank(family, model, whole, labels, sorted({*lengths}))
         model = copy.deepcopy(model).to(DTYPES[dtype])
         how = dict(cu_seq_lens_q=torch.tensor(lengths, dtype=torch.int32, device=comm.device)) if packed else {}
         if dtype == "float32":
             with allscan.Communicator(group_of_one()) as one:
                 alone = split(one, family, model, whole, labels, how)
         else:
-            alone = one_rank(family, model, whole, labels, lengths)
-        layout = "zigzag" if zigzag else "contiguous"
+            alone = one_rank(family, model, whole, labels, sorted({*lengths}))
         found = split(comm, family, model, whole[:, mine], labels[:, mine], how, layout)
         summed_over(group, found)
         exact["logits"], alone["logits"] = (x["logits"][:, mine] for x in (exact, alone))
