@@ -8,7 +8,11 @@ from __future__ import annotations
 import pytest
 
 from support.gla import LIMIT
-from support.properties import cycle_case, gla_calls, gla_case, halo_case, scans_case, size_of
+from support.properties.draw import size_of
+from support.properties.gla_calls import gla_calls, gla_case
+from support.properties.halo_calls import halo_case
+from support.properties.life_cycle import life_cycle_case
+from support.properties.scan_calls import scans_case
 
 pytestmark = pytest.mark.cpu  # GPUs would compile kernels for every case
 
@@ -39,4 +43,4 @@ def test_halos(run, seed, size):
 def test_life_cycles(fresh, request, size):
     ranks = fresh(size)
     for seed in range(size - 2, request.config.getoption("--seeds"), 3):
-        ranks.run(cycle_case, seed, timeout=150)
+        ranks.run(life_cycle_case, seed, timeout=150)
