@@ -1,4 +1,4 @@
-"""bench.soak, which GPUs run for thousands of steps: as many as the interpreter makes in a minute and a half."""
+"""A long training (support/soak.py), which GPUs run for thousands of steps: what the interpreter makes in a minute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from bench import soak
+from support import soak
 
 STEPS = 40  # 100 take the interpreter more than two minutes on two cores
 

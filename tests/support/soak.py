@@ -1,6 +1,8 @@
 """A long training under the conditions of a real one, with everything that may go wrong in it going wrong now and then.
 
-    python -m bench.soak                # all GPUs of this machine, 3,000 steps; without GPUs 100 on 2 CPU ranks
+    PYTHONPATH=.:tests python -m support.soak      # all GPUs, 3,000 steps; without GPUs 100 on 2 CPU ranks
+
+tests/test_soak.py runs 40 steps of it on CPU ranks.
 
 A small GLA language model (a short convolution over allscan.halo, allscan.zeco_gla, MLP) is trained twice from the same
 start on the same data: by all ranks with the sequences cut over them, and then by the first rank alone with whole ones.
