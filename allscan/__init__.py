@@ -26,7 +26,8 @@ if not _refused:
     from .ops.gla import zeco_gla
     from .ops.halo import halo
     from .ops.ssd import zeco_ssd
-    from .scan.collective import AllScan, Work
+    from .scan.collective import AllScan
+    from .scan.work import Work
 
 if TYPE_CHECKING:
     from .ops.delta import zeco_gated_delta_rule, zeco_kda

@@ -12,9 +12,9 @@ import triton.language as tl
 
 import allscan
 from allscan.launch.streams import SCANS
+from allscan.ops.carrier import record_call, register
 from allscan.ops.first_call import remember_agreement
 from allscan.ops.gla import zeco_gla_by
-from allscan.ops.gla.carrier import record_call, register
 
 
 @triton.jit
@@ -219,7 +219,7 @@ METHODS_OF_GPUS = {
 
 
 class Baseline:
-    """A StateCarrier (allscan/ops/gla/carrier.py) that is one of METHODS or METHODS_OF_GPUS. ``scans`` counts what it
+    """A StateCarrier (allscan/ops/carrier.py) that is one of METHODS or METHODS_OF_GPUS. ``scans`` counts what it
     has carried."""
 
     def __init__(self, comm, method: str):
@@ -235,10 +235,10 @@ class Baseline:
     def stream(self, priority=SCANS):
         return self.comm.streams.side(priority) if self._overlapped else contextlib.nullcontext(lambda: None)
 
-    def carry(self, state, decay, out, *, ticket, reverse, zigzag):
+    def carry(self, carried, reverse, zigzag):
         if zigzag:
             raise NotImplementedError("these methods are for the contiguous layout")
-        state, decay, out = (x.flatten(0, 2) for x in (state, decay, out))
+        state, decay, out = (x.flatten(0, 2) for x in (carried.state, carried.decay, carried.out))
         self.scans += 1
         self._kept = self._method(self.comm, state, decay, reverse=reverse, out=out)  # until the next one
         self._kept()

@@ -9,6 +9,8 @@ import torch
 import torch.utils.checkpoint
 
 import allscan
+from allscan.base.checks import ScanInputs
+from allscan.scan.two_way import two_way_scan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
 from support.delta import operator_case
 from support.gla import BF16, F32, Whole, check, gla_case
@@ -182,7 +184,7 @@ def received_case(group):
         inboxes = [scan.channel(reverse).inbox for reverse in (False, True)]
         before = [x.view(torch.int32).clone() for x in inboxes]
         comm.barrier()
-        scan.there_and_back(*states)
+        two_way_scan(scan, *map(ScanInputs, states))
         comm.barrier()
         if comm.device.type == "cuda":
             torch.cuda.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,12 +14,17 @@ from .communicator import Communicator
 recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
 
 
-class CountsBackwards(Protocol):
-    """What PendingBackward needs of an AllScan."""
+class Backwards:
+    """Of one AllScan on this rank."""
 
-    comm: Any
-    backwards: int  # adjoint launches, as the host has made them
-    dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
+    def __init__(self, comm: Communicator) -> None:
+        self.order = comm.order
+        self.reset()
+
+    def reset(self) -> None:
+        """As if no scan had been made."""
+        self.made = 0  # adjoint launches, as the host has made them
+        self.dropped = [False, False]  # [reverse]: a forward launch in that direction had no backward on this rank
 
 
 class PendingBackward:
@@ -32,42 +37,42 @@ class PendingBackward:
     ticket, tickets: what the node has of ``borrow_ticket`` (tickets.py), and the list into which it is put back.
     """
 
-    __slots__ = "_scan", "_reverse", "_backwards", "generation", "_ticket", "_tickets"
+    __slots__ = "_of", "_reverse", "_made", "generation", "_ticket", "_tickets"
 
     def __init__(
         self,
-        scan: CountsBackwards,
+        backwards: Backwards,
         reverse: bool,
         ticket: Any = None,
         tickets: list[torch.Tensor] | None = None,
     ) -> None:
-        self._scan, self._reverse, self._backwards = weakref.ref(scan), reverse, scan.backwards
-        self.generation = scan.comm.order.generation
+        self._of, self._reverse, self._made = weakref.ref(backwards), reverse, backwards.made
+        self.generation = backwards.order.generation
         self._ticket, self._tickets = ticket, tickets
 
     def run(self) -> None:
         """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
-        scan = self._scan()
-        if scan is None:
+        backwards = self._of()
+        if backwards is None:
             raise RuntimeError("the AllScan of this call is gone")
-        if scan.comm.order.generation != self.generation:
+        if backwards.order.generation != self.generation:
             raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
-        scan.backwards += 1
+        backwards.made += 1
 
     def __del__(self) -> None:
         if self._tickets is not None:
             self._tickets.append(self._ticket)
-        scan = self._scan()
-        if scan is None or scan.comm.order.generation != self.generation:
+        backwards = self._of()
+        if backwards is None or backwards.order.generation != self.generation:
             return
-        if scan.backwards == self._backwards:
-            scan.dropped[self._reverse] = True
+        if backwards.made == self._made:
+            backwards.dropped[self._reverse] = True
 
 
-def pending_backwards(scan: Any, zigzag: bool) -> list[PendingBackward]:
+def pending_backwards(backwards: Backwards, zigzag: bool) -> list[PendingBackward]:
     """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
-    there = PendingBackward(scan, False)
-    return [there, PendingBackward(scan, True)] if zigzag else [there]
+    there = PendingBackward(backwards, False)
+    return [there, PendingBackward(backwards, True)] if zigzag else [there]
 
 
 def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> tuple[torch.Tensor, ...]:

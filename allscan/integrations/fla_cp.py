@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.checks import ScanInputs
 from ..base.tiling import transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.first_call import cached_table, get_or_create_scan
 from ..ops.halo import halo
+from ..scan.two_way import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from . import needing
 
@@ -228,8 +230,8 @@ def _scan(comm, totals, reverse) -> list[torch.Tensor]:
     if len(states) == 1:
         return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
     order = slice(None, None, -1 if reverse else 1)  # backward, second halves go from the first rank to the last
-    there, back = states[order]
-    found = scan.there_and_back(there, back, decays=tuple(decays[order]), transitions=tuple(transitions[order]))
+    there, back = [*map(ScanInputs, states, decays, transitions)][order]
+    found = two_way_scan(scan, there, back)
     return list(found[order])
 
 

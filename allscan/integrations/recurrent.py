@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from ..base.autograd import product
-from ..base.checks import has_tangents
+from ..base.checks import ScanInputs, has_tangents
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using, allscan, final_of_all
 from ..ops.first_call import cached_table
 from ..ops.halo import halo, halo_of_ends
-from ..scan.collective import leaves
+from ..scan.two_way import leaves
 from ..tokens.packing import Tables, apart, together
 
 
@@ -197,7 +197,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
-        state = leaves(left[-1], None, through[-1], prevs[-1])
+        state = leaves(ScanInputs(left[-1], None, through[-1]), prevs[-1])
     else:
         state = torch.zeros_like(left[-1])
     return final_of_all(o, Using.apply(state, *prevs), comm, False, len(halves) > 1)

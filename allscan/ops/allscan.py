@@ -31,8 +31,11 @@ from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.collective import AllScan, PreparedScan, Work, check_out, leaves
-from ..scan.tickets import borrow_ticket
+from ..scan.collective import AllScan
+from ..scan.launcher import Launcher, PreparedScan, check_out
+from ..scan.tickets import borrow_ticket, new_tickets
+from ..scan.two_way import leaves
+from ..scan.work import Work
 from .first_call import get_or_create_scan, remember_call
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
@@ -138,7 +141,7 @@ def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, p
 
 def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
-    prepared = _scan_for(comm, inputs, bool(key[-1]), reverse, part).prepare(key, inputs, reverse)
+    prepared = _scan_for(comm, inputs, bool(key[-1]), reverse, part).launcher.prepare(key, inputs, reverse)
     remember_call(comm, (key, reverse, part), prepared)
     return prepared
 
@@ -227,7 +230,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
     prev = scan_once(comm, ScanInputs(there, decays[0], transitions[0], initial_state), False, part=part)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
-        handed = leaves(there, decays[0], transitions[0], prev)
+        handed = leaves(ScanInputs(there, decays[0], transitions[0]), prev)
     found = prev, scan_once(comm, ScanInputs(back, decays[1], transitions[1], handed), True, part=part)
     # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
     return _Together.apply(None, *found) if wanted else found
@@ -251,8 +254,8 @@ class _AllScan(Function):
     @staticmethod
     def forward(ctx, how, state, decay, transition, initial_state):
         prepared, number, async_op, works = how
-        scan, again = prepared.scan, recomputing()
-        ticket, tickets = (scan.ticket(), None) if again else borrow_ticket(scan.comm)
+        comm, again = prepared.comm, recomputing()
+        ticket, tickets = (new_tickets(comm, 1), None) if again else borrow_ticket(comm)
         inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
         try:
             prev = prepared.run(inputs, async_op, ticket)
@@ -266,9 +269,9 @@ class _AllScan(Function):
         _, _, of_decay, of_transition, _ = ctx.needs_input_grad
         # two on every rank, whichever inputs it has: by what was saved, and unpacked, torch's activation checkpointing
         # decides what it computes again, and when
-        nothing, factor = scan.comm.nothing, decay if transition is None else transition
+        nothing, factor = comm.nothing, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
-        pending = None if again else PendingBackward(scan, prepared.reverse, ticket, tickets)
+        pending = None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, ticket, tickets)
         ctx.given = prepared, ticket, number, pending, decay is not None, None if factor is None else factor.shape
         return prev
 
@@ -277,7 +280,7 @@ class _AllScan(Function):
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
         prepared, ticket, number, pending, has_decay, shape = ctx.given
-        comm, reverse = prepared.scan.comm, prepared.reverse
+        comm, reverse = prepared.comm, prepared.reverse
         if pending is not None:
             pending.run()
         factor, prev = saved_tensors(ctx, lambda: comm, not reverse)
@@ -291,16 +294,16 @@ class _AllScan(Function):
                 given, transition = (factor, None) if has_decay else (None, factor)
             inputs = ScanInputs(dprev, given, transition)
             if prepared.backward is None or type(dprev) is not Tensor:
-                prepared.backward = _adjoint(prepared.scan, inputs, reverse)
+                prepared.backward = _adjoint(prepared.launcher, inputs, reverse)
             dstate = prepared.backward.run(inputs, False, ticket)
-            return None, dstate, *_gradients(prepared.scan, dstate, inputs, prev, reverse, ctx.needs_input_grad[2:])
+            return None, dstate, *_gradients(comm, dstate, inputs, prev, reverse, ctx.needs_input_grad[2:])
 
 
 _backward_not_traced = dynamo_disabled(_AllScan.backward)
 
 
-def _adjoint(scan: AllScan, inputs: ScanInputs, reverse: bool) -> PreparedScan:
-    return scan.prepare(call_key(inputs), inputs, not reverse, True, True)
+def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedScan:
+    return launcher.prepare(call_key(inputs), inputs, not reverse, True, True)
 
 
 def _restored(factor, shape, is_decay, prev, dprev):
@@ -311,10 +314,10 @@ def _restored(factor, shape, is_decay, prev, dprev):
     return restored("allscan()", f"{names} prev", (factor, prev), kinds)
 
 
-def _gradients(scan: AllScan, dstate: Tensor, inputs: ScanInputs, prev: Any, reverse: bool, wanted: Any):
+def _gradients(comm: Communicator, dstate: Tensor, inputs: ScanInputs, prev: Any, reverse: bool, wanted: Any):
     """Of decay, transition, initial_state, None where not ``wanted``. ``inputs``: of the scan that has given dstate;
     ``prev`` is used for the first two of these."""
-    dprev, decay, transition, *_ = inputs
+    _, decay, *_ = inputs
     ddecay = dtransition = dinitial = None
     if wanted[0]:
         rows = (dstate * prev).sum(-1)
@@ -325,8 +328,8 @@ def _gradients(scan: AllScan, dstate: Tensor, inputs: ScanInputs, prev: Any, rev
         dtransition = product(dstate, prev.mT)
     if wanted[2]:
         dinitial = torch.zeros_like(dstate)
-        if scan.comm.rank == (scan.comm.size - 1 if reverse else 0):
-            dinitial = leaves(dprev, decay, transition, dstate, adjoint=True)
+        if comm.rank == (comm.size - 1 if reverse else 0):
+            dinitial = leaves(inputs, dstate, adjoint=True)
     return ddecay, dtransition, dinitial
 
 
@@ -347,7 +350,7 @@ def _forward(
         prepared = None if comm.debug else comm.calls.get((key, reverse, ""))
         if prepared is None:
             prepared = _prepare(comm, key, inputs, reverse, "")
-        ticket = prepared.scan.ticket()
+        ticket = new_tickets(comm, 1)
         return prepared.run(inputs, False, ticket), ticket
 
 
@@ -381,8 +384,8 @@ def _backward(
         scan = get_or_create_scan(comm, dprev.shape, tile=tile, algorithm=algorithm)
         (ticket,) = restored("allscan()", "ticket", [ticket], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
-        dstate = _adjoint(scan, inputs, reverse).run(inputs, False, ticket)
-        grads = dstate, *_gradients(scan, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
+        dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, ticket)
+        grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         refuse_second_derivative("allscan()")
         dstate, *rest = (
             dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads

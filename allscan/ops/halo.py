@@ -356,7 +356,7 @@ def _forward(
         scan = get_or_create_scan(comm, edge.shape, agree, problem)
         ticket = scan.ticket()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        decay, channel = _decay(T, edge.shape[1], reverse), scan.channel_of_scan(reverse, ticket)
+        decay, channel = _decay(T, edge.shape[1], reverse), scan.launcher.channel(reverse, ticket)
         found = scan.scan(edge, decay, reverse=reverse, channel=channel)
         return found if inside is None else torch.where(inside, found, 0.0), ticket
 
@@ -385,7 +385,7 @@ def _backward(
             decay,
             adjoint=True,
             reverse=not reverse,
-            channel=scan.channel_of_scan(not reverse, adjoint_of=plain(ticket)),
+            channel=scan.launcher.channel(not reverse, adjoint_of=plain(ticket)),
         )
         return (dedge,)
 

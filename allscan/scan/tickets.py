@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,11 +43,3 @@ def borrow_ticket(comm: Communicator) -> tuple[torch.Tensor, list[torch.Tensor] 
         return free.pop(), free
     except IndexError:  # another thread has taken the last one
         return new_tickets(comm, 1), None
-
-
-def zigzag_channels(scan: Any, ticket: torch.Tensor, adjoint: bool) -> tuple[Any, Any]:
-    """For AllScan.there_and_back of both halves; ``ticket``: int64 [TICKETS], with room for one of each."""
-    make = scan.channel_of_scan
-    if adjoint:  # of the halves in the other order
-        return make(False, adjoint_of=ticket[2:]), make(True, adjoint_of=ticket[:2])
-    return make(False, ticket=ticket[:2]), make(True, ticket=ticket[2:])

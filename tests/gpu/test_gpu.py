@@ -14,10 +14,12 @@ import torch.distributed as dist
 import triton.language as tl
 
 import allscan
+from allscan.base.checks import ScanInputs
 from allscan.base.tiling import transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.comm import heap as runtime
 from allscan.reference import allscan_reference, gla_reference
+from allscan.scan.two_way import two_way_scan
 from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
 from support.gla import check, gates, gla_case
@@ -85,7 +87,7 @@ def zigzag_case(group, epochs, late_rank):
             if comm.rank == late_rank and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
-            found = scan.there_and_back(*(states[i] for i in places), decays=tuple(decays[i] for i in places))
+            found = two_way_scan(scan, *(ScanInputs(states[i], decays[i]) for i in places))
             expected = allscan_reference(list(states), decays=list(decays))
             for x, i in zip(found, places, strict=True):
                 worst = torch.maximum(worst, (x - expected[i]).abs().max().nan_to_num(nan=1e30))

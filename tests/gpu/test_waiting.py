@@ -262,10 +262,10 @@ def proof_case(group):
     class Fraud(Baseline):
         """Finds nothing of its own and lets All-Scan do it, as bench/baselines.py did from b79203f to f275caf."""
 
-        def carry(self, state, decay, out, **options):
-            from allscan.ops.gla.carrier import AllScanCarrier
+        def carry(self, *carried):
+            from allscan.ops.carrier import AllScanCarrier
 
-            AllScanCarrier(self.comm).carry(state, decay, out, **options)
+            AllScanCarrier(self.comm).carry(*carried)
 
     from bench.baselines import gla
 

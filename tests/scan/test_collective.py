@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import allscan
 from allscan.base.tiling import transition_tile
 from allscan.reference import allscan_reference
-from allscan.scan.collective import PreparedScan
+from allscan.scan.launcher import PreparedScan
 from allscan.scan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from support.fla import import_fla
 from support.scans import scan_case

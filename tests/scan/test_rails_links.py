@@ -351,12 +351,12 @@ def memory_case(group):
         options, found = dict(tile=(4, 8), max_ctas=66), []
         for heads in (1, 2, 7, 12, 32):  # of some the memory has no gap behind it
             first, second = (allscan.AllScan(comm, (heads, 4, 8), **options) for _ in range(2))
-            programs = min(first.num_tiles, first._workspace.max_ctas)
-            found.append(all(rails[0].clock.numel() >= programs for rails in first._rails.further))
+            programs = min(first.num_tiles, first.launcher._least_ctas)
+            found.append(all(rails[0].clock.numel() >= programs for rails in first.launcher.rails.further))
             first.close()
-            before = second._channels[0].inbox.clone()
+            before = second.launcher.channels[0].inbox.clone()
             third = allscan.AllScan(comm, (heads, 4, 8), **options)
-            after = second._channels[0].inbox
+            after = second.launcher.channels[0].inbox
             found.append(torch.equal(before.view(torch.int32), after.view(torch.int32)))
             third.close()
             second.close()
@@ -377,7 +377,7 @@ def slots_case(group, algorithm):
             time.sleep(0.1 * (comm.rank < 2))
             scan.scan(torch.ones(3, 4, 8), decay, reverse=bool(epoch % 2))
         comm.barrier()
-        rails = scan._rails
+        rails = scan.launcher.rails
         inboxes = [tensor for tensor, value in rails._filled if tensor.is_floating_point()]
         inboxes += [c.inbox for channels in rails._channels for c in channels if c.RECV != NONE]
         return all((inbox.view(torch.int32) == -(2**31)).all().item() for inbox in inboxes)

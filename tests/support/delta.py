@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import allscan
+from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta.delta_operator import _state_pass
-from allscan.ops.delta.delta_passes import Kept, delta_segment_length, prepare
+from allscan.ops.delta.delta_passes import Kept, delta_segment_length
 from allscan.ops.first_call import find_layout
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
@@ -193,7 +194,7 @@ def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
         layout = find_layout(comm, 1, T, cu_seqlens, segment)
         passes = _state_pass(rule, layout, whole.q, whole.v, comm)
-        prepare(comm, (HV, K, V))
+        AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         kept = kept_for(passes)
         h, v_new = passes.forward(k, w, u, sums, whole.initial, found_final, kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,13 +24,14 @@ from ...base.checks import (
 from ...base.errors import Problem
 from ...bindings.torch_compat import unsafe_view
 from ...bindings.versions import refusal
-from ...comm.backwards import pending_backwards, recomputing, saved_tensors
+from ...comm.backwards import recomputing, saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ...scan.tickets import TICKETS
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, most_segments, own_boundaries
 from ..allscan import check_final, final_of_all
+from ..carrier import AllScanCarrier
 from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
-from .delta_passes import Kept, StatePass, delta_segment_length, prepare
+from .delta_passes import Kept, StatePass, delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet, gate, local, normalized
 
 RULES: dict[str, KDA | GatedDeltaNet] = {
@@ -271,7 +271,8 @@ def _delta(
     except (TypeError, ValueError, ImportError) as error:
         problem = Problem(error)
     if problem is not None:
-        prepare(comm, None, problem=problem)  # raises it, on the other ranks too if this is a first call
+        # raises it, on the other ranks too if this is a first call
+        AllScanCarrier.of(comm, dense=True).prepare(None, problem=problem)
     compare_values(comm, boundaries, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if initial_state is not None and before.state_v_first:
@@ -413,7 +414,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
             _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
-        check_first(comm, signature, shape, agree, check, g, partial(prepare, comm), CHUNK_TOKENS)
+        check_first(comm, signature, shape, agree, check, g, AllScanCarrier.of(comm, dense=True).prepare, CHUNK_TOKENS)
     return _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
 
 
@@ -657,8 +658,9 @@ def _save(ctx, inputs, output):
     handle, _, zigzag = ctx.where
     ctx.pending = []
     if not no_node:
+        carrier = AllScanCarrier.of(communicator_of(handle), dense=True)
         shape = _carried_shape(q, v, cu_seqlens, zigzag)
-        ctx.pending = pending_backwards(prepare(communicator_of(handle), shape), bool(zigzag))
+        ctx.pending = carrier.pending(carrier.prepare(shape), bool(zigzag))
 
 
 def _gradient(backward, ctx, do, dfinal, *_):

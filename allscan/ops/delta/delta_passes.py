@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...base.errors import Problem
-from ...base.tiling import cdiv, next_power_of_2, transition_tile
+from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator, cached_on
 from ...launch.plan import Plan
-from ...scan.collective import AllScan
-from ...scan.tickets import zigzag_channels
 from ...shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,
@@ -22,7 +18,7 @@ from ...shmem_kernels.delta import (
     summary_kernel,
 )
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
-from ..first_call import get_or_create_scan
+from ..carrier import AllScanCarrier, Carried
 from .fla_replay import Traced
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
@@ -69,12 +65,6 @@ def blocks_of_cpus(BK: int, widest: int) -> dict[str, dict[str, int]]:
     )
 
 
-def prepare(comm: Communicator, shape, agree=None, problem: Problem | None = None, at_first: bool = False) -> AllScan:
-    """The All-Scan with transitions of a state of this shape [.., K, V]; see get_or_create_scan."""
-    tile = None if shape is None else transition_tile(shape[-2])
-    return get_or_create_scan(comm, shape, agree, problem, tile, at_first)
-
-
 class Kept(NamedTuple):
     """What backward takes from forward."""
 
@@ -108,6 +98,7 @@ class StatePass:
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing travels
+        self.carrier = AllScanCarrier.of(comm, dense=True)
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
@@ -181,7 +172,7 @@ class StatePass:
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
         plan, order = found
-        made = plan.run(self.comm, *[x for x in tensors if x is not None])
+        made = plan.run(self.carrier, *[x for x in tensors if x is not None])
         return [i if i is None else made[i] for i in order]
 
     def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, ticket):
@@ -199,7 +190,7 @@ class StatePass:
         transitions, entered = _words(plan, transitions, entered)
         enters, room = plan.output(*self.of_states), self._room(plan.empty, plan.output, True)
         leaves = self._leaves(plan, q, k, w, g, do, given, dfinal, scale, from_scores)
-        with plan.beside(lambda comm: comm.streams.side()):
+        with plan.beside(lambda carrier: carrier.stream()):
             self._carry(plan, transitions, leaves, enters, dfinal, ticket, True, room)
         self._states(plan, k, w, u, g, (entered, None, None), None, made)
         plan.join()
@@ -299,27 +290,13 @@ class StatePass:
         own, _, prev, dense = room
         if prev is None:
             return
-        scan = prepare(self.comm, (self.B * self.H, *own.shape[1:]))
-        if self.zigzag:
-            plan.call(partial(self._there_and_back, scan, reverse), own, dense or own, prev, ticket)
-        else:  # where no sequence goes through the whole rank, nothing that enters it leaves it
-            passing = dense if self.layout.passing else None
-            scan.record(plan, own, prev, plan.part(ticket, 0, 1), reverse, transition=passing)
-
-    def _there_and_back(self, scan, reverse, _, own, dense, prev, ticket) -> None:
-        """Fill ``prev`` in the zigzag layout. Backward, what goes from the first rank to the last are second halves."""
-        order = (1, 0) if reverse else (0, 1)
-
-        def half(x, i):
-            return x.unflatten(0, (self.B, 2, self.H))[:, i].flatten(0, 1)
-
-        passing = [any(index % 2 == i for index in self.layout.passing) for i in order]
-        decays = tuple(None if passes else 0 for passes in passing)
-        transitions = tuple(half(dense, i) if passes else None for i, passes in zip(order, passing, strict=True))
-        states, channels = (half(own, i) for i in order), zigzag_channels(scan, ticket, reverse)
-        found = scan.there_and_back(*states, decays=decays, transitions=transitions, channels=channels)
-        for i, x in zip(order, found, strict=True):
-            prev.unflatten(0, (self.B, 2, self.H))[:, i] = x.unflatten(0, (self.B, self.H))
+        # where no sequence goes through the whole rank, nothing that enters it leaves it
+        halves = range(1 + self.zigzag)
+        passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
+        lead = self.B, len(halves), self.H
+        own, prev, dense = (x if x is None else plan.part(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
+        carried = Carried(own, prev, ticket, transition=dense, passes=(passes[0], passes[-1]))
+        self.carrier.record(plan, carried, reverse, self.zigzag)
 
     def _states(self, plan: Plan, k, w, u, g, entering, final, made):
         h, v_new = made

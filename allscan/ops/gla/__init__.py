@@ -1,8 +1,7 @@
 """Gated linear attention over a sequence that is cut over the ranks of a communicator.
 
-``operator``  zeco_gla: checks, autograd, torch's custom operators.
-``launches``  which kernel is launched with what.
-``carrier``   what brings the state from rank to rank.
+``gla_operator``  zeco_gla: checks, autograd, torch's custom operators.
+``gla_plans``     which kernel is launched with what.
 """
 
 from .gla_operator import zeco_gla, zeco_gla_by

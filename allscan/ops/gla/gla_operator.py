@@ -38,6 +38,7 @@ from ...comm.communicator import Communicator, check_communicator
 from ...launch.plan import Plan
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
 from ..allscan import check_final, final_of_all
+from ..carrier import AllScanCarrier, StateCarrier, carrier_of
 from ..first_call import (
     check_first,
     check_packed,
@@ -47,7 +48,6 @@ from ..first_call import (
     find_layout,
     remember_call,
 )
-from .carrier import AllScanCarrier, StateCarrier, carrier_of
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
@@ -231,7 +231,7 @@ class Prepared:
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
-        self.carried = shape.carried * shape.H, shape.K, shape.V
+        self.scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
         self._states = shape.sequences, shape.H, shape.K, shape.V
         self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
@@ -388,7 +388,7 @@ class _Eager(Function):
         prepared, final, cu_seqlens = rest
         carrier = prepared.carrier
         o, final_state, kept = prepared.forward(final, *tensors)
-        pending = [] if recomputing() else carrier.pending(prepared.carried, bool(prepared.shape.zigzag))
+        pending = [] if recomputing() else carrier.pending(prepared.scan, bool(prepared.shape.zigzag))
         _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)
         ctx.prepared = weakref.ref(prepared)
         return o, final_state
@@ -515,7 +515,8 @@ def _save_traced(ctx, inputs, output):
     pending = []
     if type(output[0]) is Tensor and not recomputing():  # not traced by torch.compile, nor checkpointing's
         carried = _carried_shape(tensors[0], tensors[2], tensors[5], zigzag)
-        pending = carrier_of(handle).pending(carried, bool(zigzag))
+        carrier = carrier_of(handle)
+        pending = carrier.pending(carrier.prepare(carried), bool(zigzag))
     _save(ctx, *tensors, output[2], pending, handle, (scale, first_token, zigzag, keeps))
 
 

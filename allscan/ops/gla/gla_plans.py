@@ -27,7 +27,7 @@ from ...shmem_kernels.gla_fwd import (
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
-from .carrier import StateCarrier
+from ..carrier import Carried, StateCarrier
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
 # pays by the operation.
@@ -358,7 +358,7 @@ class GLAPlan(Plan):
                 with self.beside(lambda carrier: carrier.stream(LONG)):
                     made = long()
             if before or behind:
-                carrier.record(self, own, decay, out, ticket, reverse, zigzag)
+                carrier.record(self, Carried(own, out, ticket, decay), reverse, zigzag)
             else:
                 nothing_enters()
             if long:

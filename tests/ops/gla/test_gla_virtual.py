@@ -12,8 +12,8 @@ import triton.language as tl
 import allscan
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
+from allscan.ops.carrier import register
 from allscan.ops.first_call import remember_agreement
-from allscan.ops.gla.carrier import register
 from allscan.ops.gla.gla_operator import zeco_gla_by
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
@@ -42,10 +42,10 @@ class Seat:
     def expected_us(self, words, zigzag):
         return self._scan_us
 
-    def pending(self, shape, zigzag):
+    def pending(self, prepared, zigzag):
         return []
 
-    def record(self, plan, state, decay, out, ticket, reverse, zigzag):
+    def record(self, plan, carried, reverse, zigzag):
         ranks = self._ranks
         channel = ranks.channels[self.comm.rank][reverse]._replace(ADJOINT=tl.constexpr(reverse))
         options = dict(stride_g=ranks.K, stride_k=1, K=ranks.K, V=ranks.V)
@@ -67,7 +67,7 @@ class Seat:
             if state.is_cuda:
                 prefer_shared_memory_carveout(compiled)
 
-        plan.call(scan, state, decay, out, ticket)
+        plan.call(scan, carried.state, carried.decay, carried.out, carried.ticket)
 
     def close(self):
         self.comm.rank, self.comm.size = 0, 1

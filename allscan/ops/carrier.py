@@ -1,0 +1,176 @@
+"""What brings the state of an operator from rank to rank: All-Scan, or another method that bench/ sets beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..base.checks import ScanInputs
+from ..base.errors import Problem
+from ..base.tiling import transition_tile
+from ..comm.backwards import PendingBackward, pending_backwards
+from ..comm.communicator import Communicator, communicator_of
+from ..launch.plan import Buffer, Plan
+from ..launch.streams import SCANS
+from ..scan.collective import AllScan
+from ..scan.launcher import Scanned
+from ..scan.two_way import two_way_channels, two_way_scan
+from .first_call import get_or_create_scan
+
+HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
+
+
+class Carried(NamedTuple):
+    """A state on its way over the ranks: tensors, or the buffers of a plan that stand for them. Each rank multiplies
+    what enters it by its decay or transition; by 0 where there is neither, or where nothing ``passes``.
+
+    In the zigzag layout the second dimension is 2: the first half of a rank's tokens, and the second; else 1."""
+
+    state: Any  # [B, 1 or 2, H, K, V]
+    out: Any  # like state: is to hold what the ranks before this one leave
+    ticket: Any  # int64 [TICKETS], see AllScan.channel: written forward, read in reverse
+    decay: Any = None  # [B, 1 or 2, H, K]
+    transition: Any = None  # [B, 1 or 2, H, K, K]
+    passes: tuple[bool, bool] = (True, True)  # in each half
+
+
+class StateCarrier(Protocol):
+    """An exclusive scan over the ranks, as operators use it."""
+
+    comm: Communicator
+    handle: int  # stands for this object where torch wants a number
+
+    def prepare(self, shape, agree=None, problem: Problem | None = None, *, at_first: bool = False) -> Any:
+        """Before the first forward call with tensors like its own; see first_call.get_or_create_scan. Returns what
+        :meth:`pending` takes."""
+
+    def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
+        """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
+        the result; what is launched before may run at the same time. Each priority has a stream of its own."""
+
+    def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
+        """Begin the scan; with ``reverse``, which is the backward pass, from the last rank."""
+
+    def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
+        """Whether a forward ``carry`` of states [B, 1 or 2, H, K, V] waits for a rank before this one, and whether it
+        sends to one behind. A carry that does not wait writes zeros to ``out``, which nobody reads: it may be ``state``
+        itself. One that does not send must not use state and decay: they may be written while it runs. Where it
+        would do neither, as on one rank, there is no call."""
+
+    def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+        """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: :func:`record_call`, or
+        something quicker."""
+
+    def expected_us(self, words: int, zigzag: bool) -> float:
+        """About how long ``carry`` takes with states of so many words in all, if it runs beside others: where that is
+        long, forward leaves more for this time."""
+
+    def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
+        """For the backward that a forward call is to have; ``prepared``: by :meth:`prepare`."""
+
+
+def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+    """Record a call of ``carry``."""
+    buffers: dict[str, Any] = {name: x for name, x in carried._asdict().items() if isinstance(x, Buffer)}
+
+    def carry(carrier: StateCarrier, *tensors: Tensor) -> None:
+        carrier.carry(Carried(**carried._asdict() | dict(zip(buffers, tensors, strict=True))), reverse, zigzag)
+
+    plan.call(carry, *buffers.values())
+
+
+class AllScanCarrier:
+    """All-Scan, on the communicator's own stream. ``dense``: of states with transitions."""
+
+    def __init__(self, comm: Communicator, dense: bool = False):
+        self.comm, self.handle, self._dense = comm, comm.handle, dense
+
+    @staticmethod
+    def of(comm: Communicator, dense: bool = False) -> AllScanCarrier:
+        """That of ``comm``, the same until it is closed."""
+        name = "carrier of transitions" if dense else "carrier"
+        return comm.attributes.get(name) or comm.attributes.setdefault(name, AllScanCarrier(comm, dense))
+
+    def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
+        kind: dict[str, Any]
+        if self._dense:
+            kind = dict(tile=None if shape is None else transition_tile(shape[-2]))
+        else:
+            # A program keeps large ones of other kernels off its multiprocessor: half of those that may wait do
+            algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
+            kind = dict(max_ctas=max(1, self.comm.max_ctas // 2), algorithm=algorithm)
+        return get_or_create_scan(self.comm, shape, agree, problem, at_first=at_first, **kind)
+
+    def stream(self, priority=SCANS):
+        return self.comm.streams.side(priority)
+
+    def neighbours(self, shape, zigzag):
+        if zigzag or self._scan(shape).algorithm != "chain":
+            return True, True
+        return self.comm.rank > 0, self.comm.rank < self.comm.size - 1
+
+    def record(self, plan, carried, reverse, zigzag):
+        scan = self._scan(carried.state.shape)
+        if zigzag or scan.algorithm != "chain":
+            return record_call(plan, carried, reverse, zigzag)
+        factors = (carried.decay, carried.transition) if carried.passes[0] else ()
+        ticket = plan.part(carried.ticket, 0, 1)
+        scan.launcher.record(plan, Scanned(carried.state, carried.out, ticket, *factors), reverse)
+
+    def _scan(self, shape) -> AllScan:
+        return self.prepare((shape[0] * shape[2], *shape[3:]))
+
+    def carry(self, carried, reverse, zigzag):
+        scan, out, ticket = self._scan(carried.state.shape), carried.out, carried.ticket
+        halves = [self._half(carried, i) for i in range(1 + zigzag)]
+        if zigzag:
+            order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
+            channels = two_way_channels(scan, ticket, reverse)
+            found = two_way_scan(scan, *(halves[i] for i in order), channels=channels)
+            for i, x in zip(order, found, strict=True):
+                out[:, i] = x.unflatten(0, (out.shape[0], -1))
+        else:
+            channel = scan.launcher.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
+            state, decay, *_ = halves[0]
+            scan.scan(state, decay, reverse=reverse, out=out.view(scan.shape), channel=channel)
+
+    def _half(self, carried: Carried, i: int) -> ScanInputs:
+        state, *factors = (
+            None if x is None else x[:, i].flatten(0, 1) for x in (carried.state, carried.decay, carried.transition)
+        )
+        return ScanInputs(state, *factors) if carried.passes[i] else ScanInputs(state, 0)
+
+    def expected_us(self, words, zigzag):
+        hops = (self.comm.size - 1) * (1 + zigzag)
+        return hops * HOP_US + words * WORD_US if hops else 0.0
+
+    def pending(self, prepared, zigzag):
+        return pending_backwards(prepared.launcher.backwards, zigzag)
+
+
+# By handle, those that are no communicator's own
+_carriers: weakref.WeakValueDictionary[int, StateCarrier] = weakref.WeakValueDictionary()
+_handles = itertools.count(-1, -1)  # a communicator's are positive
+
+
+def register(carrier: StateCarrier) -> int:
+    """A handle for a carrier of one's own, for as long as the object lives."""
+    handle = next(_handles)
+    _carriers[handle] = carrier
+    return handle
+
+
+def carrier_of(handle: int) -> StateCarrier:
+    """The carrier with this handle. Raises RuntimeError if it, or its communicator, is gone."""
+    if handle > 0:
+        return AllScanCarrier.of(communicator_of(handle))
+    try:
+        return _carriers[handle]
+    except KeyError:
+        raise RuntimeError("this StateCarrier is gone") from None

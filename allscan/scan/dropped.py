@@ -1,0 +1,46 @@
+"""A rank that ignores what a call returned, so that autograd never runs the call's backward there: is it alone?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ..base.errors import REMEDY
+from ..shmem_kernels.links import NONE
+
+
+def look_for_backwards(launcher: Any, reverse: bool) -> None:
+    """A call in this direction had no backward on this rank. Raise if the rank that sends to this one in the
+    backward direction has run its own; return once that one is seen to have begun its next call instead.
+
+    Waits for that rank's next launch: validate with torch.no_grad(), which leaves nothing to look for.
+    """
+    comm, rails = launcher.comm, launcher.rails
+    launcher.backwards.dropped[reverse] = False
+    there, back = launcher.channels[reverse], launcher.channels[not reverse]
+    first = back.RECV == NONE if rails is None else rails.is_first(not reverse)
+    if first or comm.streams.capturing():
+        return  # this rank's backward waits for nobody, so the others wait for it
+    peek, deadline = comm.streams.peek, time.monotonic() + comm.timeout
+    if comm.streams.cuda:
+        torch.cuda.current_stream(comm.device).synchronize()
+    launched, epoch = peek(there.epoch[:1])[0], peek(back.epoch[:1])[0]
+    while time.monotonic() < deadline and launched >= 0 <= epoch:
+        if rails is None:
+            begun = max(peek(there.freed[: launcher.spec.depth])) >= launched
+            arrived = peek(back.arrived[:: launcher.spec.num_tiles])
+            ran = any((word & 0xFFFFFFFF) == epoch + 1 for word in arrived)
+        else:
+            begun = rails.have_begun(reverse, launched)
+            ran = rails.have_run(not reverse, epoch)
+        if ran:
+            raise RuntimeError(
+                "a call with gradients had no backward on this rank, but on another one: this rank has not used "
+                "what the call returned, and its gradients since then lack what it gave to the others. Use the "
+                f"result on every rank, 0 * result.sum() if need be; or torch.no_grad() on all. {REMEDY}."
+            )
+        if begun:
+            return
+        time.sleep(1e-3)

@@ -1,0 +1,339 @@
+"""Launches of the scans of one AllScan, eager or recorded in a plan, by a variant of the kernel for each signature."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..base.checks import ScanInputs, Shift, check_tensor, check_transition, decay_rows, decay_target, plain
+from ..base.tiling import transition_blocks, transition_tile
+from ..bindings.triton_compat import launchable
+from ..comm.backwards import Backwards
+from ..comm.communicator import Communicator
+from ..launch.compiled_kernel import Launch, channel_addresses, prefer_shared_memory_carveout, with_nvshmem
+from ..launch.plan import Buffer, Plan
+from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import PUT
+from ..shmem_kernels.rails import rails_kernel
+from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
+from ..shmem_kernels.transition import transition_kernel
+from .dropped import look_for_backwards
+from .rails_links import Rails
+from .work import Work
+from .workspace import Spec, Workspace, reset
+
+_TICKET = Channel._fields.index("ticket")
+
+
+class Variant(NamedTuple):
+    """Of the scan's kernel."""
+
+    dense: bool  # with transitions
+    has_decay: bool
+    strides: tuple[int, int]  # of decays, or of rows and columns of transitions
+    one_hop: bool | Shift  # nothing passes
+    has_initial: bool
+    reverse: bool
+
+
+class Scanned(NamedTuple):
+    """The buffers of a scan in a plan: ``state`` [..., K, V] by a decay [..., K] or a transition [..., K, K], by the
+    decay 0 if there is neither. ticket: as for AllScan.channel."""
+
+    state: Buffer
+    out: Buffer
+    ticket: Buffer
+    decay: Buffer | None = None
+    transition: Buffer | None = None
+
+
+class Launcher:
+    """Of one AllScan on this rank; ``max_ctas``: most programs of a launch."""
+
+    def __init__(
+        self, comm: Communicator, spec: Spec, workspace: Workspace, rails: Rails | None, max_ctas: int
+    ) -> None:
+        self.comm, self.spec, self.rails, self.closed = comm, spec, rails, False
+        self.shape, (self.K, self.V) = spec.shape, spec.shape[-2:]
+        self._max_ctas, self._least_ctas = max_ctas, workspace.max_ctas
+        self.backwards = Backwards(comm)
+        self.channels = workspace.channels
+        self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
+        # by ADJOINT and direction: what kernels take before and behind the address of the ticket
+        self._addresses: list[list[tuple[tuple, tuple]]] = [[], []]
+        if rails is None:
+            for adjoint, channels in enumerate((self.channels, self._adjoint_channels)):
+                addresses = [channel_addresses(channel) for channel in channels]
+                self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
+        self._launches: dict[tuple, Any] = {}
+        self._prepared: dict[tuple, PreparedScan] = {}
+
+    def reset(self) -> None:
+        """As if no scan had been made. While no kernel of any rank uses the channels."""
+        if self.rails is not None:
+            self.rails.reset()
+        elif self.comm.size > 1:
+            for channel in self.channels:
+                reset(channel)
+        self.backwards.reset()
+
+    def channel(self, reverse: bool, ticket: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
+        """As of :meth:`AllScan.channel`, whatever the algorithm."""
+        if ticket is not None:
+            return _with_ticket(self.channels[reverse], ticket)
+        if adjoint_of is not None:
+            return _with_ticket(self._adjoint_channels[reverse], adjoint_of)
+        return self.channels[reverse]
+
+    def linked(self, kernel: Any) -> Any:
+        """``kernel``, with NVSHMEM if a link needs it."""
+        puts = any(PUT in (c.SEND, c.RECV) for c in self.channels) if self.rails is None else self.rails.puts
+        return with_nvshmem(kernel) if puts and self.comm.streams.cuda else kernel
+
+    def before_launch(self, kernel: Any, reverse: bool) -> None:
+        if self.closed:
+            raise RuntimeError("this AllScan is closed")
+        self.comm._before_launch(self._description, kernel, reverse)
+        if self.backwards.dropped[reverse]:
+            look_for_backwards(self, reverse)
+
+    def after_launch(self, compiled: Any) -> None:
+        if self.comm.streams.cuda:
+            prefer_shared_memory_carveout(compiled)
+        else:
+            self.comm.check()  # the interpreter has run the kernel by now
+
+    def _description(self, kernel, reverse) -> str:
+        name = name_of(kernel)
+        if name in ("scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel"):
+            name = "scan"  # ranks may mix them
+        return f"{name} over {self.shape}" + (", reverse" if reverse else "")
+
+    def _check(self, inputs: ScanInputs) -> None:
+        """Raise TypeError or ValueError for what a scan cannot take."""
+        state, decay, transition, initial_state, out = inputs
+        check_tensor("state", state, self.shape, self.comm.device)
+        decay_target(decay, self.shape, self.comm.device)
+        if initial_state is not None:
+            check_tensor("initial_state", initial_state, self.shape, self.comm.device)
+        if transition is not None:
+            check_transition(transition, decay, self.shape, self.comm.device)
+            if self.rails is not None:
+                raise ValueError(f'transitions need algorithm="chain", this AllScan has "{self.spec.algorithm}"')
+            if self.spec.tile[0] < self.K or min(self.spec.tile) < 16:
+                wanted = transition_tile(self.K)
+                raise ValueError(
+                    f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.spec.tile}"
+                )
+        if out is not None:
+            check_tensor("out", out, self.shape, self.comm.device)
+
+    def prepare(
+        self, key: tuple, inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
+    ) -> PreparedScan:
+        """What runs scans of inputs with this :func:`call_key`, after all checks. of_adjoint: a launch that belongs to
+        the forward launch of its ticket."""
+        known = key, reverse, adjoint, of_adjoint
+        found = self._prepared.get(known)
+        if found is None:
+            self._check(inputs)
+            kind, whole = self._kind(inputs, reverse, adjoint)
+            launch = self._launches.get((kind, of_adjoint))
+            if launch is None:
+                launch = self._launches[kind, of_adjoint] = self._make_launch(kind)
+            one_hop = self._one_hop(inputs.decay)
+            found = self._prepared[known] = PreparedScan(self, launch, whole, one_hop, reverse, of_adjoint)
+        return found
+
+    def _one_hop(self, decay: Any) -> bool | Shift:
+        """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
+        if isinstance(decay, Shift):
+            return decay
+        return self.rails is None and isinstance(decay, numbers.Real) and decay == 0
+
+    def _kind(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
+        """(the variant, whether the decay has all rows that a kernel reads)."""
+        _, decay, transition, initial_state, _ = inputs
+        one_hop = self._one_hop(decay)
+        whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
+        if transition is not None:
+            strides = (1, self.K) if adjoint else (self.K, 1)
+        else:
+            strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)[1]
+        has_decay = decay is not None and not one_hop
+        if isinstance(one_hop, Shift) and adjoint:
+            one_hop = Shift(-one_hop.rows)
+        return Variant(transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse), whole
+
+    def launch(self, prepared: PreparedScan, tensors: tuple, addresses: list[int]) -> None:
+        """Launch a scan's kernel with ``tensors``, the last of which is the ticket, at ``addresses``."""
+        launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
+        self.before_launch(launch.kernel, reverse)
+        if self.rails is None and launch.ready and launchable(addresses):
+            before, behind = self._addresses[adjoint][reverse]
+            ticket = addresses.pop()
+            launch.at((*addresses, (*before, ticket, *behind)))
+        else:
+            self._with_tensors(launch, reverse, adjoint, *tensors)
+
+    def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple:
+        """``addresses``, as :class:`Launch` takes them; the last one is the ticket's."""
+        before, behind = self._addresses[adjoint][reverse]
+        return (*addresses[:-1], (*before, addresses[-1], *behind))
+
+    def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
+        """The same with tensors, in a launch."""
+        channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
+        self.after_launch(launch(*tensors[:-1], _with_ticket(channel, tensors[-1])))
+
+    def record(self, plan: Plan, buffers: Scanned, reverse: bool) -> None:
+        """Record a scan in a plan whose runs are in a call of the communicator, with ``reverse`` the adjoint."""
+        if self.rails is not None:
+            raise ValueError("plans need a chain")
+        state, out, ticket, decay, transition = buffers
+        factor = decay or transition or state
+        strides = (0, 0) if factor is state else (self.K, 1)
+        variant = Variant(transition is not None, decay is not None, strides, factor is state, False, reverse)
+        launch = self._make_launch(variant)
+        plan.step(
+            launch,
+            (state, factor, state, out, ticket),
+            partial(self._with_tensors, launch, reverse, reverse),
+            partial(self._with_channel, reverse, reverse),
+            partial(self.before_launch, launch.kernel, reverse),
+        )
+
+    def _make_launch(self, variant: Variant) -> Any:
+        """Its Launch."""
+        dense, has_decay, strides, one_hop, has_initial, reverse = variant
+        fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
+        if self.rails is not None:
+            return self.rails.launch(
+                self.linked(rails_kernel),
+                reverse,
+                min(self.spec.num_tiles, self._least_ctas),
+                stride_g=strides[0],
+                stride_k=strides[1],
+                **fixed,
+                HAS_DECAY=has_decay,
+            )
+        num_warps = max(1, min(8, math.prod(self.spec.tile) // 512))
+        if isinstance(one_hop, Shift):
+            return Launch(self.linked(shift_rows_kernel), (1,), rows=one_hop.rows, **fixed, num_warps=num_warps)
+        if not dense:
+            return Launch(
+                self.linked(scan_kernel),
+                (min(self.spec.num_tiles, self._max_ctas),),
+                stride_g=strides[0],
+                stride_k=strides[1],
+                **fixed,
+                HAS_DECAY=has_decay,
+                ONE_HOP=one_hop,
+                num_warps=num_warps,
+            )
+        tiles = -(-self.spec.num_tiles // self._max_ctas)  # of a program
+        return Launch(
+            self.linked(transition_kernel),
+            (-(-self.spec.num_tiles // tiles),),
+            stride_i=strides[0],
+            stride_j=strides[1],
+            **fixed,
+            **transition_blocks(self.spec.tile[0]),
+        )
+
+
+def name_of(kernel: Any) -> str:
+    return getattr(kernel, "__name__", None) or kernel.fn.__name__
+
+
+class PreparedScan:
+    """Scans of one variant: their inputs were checked, and their kernel is known. Made by :meth:`Launcher.prepare`."""
+
+    __slots__ = "comm", "launcher", "launch", "reverse", "of_adjoint", "_whole", "_one_hop", "_ticket", "backward"
+
+    def __init__(
+        self, launcher: Launcher, launch: Any, whole: bool, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
+    ) -> None:
+        self.comm, self.launcher, self.launch = launcher.comm, launcher, launch
+        self._whole, self._one_hop = whole, one_hop
+        self.reverse, self.of_adjoint = reverse, of_adjoint
+        self._ticket = launcher.channels[reverse].ticket
+        self.backward: PreparedScan | None = None  # of allscan()
+
+    def run(self, inputs: ScanInputs, async_op: bool = False, ticket: Tensor | None = None) -> Any:
+        """:meth:`AllScan.scan`, in a call of the communicator. ticket: as for :meth:`AllScan.channel`; with
+        ``of_adjoint`` that of the forward launch."""
+        comm = self.comm
+        state, decay, transition, initial_state, out = inputs
+        state = plain(state)
+        given = state if initial_state is None else plain(initial_state)
+        factor = state
+        if transition is not None:
+            factor = plain(transition)
+        elif self._whole:
+            factor = plain(decay)
+        elif decay is not None and not self._one_hop:
+            factor = decay_rows(decay, self.launcher.shape, comm.device)[0]
+        if written := out is not None:
+            if not out.is_contiguous() or out.is_neg():
+                raise ValueError("out must be contiguous, and no view of a negative")
+        else:
+            out = torch.empty_like(state)
+        tensors = state, factor, given, out, self._ticket if ticket is None else ticket
+        addresses = [x.data_ptr() for x in tensors]
+        if written:
+            # a scan may read its state from where it writes the result
+            _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+            if not out.is_inference():
+                increment_version(out)  # so that torch knows of the write
+        if not async_op:
+            self.launcher.launch(self, tensors, addresses)
+            if comm.debug:
+                comm.look_for_nan("the scan", result=out)
+            return out
+        with comm.streams.beside() as beside:
+            self.launcher.launch(self, tensors, addresses)
+        if comm.debug:
+            beside.wait(tensors)
+            comm.look_for_nan("the scan", result=out)
+        return Work(comm, out, beside, tensors)  # the ticket's memory is used there, too
+
+
+def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:
+    return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
+
+
+def check_out(inputs: ScanInputs) -> None:
+    """Raise ValueError unless a scan with these inputs, which are right, may write to ``out``: what AllScan.scan looks
+    at in each call, before a first call asks the others."""
+    state, decay, transition, initial_state, out = inputs
+    if not out.is_contiguous() or out.is_neg():
+        raise ValueError("out must be contiguous, and no view of a negative")
+    state = plain(state)
+    factor = state if transition is None else plain(transition)
+    if isinstance(decay, Tensor):
+        factor = decay_rows(decay, state.shape, state.device)[0]
+    tensors = state, factor, state if initial_state is None else plain(initial_state), out
+    addresses = [x.data_ptr() for x in tensors]
+    _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
+
+
+def _check_apart(tensors: tuple, addresses: list[int], in_place: bool) -> None:
+    """Raise ValueError if a kernel would read what another of its programs has written: ``tensors`` are (state, decay
+    or transition or state, initial_state or state, out, ...), at ``addresses``. in_place: the state may be there."""
+    state, begin = tensors[0], addresses[3]
+    end = begin + tensors[3].nbytes
+    for i in range(3):
+        x, address = tensors[i], addresses[i]
+        if address < end and begin < address + x.nbytes and not (in_place and x is state):
+            name = "state" if x is state else ("", "decay or transition", "initial_state")[i]
+            raise ValueError(
+                f"out shares memory with {name}: give another tensor (or state itself, without a transition)"
+            )

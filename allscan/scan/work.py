@@ -1,0 +1,40 @@
+"""A scan under way on a stream of the communicator's own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..comm.communicator import Communicator
+from ..launch.streams import Beside
+
+
+class Work:
+    """A scan under way, as ``async_op=True`` returns it.
+
+    What the scan reads must not be written before :meth:`wait`. A Work that goes without having been waited for only
+    gives its memory back behind the scan (in a CUDA graph's capture, with the next call behind that): this rank has
+    taken part all the same. With gradients its result then counts
+    as ignored, see :func:`allscan.allscan`.
+    """
+
+    def __init__(self, comm: Communicator, result: Tensor, beside: Beside, read: tuple) -> None:
+        self._comm, self.result, self._beside, self._read = comm, result, beside, read
+
+    def of(self, result: Tensor) -> Work:
+        """This, with ``result`` in place of the tensor that the scan writes."""
+        self.result = result
+        return self
+
+    def wait(self) -> Tensor:
+        """The result. What is launched on the current stream from here on has it; the host does not wait. May be called
+        again. Raises AllScanTimeout or AllScanOutOfStep if the scan is known to have failed; as long as it is not, the
+        next call does, as for a scan that was not asynchronous. RuntimeError in a CUDA graph's capture, which goes on,
+        for a scan that was begun before: a graph cannot wait for it."""
+        self._beside.wait(self._read)
+        self._read = ()
+        self._comm.check()
+        return self.result
+
+    def __del__(self) -> None:
+        if self._read:
+            self._beside.release(self._read)
