@@ -100,7 +100,7 @@ def test_cut_documents_zeco_gla(run, size):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("rule, size", [("gated_delta_rule", 1), ("gated_delta_rule", 3), ("kda", 2), ("kda", 4)])
+@pytest.mark.parametrize("rule, size", [("gated_delta_rule", 3), ("kda", 4)])
 def test_cut_documents_delta_rules(run, rule, size):
     lengths = [2 * size * n for n in DOCUMENTS[size]]
     given = rule, [lengths[-1] // size] * size, 1, 1, 2, 16, 16, "weak", F32, lengths, None, True, True
@@ -361,6 +361,7 @@ def refused_case(group):
             cut | dict(cu_seqlens=[0, 4, 6, 8], first_token=2 * comm.rank),
             cut | dict(cu_seqlens=[0, 4, 12]),
             cut | dict(cu_seqlens=[0, 4, 8], first_token=2),
+            cut | dict(cu_seqlens=[0, 8], per_document=comm.rank == 0),
         )
         calls = (
             lambda: allscan.zeco_gla(x, x, x, -x, comm=comm, layout="zigzag"),
@@ -379,6 +380,7 @@ def refused_case(group):
 def test_what_is_refused(run):
     words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "neither", "one shape"]
     words += ["per_document=True is for"] * 2 + ["multiples of 4"] * 2 + ["each rank has 6 of 12 tokens", "first_token"]
+    words.append("per_document: True on rank 0")
     for rank, (answers, o) in enumerate(run(2, refused_case)):
         for (_, message), word in zip(answers, words, strict=True):
             assert word in message

@@ -262,6 +262,44 @@ def test_as_the_ordinary_trainer(reference, fresh, tmp_path, size, layout, names
             assert not list(different(found[case], reference[case])), (case, *different(found[case], reference[case]))
 
 
+def packed_case(folder):
+    """Relative errors of the logits that evaluation returns in the order of the row, and of its loss, of rows that are
+    packed, cut as rows and each document: to the ordinary model, document by document."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    errors = []
+    with allscan.Communicator(begin(1)) as comm:
+        lengths, data = [0, 4, 4, 16, LENGTH], rows(2, True)
+        for row in data:
+            row["labels"][lengths[:-1]] = -100
+
+        def collated(some):
+            batch = {name: torch.stack([row[name] for row in some]) for name in some[0]}
+            return batch | dict(cu_seq_lens_q=torch.tensor(lengths))
+
+        model, logits, losses = made("qwen3_5", use_cache=False), [], []
+        with torch.no_grad():
+            for row in data:
+                ends = sorted({*lengths})
+                parts = [model(input_ids=row["input_ids"][None, a:b]).logits for a, b in zip(ends, ends[1:])]
+                logits.append(torch.cat(parts, 1))
+                losses.append(torch.nn.functional.cross_entropy(logits[-1][0, :-1], row["labels"][1:]))
+        wanted = torch.cat(logits).numpy()
+        for per_document in (False, True):
+            sequence_parallel(model, comm=comm, layout="zigzag", per_document=per_document)
+            trainer = trainer_of("ours", model, args=arguments(folder, 1), data_collator=collated)
+            found = trainer.predict(data)
+            errors.append(float(np.abs(found.predictions - wanted).max() / np.abs(wanted).max()))
+            errors.append(relative(torch.tensor(found.metrics["test_loss"]), sum(losses) / 2))
+    return errors
+
+
+@pytest.mark.cpu
+def test_packed_rows_in_zigzag(fresh, tmp_path, size=2):
+    for errors in fresh(size).run(packed_case, str(tmp_path)):
+        assert max(errors) < 1e-5, errors
+
+
 @pytest.mark.gpu
 def test_as_the_ordinary_trainer_on_gpus(fresh, tmp_path, size=2):
     """With NCCL, where other kernels round otherwise."""
