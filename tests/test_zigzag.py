@@ -12,8 +12,8 @@ import allscan
 from allscan.base.checks import ScanInputs
 from allscan.scan.two_way import two_way_scan
 from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
-from support.delta import operator_case
-from support.gla import BF16, F32, Whole, check, gla_case
+from support.delta import DeltaCase, operator_case
+from support.gla import BF16, GLACase, Whole, check, gla_case
 from support.values import error, late, place, raised
 
 TOKENS = [40, 70, 16, 66, 2, 34]  # of each rank
@@ -73,13 +73,13 @@ def test_there_and_back(run, size, T):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_zeco_gla(run, size):
     kind = "mixed" if size == 3 else "weak"
-    check(run(size, gla_case, TOKENS[:size], 2 if size < 4 else 1, 2, 16, 24, kind, F32, F32, None, 0, True))
+    check(run(size, gla_case, GLACase(TOKENS[:size], B=2 if size < 4 else 1, H=2, V=24, gates=kind, zigzag=True)))
 
 
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
 def test_packed_zeco_gla(run, size, name):
     tokens, lengths = PACKED[name]
-    check(run(size, gla_case, tokens, 1, 2, 16, 16, "weak", F32, F32, lengths, 0, True))
+    check(run(size, gla_case, GLACase(tokens, H=2, lengths=lengths, zigzag=True)))
 
 
 DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
@@ -95,28 +95,28 @@ DOCUMENTS = {  # cu_seqlens over 2P, with each document in 2P pieces
 def test_cut_documents_zeco_gla(run, size):
     """One scan for the states of all documents; empty ones, of one token a piece, and longer than a chunk."""
     lengths = [2 * size * n for n in DOCUMENTS[size]]
-    given = [lengths[-1] // size] * size, 1, 2, 16, 24, "mixed" if size == 3 else "weak", F32, F32, lengths, 0, True
-    check(run(size, gla_case, *given, size != 2, True))
+    case = GLACase([lengths[-1] // size] * size, H=2, V=24, lengths=lengths, zigzag=True, per_document=True)
+    check(run(size, gla_case, case._replace(gates="mixed" if size == 3 else "weak", recompute=size != 2)))
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, size", [("gated_delta_rule", 3), ("kda", 4)])
 def test_cut_documents_delta_rules(run, rule, size):
     lengths = [2 * size * n for n in DOCUMENTS[size]]
-    given = rule, [lengths[-1] // size] * size, 1, 1, 2, 16, 16, "weak", F32, lengths, None, True, True
-    for errors in run(size, operator_case, *given):
+    case = DeltaCase(rule, [lengths[-1] // size] * size, HV=2, lengths=lengths, zigzag=True, per_document=True)
+    for errors in run(size, operator_case, case):
         assert max(errors.values()) < 1e-5, errors
 
 
 def test_bfloat16(run, size=2):
-    check(run(size, gla_case, [40, 150], 1, 1, 32, 32, "weak", BF16, F32, None, 0, True), BF16)
+    check(run(size, gla_case, GLACase([40, 150], K=32, V=32, dtype=BF16, zigzag=True)), BF16)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("rule, size", [("gated_delta_rule", 1), ("gated_delta_rule", 3), ("kda", 2)])
 def test_delta_rules(run, rule, size):
     B = 2 if size == 3 else 1
-    for errors in run(size, operator_case, rule, TOKENS[:size], B, 1, 2, 16, 16, "weak", F32, None, None, True):
+    for errors in run(size, operator_case, DeltaCase(rule, TOKENS[:size], B=B, HV=2, zigzag=True)):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -124,8 +124,7 @@ def test_delta_rules(run, rule, size):
 @pytest.mark.parametrize("size, name", [(2, "over the middle"), (4, "over most, between others")])
 def test_packed_delta_rule(run, size, name):
     tokens, lengths = PACKED[name]
-    given = "gated_delta_rule", tokens, 1, 1, 1, 16, 16, "weak", F32, lengths, None, True
-    for errors in run(size, operator_case, *given):
+    for errors in run(size, operator_case, DeltaCase("gated_delta_rule", tokens, lengths=lengths, zigzag=True)):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -391,7 +390,7 @@ def test_what_is_refused(run):
 def modes_case(group, documents):
     """Compiled, checkpointed, and validation without backward in between."""
     with allscan.Communicator(group) as comm:
-        whole = Whole(0, 48, 1, 1, 16, 16, "weak", F32, F32, comm.device, documents)
+        whole = Whole(GLACase([48], lengths=documents), comm.device)
         mine, errors = place(comm, [30, 18], True, documents), []
         expected = whole.reference()
 

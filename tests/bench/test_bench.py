@@ -35,7 +35,7 @@ from bench import (
     versions,
 )
 from bench.harness import results
-from support.gla import F32, LIMIT, NAMES, Whole
+from support.gla import F32, LIMIT, NAMES, GLACase, Whole
 from support.values import place, relative_all
 
 _alone = {}
@@ -49,7 +49,7 @@ def baseline_case(group, method, dtype):
     with allscan.Communicator(group) as comm, allscan.Communicator(_alone[group]) as alone:
         tokens = [150] * comm.size
         B, H = (1, comm.size) if method == "all_to_all" else (2, 2)
-        whole = Whole(0, sum(tokens), B, H, 32, 16, "weak", dtype, F32, comm.device)
+        whole = Whole(GLACase(tokens, B=B, H=H, K=32, dtype=dtype), comm.device)
         whole.initial.zero_()
         whole.dfinal.zero_()
         mine = place(comm, tokens)

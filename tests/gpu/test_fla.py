@@ -8,7 +8,7 @@ import pytest
 
 import allscan
 from support.fla import import_fla
-from support.gla import BF16, F32, NAMES, Whole
+from support.gla import BF16, NAMES, GLACase, Whole
 from support.values import relative_all
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def rows_error(actual, expected):
 
 def errors_case(group, kind):
     with allscan.Communicator(group) as comm:
-        whole = Whole(0, 1024, 1, 16, 128, 128, kind, BF16, F32, comm.device)
+        whole = Whole(GLACase([1024], H=16, K=128, V=128, gates=kind, dtype=BF16), comm.device)
         expected = whole.reference()
         answers = []
         keeping = functools.partial(allscan.zeco_gla, recompute=False)

@@ -22,8 +22,8 @@ from allscan.reference import allscan_reference, gla_reference
 from allscan.scan.two_way import two_way_scan
 from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
-from support.gla import check, gates, gla_case
-from support.scans import scan_case
+from support.gla import GLACase, check, gates, gla_case
+from support.scans import ScanCase, scan_case
 from support.values import error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
@@ -122,7 +122,8 @@ def test_protocols_and_depths(run, size, depth, protocol):
 @pytest.mark.parametrize("size", SIZES)
 def test_put_in_both_directions_with_special_values(run, size):
     for reverse in (False, True):
-        assert max(run(size, scan_case, (3, 5, 7), (3, 5), reverse, 2, "put", True, 6, True, 3)) < 1e-6
+        case = ScanCase((3, 5, 7), (3, 5), reverse, protocol="put", initial=True, epochs=6, special=True, most_ms=3)
+        assert max(run(size, scan_case, case)) < 1e-6
 
 
 def full_size_case(group, protocol, depth):
@@ -362,7 +363,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     ],
 )
 def test_zeco_gla_at_size(run, size, B, T, H, D, kind, dtype):
-    check(run(size, gla_case, [T // size] * size, B, H, D, D, kind, dtype, F32), dtype)
+    check(run(size, gla_case, GLACase([T // size] * size, B=B, H=H, K=D, V=D, gates=kind, dtype=dtype)), dtype)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_packed_at_size(run, size, H, D, lengths):
     edges = [0]
     for length in lengths:
         edges.append(edges[-1] + length)
-    check(run(size, gla_case, [edges[-1] // size] * size, 1, H, D, D, "weak", BF16, F32, edges), BF16)
+    check(run(size, gla_case, GLACase([edges[-1] // size] * size, H=H, K=D, V=D, dtype=BF16, lengths=edges)), BF16)
 
 
 @nvshmem.jit

@@ -31,7 +31,7 @@ from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, Piece  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
 from support.delta import kept_for  # noqa: E402
-from support.gla import BF16, F32, NAMES, Whole  # noqa: E402
+from support.gla import BF16, F32, NAMES, GLACase, Whole  # noqa: E402
 from support.values import relative_all  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def every_kernel() -> None:
     """Each kernel in shapes that fill no block, checked against float64."""
     with allscan.Communicator() as comm:
         for T, B, H, K, V, kind, dtype, lengths in GLA:
-            whole = Whole(0, T, B, H, K, V, kind, dtype, F32, comm.device, lengths)
+            whole = Whole(GLACase([T], B=B, H=H, K=K, V=V, gates=kind, dtype=dtype, lengths=lengths), comm.device)
             errors = relative_all(NAMES, whole.ours(comm, slice(None)), whole.reference())
             assert max(errors.values()) < (1e-5 if dtype == F32 else 2e-2), (K, V, kind, errors)
         for K, V in ((24, 40), (128, 128), (200, 64)):

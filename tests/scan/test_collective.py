@@ -20,7 +20,7 @@ from allscan.reference import allscan_reference
 from allscan.scan.launcher import PreparedScan
 from allscan.scan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from support.fla import import_fla
-from support.scans import scan_case
+from support.scans import ScanCase, scan_case
 from support.values import backend_of_gpus, error, inputs, late, raised
 
 SIZES = [1, 2, 4, 8]
@@ -41,7 +41,8 @@ CASES = [
 @pytest.mark.parametrize("shape, decay_shape", CASES)
 def test_values(run, size, shape, decay_shape):
     for reverse in (False, True):
-        assert max(run(size, scan_case, shape, decay_shape, reverse, 3, "auto", reverse, 2, False, 0)) < 1e-6
+        case = ScanCase(shape, decay_shape, reverse=reverse, depth=3, initial=reverse, epochs=2)
+        assert max(run(size, scan_case, case)) < 1e-6
 
 
 @pytest.mark.quick("2")
@@ -49,19 +50,20 @@ def test_values(run, size, shape, decay_shape):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_depths_and_protocols(run, pool, depth, protocol):
     size = min(3, pool.size)
-    assert max(run(size, scan_case, (2, 9, 20), (2, 9), False, depth, protocol, True, 8, False, 5)) < 1e-6
-    assert max(run(size, scan_case, (2, 9, 20), (2, 9), True, depth, protocol, True, 8, False, 0)) < 1e-6
+    case = ScanCase((2, 9, 20), (2, 9), depth=depth, protocol=protocol, initial=True, epochs=8)
+    assert max(run(size, scan_case, case._replace(most_ms=5))) < 1e-6
+    assert max(run(size, scan_case, case._replace(reverse=True))) < 1e-6
 
 
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 def test_special_values(run, pool, protocol):
     size = min(4, pool.size)
-    assert max(run(size, scan_case, (2, 8, 40), (2, 8), False, 2, protocol, False, 4, True, 0)) < 1e-6
+    assert max(run(size, scan_case, ScanCase((2, 8, 40), (2, 8), protocol=protocol, epochs=4, special=True))) < 1e-6
 
 
 def test_many_epochs_with_late_ranks(run, pool):
     size = min(4, pool.size)
-    assert max(run(size, scan_case, (1, 4, 8), (1, 4), False, 2, "auto", False, 60, False, 4)) < 1e-6
+    assert max(run(size, scan_case, ScanCase((1, 4, 8), (1, 4), epochs=60, most_ms=4))) < 1e-6
 
 
 def gradient_case(group, shape, decay_shape, reverse, options=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,29 @@ def gates(kind, shape, generator):
     if kind == "mixed":
         return g * torch.tensor([0.0, 1e-4, 0.1, 1.0, 20.0])[torch.randint(0, 5, shape, generator=generator)]
     return g * {"zero": 0.0, "weak": 1 / 64, "mild": 1.0, "strong": 30.0}[kind]
+
+
+class DeltaCase(NamedTuple):
+    """A sequence over the ranks, as the tests of delta rules draw it."""
+
+    rule: str
+    tokens: list[int]  # of each rank
+    B: int = 1
+    H: int = 1
+    HV: int = 1
+    K: int = 16
+    V: int = 16
+    gates: str = "weak"  # of gates()
+    dtype: torch.dtype = F32
+    lengths: list[int] | None = None  # cu_seqlens of packed sequences
+    beta: float | None = None  # of all tokens; None: drawn
+    zigzag: bool = False
+    per_document: bool = False
+
+    def whole(self, device) -> Whole:
+        sizes = self.B, self.H, self.HV, self.K, self.V
+        drawn = self.gates, self.dtype, device, self.lengths, self.beta
+        return Whole(self.rule, sum(self.tokens), *sizes, *drawn)
 
 
 class Whole:
@@ -78,15 +102,14 @@ def of_rank(expected, comm, tokens, lengths, B, zigzag=False, per_document=False
     return expected
 
 
-def operator_case(
-    group, rule, tokens, B, H, HV, K, V, kind, dtype=F32, lengths=None, beta=None, zigzag=False, per_document=False
-):
+def operator_case(group, case: DeltaCase):
     """Relative error by tensor."""
     from .fla import import_fla
 
     import_fla()
+    _, tokens, B, *_, lengths, _, zigzag, per_document = case
     with allscan.Communicator(group) as comm:
-        whole = Whole(rule, sum(tokens), B, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
+        whole = case.whole(comm.device)
         expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag, per_document)
         where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document)
         mine = place(comm, tokens, zigzag, lengths if per_document else None)
@@ -179,10 +202,11 @@ def kept_for(passes):
     return Kept(*(torch.empty(shape, dtype=dtype, device=passes.comm.device) for shape, dtype in shapes))
 
 
-def pass_case(group, rule, tokens, H, HV, K, V, kind, dtype, lengths=None, beta=None):
-    """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in ``dtype``."""
+def pass_case(group, case: DeltaCase):
+    """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in the dtype."""
+    rule, tokens, _, _, HV, K, V, _, dtype, lengths, *_ = case
     with allscan.Communicator(group) as comm:
-        whole = Whole(rule, sum(tokens), 1, H, HV, K, V, kind, dtype, comm.device, lengths, beta)
+        whole = case.whole(comm.device)
         parts = Parts(comm, whole, tokens, dtype)
         q, k, w, u, sums, do, dv = parts.inputs()
         T = w.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,30 @@ def gates(kind, shape, generator):
     return g
 
 
+class GLACase(NamedTuple):
+    """A sequence over the ranks, as the tests of zeco_gla draw it."""
+
+    tokens: list[int]  # of each rank
+    B: int = 1
+    H: int = 1
+    K: int = 16
+    V: int = 16
+    gates: str = "weak"  # of gates()
+    dtype: torch.dtype = F32
+    gate_dtype: torch.dtype = F32
+    lengths: list[int] | None = None  # cu_seqlens of packed sequences
+    seed: int = 0
+    zigzag: bool = False
+    recompute: bool = True
+    per_document: bool = False
+
+
 class Whole:
     """The whole sequence with all that belongs to it, the same on every rank, and its float64 reference."""
 
-    def __init__(self, seed, total, B, H, K, V, kind, dtype, gate_dtype, device, lengths=None):
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, case: GLACase, device):
+        _, B, H, K, V, kind, dtype, gate_dtype, lengths, seed, *_ = case
+        generator, total = torch.Generator().manual_seed(seed), sum(case.tokens)
 
         def normal(*shape):
             return torch.randn(shape, generator=generator).to(device)
@@ -108,31 +128,17 @@ def errors_of_part(whole, expected, actual, rank, tokens, mine, zigzag=False, pe
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
-def gla_case(
-    group,
-    tokens,
-    B,
-    H,
-    K,
-    V,
-    kind,
-    dtype,
-    gate_dtype,
-    lengths=None,
-    seed=0,
-    zigzag=False,
-    recompute=True,
-    per_document=False,
-):
-    """Relative error by tensor. ``tokens`` of each rank; ``lengths``: cu_seqlens of packed sequences."""
+def gla_case(group, case: GLACase):
+    """Relative error by tensor."""
     with allscan.Communicator(group) as comm:
-        whole = Whole(seed, sum(tokens), B, H, K, V, kind, dtype, gate_dtype, comm.device, lengths)
-        mine = place(comm, tokens, zigzag, lengths if per_document else None)
-        where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document)
-        call = functools.partial(allscan.zeco_gla, recompute=recompute, **where)
+        whole = Whole(case, comm.device)
+        mine = place(comm, case.tokens, case.zigzag, case.lengths if case.per_document else None)
+        where = dict(layout="zigzag" if case.zigzag else "contiguous", per_document=case.per_document)
+        call = functools.partial(allscan.zeco_gla, recompute=case.recompute, **where)
         actual = whole.ours(comm, mine, call)
         assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
-        return errors_of_part(whole, whole.reference(), actual, comm.rank, tokens, mine, zigzag, per_document)
+        placed = comm.rank, case.tokens, mine, case.zigzag, case.per_document
+        return errors_of_part(whole, whole.reference(), actual, *placed)
 
 
 def check(answers, dtype=torch.float32):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 import allscan
@@ -10,7 +12,23 @@ from allscan.reference import allscan_reference
 from .values import error, inputs, late
 
 
-def scan_case(group, shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms):
+class ScanCase(NamedTuple):
+    """Several scans of one AllScan."""
+
+    shape: tuple[int, ...]
+    decay_shape: tuple[int, ...] | None
+    reverse: bool = False
+    depth: int = 2
+    protocol: str = "auto"
+    initial: bool = False  # whether there is an initial state
+    epochs: int = 1
+    special: bool = False  # whether there are NaN, Inf and -0
+    most_ms: int = 0  # that a rank is late
+
+
+def scan_case(group, case: ScanCase):
+    """The largest error of a rank."""
+    shape, decay_shape, reverse, depth, protocol, with_initial, epochs, special, most_ms = case
     with allscan.Communicator(group) as comm:
         scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol)
         worst = 0.0

@@ -14,7 +14,7 @@ import allscan
 from allscan.ops.delta.delta_passes import StatePass
 from allscan.reference import delta_reference
 from allscan.tokens.packing import Layout, Piece
-from support.delta import NAMES, Whole, of_rank, operator_case, pass_case
+from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
 from support.fla import delta_recurrence, import_fla
 from support.gla import BF16, F32
 from support.values import place, raised, relative, relative_all
@@ -43,26 +43,26 @@ def check(answers, dtype=F32):
 )
 def test_passes(run, rule, kind, size):
     tokens = [(300, 150, 10, 200)[rank] for rank in range(size)]
-    check(run(size, pass_case, rule, tokens, 1, 2, 16, 24, kind, F32))
+    check(run(size, pass_case, DeltaCase(rule, tokens, HV=2, V=24, gates=kind)))
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("kind, beta", [("weak", None), ("zero", 0.0), ("zero", 1.0)])
 def test_passes_in_bfloat16(run, rule, kind, beta, size=2):
-    check(run(size, pass_case, rule, [300, 270], 2, 2, 32, 16, kind, BF16, None, beta), BF16)
+    check(run(size, pass_case, DeltaCase(rule, [300, 270], H=2, HV=2, K=32, gates=kind, dtype=BF16, beta=beta)), BF16)
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("K, V", [(24, 40), (100, 16), (200, 40)])
 def test_passes_of_odd_widths(run, rule, K, V, size=2):
-    check(run(size, pass_case, rule, [150, 140], 1, 1, K, V, "weak", F32))
+    check(run(size, pass_case, DeltaCase(rule, [150, 140], K=K, V=V)))
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("size, name", [(len(tokens), name) for name, (tokens, _) in PACKED.items()])
 def test_passes_of_packed_sequences(run, rule, size, name):
     tokens, lengths = PACKED[name]
-    check(run(size, pass_case, rule, tokens, 1, 1, 16, 16, "weak", F32, lengths))
+    check(run(size, pass_case, DeltaCase(rule, tokens, lengths=lengths)))
 
 
 @pytest.mark.quick("2")
@@ -70,14 +70,14 @@ def test_passes_of_packed_sequences(run, rule, size, name):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gated_delta_rule(run, size):
     tokens = [(70, 130, 20, 65)[rank] for rank in range(size)]
-    check(run(size, operator_case, "gated_delta_rule", tokens, 2, 1, 2, 32, 16, "mild", F32))
+    check(run(size, operator_case, DeltaCase("gated_delta_rule", tokens, B=2, HV=2, K=32, gates="mild")))
 
 
 @on_cpus
 @pytest.mark.parametrize("size, name", [(2, "over the cut"), (4, "one over three, between others")])
 def test_packed_gated_delta_rule(run, size, name):
     tokens, lengths = PACKED[name]
-    check(run(size, operator_case, "gated_delta_rule", tokens, 1, 1, 1, 16, 16, "weak", F32, lengths))
+    check(run(size, operator_case, DeltaCase("gated_delta_rule", tokens, lengths=lengths)))
 
 
 @pytest.mark.quick("2")
@@ -85,12 +85,12 @@ def test_packed_gated_delta_rule(run, size, name):
 @pytest.mark.parametrize("size", [2, 3])
 def test_kda(run, size):
     tokens = [(40, 30, 10)[rank] for rank in range(size)]
-    check(run(size, operator_case, "kda", tokens, 1, 1, 1, 16, 16, "mild", F32))
+    check(run(size, operator_case, DeltaCase("kda", tokens, gates="mild")))
 
 
 @on_cpus
 def test_packed_kda(run, size=2):
-    check(run(size, operator_case, "kda", [25, 30], 1, 1, 1, 16, 16, "weak", F32, [0, 5, 40, 40, 55]))
+    check(run(size, operator_case, DeltaCase("kda", [25, 30], lengths=[0, 5, 40, 40, 55])))
 
 
 def modes_case(group):

@@ -25,7 +25,7 @@ from allscan.launch.streams import Streams
 from allscan.ops.gla import gla_operator
 from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
 from allscan.tokens import packing
-from support.gla import BF16, F16, F32, LIMIT, NAMES, Whole, check, gla_case
+from support.gla import BF16, F16, F32, LIMIT, NAMES, GLACase, Whole, check, gla_case
 from support.values import backend_of_gpus, place, raised, relative
 
 
@@ -51,19 +51,19 @@ def test_rounding_to_tf32(run):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_gradients_and_values(run, size):
     tokens = [(40, 70, 16, 65, 1, 33, 64, 20)[rank] for rank in range(size)]
-    check(run(size, gla_case, tokens, 1, 2, 16, 24, "mild", F32, F32))
+    check(run(size, gla_case, GLACase(tokens, H=2, V=24, gates="mild")))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed", "spots"])
 def test_every_gate_is_exact(run, size, kind):
-    check(run(size, gla_case, [66, 270][:size], 2, 1, 32, 16, kind, F32, F32))
+    check(run(size, gla_case, GLACase([66, 270][:size], B=2, K=32, gates=kind)))
 
 
 def silent_case(group):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return gla_case(group, [100], 1, 1, 16, 16, "strong", F32, F32)
+        return gla_case(group, GLACase([100], gates="strong"))
 
 
 @pytest.mark.cpu
@@ -74,22 +74,22 @@ def test_what_overflows_and_is_not_used_does_so_in_silence(run):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_states_that_last_with_many_rows(run, dtype, size=2):
     """Above 128 rows dg has what passes from state to state from another kernel; with mild gates that is nothing."""
-    check(run(size, gla_case, [100, 72], 1, 1, 200, 20, "weak", dtype, F32), dtype)
+    check(run(size, gla_case, GLACase([100, 72], K=200, V=20, dtype=dtype)), dtype)
 
 
 @pytest.mark.parametrize("K, V", [(17, 5), (48, 80), (160, 33), (256, 16), (320, 24), (16, 300)])
 def test_odd_widths(run, K, V, size=2):
-    check(run(size, gla_case, [30, 35], 1, 1, K, V, "mild", F32, F32))
+    check(run(size, gla_case, GLACase([30, 35], K=K, V=V, gates="mild")))
 
 
 def test_many_rows_of_16_bits(run, size=2):
-    check(run(size, gla_case, [130, 70], 1, 1, 160, 33, "mild", BF16, F32), BF16)
+    check(run(size, gla_case, GLACase([130, 70], K=160, V=33, gates="mild", dtype=BF16)), BF16)
 
 
 @pytest.mark.parametrize("kind", ["weak", "mild", "mixed"])
 @pytest.mark.parametrize("dtype, gate_dtype", [(BF16, BF16), (BF16, F32), (F16, F16)])
 def test_16_bit_inputs(run, kind, dtype, gate_dtype, size=2):
-    check(run(size, gla_case, [40, 150], 1, 1, 32, 32, kind, dtype, gate_dtype), dtype)
+    check(run(size, gla_case, GLACase([40, 150], K=32, V=32, gates=kind, dtype=dtype, gate_dtype=gate_dtype)), dtype)
 
 
 # Tokens of each rank, and packed sequences over all of them
@@ -111,7 +111,7 @@ PACKED = {
 def test_packed(run, size, name):
     tokens, lengths = PACKED[name]
     for kind in ("mild", "weak"):
-        check(run(size, gla_case, tokens, 1, 2, 16, 16, kind, F32, F32, lengths))
+        check(run(size, gla_case, GLACase(tokens, H=2, gates=kind, lengths=lengths)))
 
 
 @pytest.mark.parametrize("kind", ["weak", "mixed"])
@@ -127,7 +127,8 @@ def test_packed(run, size, name):
 )
 def test_operands_that_are_kept(run, size, kind, lengths, zigzag, dtype):
     tokens, B = [70, 40, 129][:size], 1 if lengths else 2
-    check(run(size, gla_case, tokens, B, 2, 24, 16, kind, dtype, F32, lengths, 0, zigzag, False), dtype)
+    case = GLACase(tokens, B=B, H=2, K=24, gates=kind, dtype=dtype, lengths=lengths, zigzag=zigzag, recompute=False)
+    check(run(size, gla_case, case), dtype)
 
 
 def kept_case(group, dtype):
@@ -138,7 +139,7 @@ def kept_case(group, dtype):
         call_launch, make = Launch.__call__, gla_operator.Prepared.forward
         patch.setattr(Launch, "__call__", lambda self, *x: (launched.append(self.kernel), call_launch(self, *x))[1])
         patch.setattr(gla_operator.Prepared, "forward", lambda self, *x: (made.append(make(self, *x)), made[-1])[1])
-        whole = Whole(0, 70, 2, 2, 16, 24, "spots", dtype, F32, comm.device)
+        whole = Whole(GLACase([70], B=2, H=2, V=24, gates="spots", dtype=dtype), comm.device)
 
         def names():
             found = [getattr(kernel, "fn", kernel).__name__ for kernel in launched]
@@ -193,7 +194,7 @@ def unwritten_case(group, recompute):
     custom operator, take it that none does."""
     saved = []
     with allscan.Communicator(group) as comm:
-        whole = Whole(0, 300, 1, 1, 16, 16, "mild", F32, F32, comm.device)
+        whole = Whole(GLACase([300], gates="mild"), comm.device)
         mine = place(comm, [170, 130])
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append((x, x.clone())) or x, lambda x: x):
             backward = whole.forward(comm, mine, functools.partial(allscan.zeco_gla, recompute=recompute))
@@ -212,7 +213,7 @@ def first_token_case(group, debug):
         for i, cuts in enumerate(([20, 50], [30, 50], [31, 50])):
             edges = [0, *cuts[: comm.size - 1], 64]
             tokens = [b - a for a, b in zip(edges, edges[1:])]
-            whole = Whole(i, 64, 1, 1, 16, 16, "weak", F32, F32, comm.device, [0, 11, 34 + 4 * (i > 1), 64])
+            whole = Whole(GLACase([64], lengths=[0, 11, 34 + 4 * (i > 1), 64], seed=i), comm.device)
             mine = place(comm, tokens)
             told = functools.partial(allscan.zeco_gla, first_token=mine.start)
             before = dict(host_exchange._exchanges)
@@ -242,7 +243,7 @@ def test_first_token(run, size, debug):
 def unsplit_case(group, tokens):
     """This rank's part of the outputs and gradients for the whole; all of it where the group is one rank."""
     with allscan.Communicator(group) as comm:
-        whole = Whole(0, sum(tokens), 1, 2, 32, 32, "weak", F32, F32, comm.device)
+        whole = Whole(GLACase(tokens, H=2, K=32, V=32), comm.device)
         mine = place(comm, tokens) if comm.size > 1 else slice(None)
         return [x.detach().cpu() for x in whole.ours(comm, mine)]
 
@@ -273,7 +274,7 @@ class Layer(torch.nn.Module):
 def pipeline_case(group, tokens):
     """Three micro-batches in the order of a pipeline stage: backward of the first before forward of the last."""
     with allscan.Communicator(group, debug=True) as comm:
-        wholes = [Whole(seed, sum(tokens), 1, 2, 16, 24, "mild", F32, F32, comm.device) for seed in range(3)]
+        wholes = [Whole(GLACase(tokens, H=2, V=24, gates="mild", seed=seed), comm.device) for seed in range(3)]
         mine, results = place(comm, tokens), []
         waiting = [whole.forward(comm, mine) for whole in wholes[:2]]
         results.append(waiting[0]())
@@ -330,7 +331,7 @@ def test_compiled_and_checkpointed(run, size, packed, recompute):
 def operator_case(group):
     """torch's own checks of the custom operators: schema, fake kernels, autograd registration."""
     with allscan.Communicator(group) as comm:
-        whole = Whole(0, 100, 1, 2, 16, 16, "mild", F32, F32, comm.device, [0, 30, 100])
+        whole = Whole(GLACase([100], H=2, gates="mild", lengths=[0, 30, 100]), comm.device)
         packed = torch.tensor([0, 30, 100])
         leaves = [x.requires_grad_() for x in (whole.q, whole.k, whole.v, whole.g, whole.initial)]
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -18,7 +18,7 @@ from allscan.ops.gla.gla_operator import zeco_gla_by
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks
-from support.gla import BF16, F32, LIMIT, Whole, errors_of_part
+from support.gla import BF16, LIMIT, GLACase, Whole, errors_of_part
 from support.values import place
 
 
@@ -74,24 +74,25 @@ class Seat:
         self.comm.close()
 
 
-def virtual_case(group, tokens, H, K, V, kind, dtype, lengths, scan_us, recompute, rounds):
+def virtual_case(group, case, scan_us, rounds):
     """Relative errors of each rank, and how many tensors of later rounds differ from those of the first."""
-    size, chance = len(tokens), random.Random(0)
-    ranks = VirtualRanks(size, (H, K, V), programs=8)
+    tokens, chance = case.tokens, random.Random(0)
+    size = len(tokens)
+    ranks = VirtualRanks(size, (case.H, case.K, case.V), programs=8)
     with contextlib.ExitStack() as stack:
         seats = [Seat(group, ranks, r, scan_us) for r in range(size)]
         for seat in seats:
             stack.callback(seat.close)
-        whole = Whole(0, sum(tokens), 1, H, K, V, kind, dtype, F32, ranks.device, lengths)
+        whole = Whole(case, ranks.device)
         parts = [place(seat.comm, tokens) for seat in seats]
         rounds_found = []
         for i in range(rounds):
             backwards = []
             for seat, mine in zip(seats, parts):
-                first_token = None if lengths is None else sum(tokens[: seat.comm.rank])
+                first_token = None if case.lengths is None else sum(tokens[: seat.comm.rank])
 
                 def call(*x, comm, seat=seat, first_token=first_token, **options):
-                    return zeco_gla_by(seat, *x, **options, first_token=first_token, recompute=recompute)
+                    return zeco_gla_by(seat, *x, **options, first_token=first_token, recompute=case.recompute)
 
                 with torch.cuda.stream(seat.queue) if seat.queue else contextlib.nullcontext():
                     if seat.queue and i and chance.random() < 0.3:
@@ -117,19 +118,19 @@ def virtual_case(group, tokens, H, K, V, kind, dtype, lengths, scan_us, recomput
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scan_us", [0.0, 1e6])  # beside which forward leaves nothing, or q_in and A
 @pytest.mark.parametrize(
-    "tokens, K, V, kind, dtype, lengths",
+    "case",
     [
-        ([70, 130], 32, 16, "weak", F32, None),
-        ([64, 33, 100, 70], 16, 32, "zero", F32, None),
-        ([70, 40, 129], 24, 16, "mixed", F32, None),
-        ([40, 70, 10, 50], 16, 16, "weak", F32, [0, 13, 39, 125, 126, 170]),
-        ([100, 80, 70], 32, 32, "weak", BF16, None),
-        pytest.param([2048, 1000, 4096, 1500], 128, 128, "weak", BF16, None, marks=pytest.mark.gpu),
+        GLACase([70, 130], H=2, K=32),
+        GLACase([64, 33, 100, 70], H=2, V=32, gates="zero"),
+        GLACase([70, 40, 129], H=2, K=24, gates="mixed"),
+        GLACase([40, 70, 10, 50], H=2, lengths=[0, 13, 39, 125, 126, 170]),
+        GLACase([100, 80, 70], H=2, K=32, V=32, dtype=BF16),
+        pytest.param(GLACase([2048, 1000, 4096, 1500], H=2, K=128, V=128, dtype=BF16), marks=pytest.mark.gpu),
     ],
 )
-def test_ranks_that_share_a_device(run, tokens, K, V, kind, dtype, lengths, scan_us, recompute):
+def test_ranks_that_share_a_device(run, case, scan_us, recompute):
     rounds = 12 if torch.cuda.is_available() else 2
-    [(answers, different)] = run(1, virtual_case, tokens, 2, K, V, kind, dtype, lengths, scan_us, recompute, rounds)
-    assert len(answers) == len(tokens) and not different
+    [(answers, different)] = run(1, virtual_case, case._replace(recompute=recompute), scan_us, rounds)
+    assert len(answers) == len(case.tokens) and not different
     for errors in answers:
-        assert max(errors.values()) < LIMIT[dtype], errors
+        assert max(errors.values()) < LIMIT[case.dtype], errors
