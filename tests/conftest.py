@@ -16,6 +16,7 @@ from allscan.tools import ranks
 from support import gpu_record
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ranks.PRELOAD = [*ranks.PRELOAD, "support.fresh_memory"]
 
 
 def pytest_addoption(parser):

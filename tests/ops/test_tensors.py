@@ -105,10 +105,11 @@ def hooks_case(group):
                 (lambda x: (x.dtype, rounded(x)), lambda x: x[1].to(x[0]), 0.3),
                 (quantized, lambda x: x, 1.0),
             ):
+                before = torch.are_deterministic_algorithms_enabled()
                 torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty() is full of NaN then
                 with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                     answer = with_gradients(comm, function, tensors)
-                torch.use_deterministic_algorithms(False)
+                torch.use_deterministic_algorithms(before)
                 found[f"{name}, {pack.__name__}, {unpack.__name__}"] = worst(answer, expected) / bound
     return found
 
