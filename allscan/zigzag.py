@@ -76,7 +76,7 @@ def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
     return (rank, 2 * size - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
 
 
-def _move(x, comm, to):
+def _move(x, comm, to) -> Tensor:
     check_communicator(comm)
     if torch.compiler.is_compiling():
         return _traced.forward(x, to, comm.handle)[0]
@@ -127,12 +127,12 @@ def _all_to_all(received, send, come, leave, comm) -> None:
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, comm, to):
+    def forward(ctx, x, comm, to) -> Tensor:
         ctx.comm, ctx.to = comm, to
         return _moved(x, comm, to)
 
     @staticmethod
-    def backward(ctx, dx):
+    def backward(ctx, dx) -> tuple[Tensor, None, None]:
         with ctx.comm.call(True, "the backward of to_zigzag()", (dx,)):
             _check(dx, ctx.comm, not ctx.to)
             return _Move.apply(dx, ctx.comm, not ctx.to), None, None
@@ -167,7 +167,7 @@ def _forward(x: Tensor, to: bool, handle: int) -> tuple[Tensor]:
         return (_moved(x, comm, to),)
 
 
-def _fake(x, to, handle):
+def _fake(x, to, handle) -> tuple[Tensor]:
     return (x.new_empty(x.shape),)
 
 
@@ -178,11 +178,11 @@ def _backward(dx: Tensor, to: bool, handle: int) -> tuple[Tensor]:
         return (_moved(dx, comm, not to),)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx, inputs, output) -> None:
     _, *ctx.where = inputs
 
 
-def _gradient(backward, ctx, dx):
+def _gradient(backward, ctx, dx) -> tuple[Tensor, None, None]:
     return backward(dx, *ctx.where)[0], None, None
 
 

@@ -21,7 +21,7 @@ class CudaIpcHeap:
 
     transport = "ipc"
 
-    def __init__(self, rank: int, exchange, nbytes: int | None = None):
+    def __init__(self, rank: int, exchange, nbytes: int | None = None) -> None:
         self.arena = Arena(arena_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._block = torch.empty(self.arena.size, dtype=torch.uint8, device=self.device)

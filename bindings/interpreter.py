@@ -15,8 +15,17 @@ import dataclasses
 import functools
 import inspect
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .interpreter_operations import operations_by_numpy
+
+if TYPE_CHECKING:
+    from numpy import dtype as NumpyType
+    from numpy import ndarray as Array
+    from triton.language.core import block_type as BlockType
+    from triton.language.core import tensor as Block
+    from triton.runtime.interpreter import TensorHandle
 
 
 @functools.cache
@@ -46,7 +55,7 @@ def _skip_autotuning(autotuner, interpreter) -> None:
     (flash-linear-attention's kernels on CPU ranks)."""
     run = autotuner.Autotuner.run
 
-    def first_configuration(self, *args, **kwargs):
+    def first_configuration(self, *args, **kwargs) -> object:
         kernel = self.fn
         while not isinstance(kernel, interpreter.InterpretedFunction) and hasattr(kernel, "fn"):
             kernel = kernel.fn
@@ -67,7 +76,7 @@ def _let_blocks_be_loop_bounds(interpreter) -> None:
     """Scalars are arrays of shape [1] here, which numpy from 2.4 on does not take for numbers in ``range``."""
     patch = interpreter._patch_lang_tensor
 
-    def with_index(tensor, *scope):
+    def with_index(tensor, *scope) -> None:
         patch(tensor, *scope)
         tensor.__index__ = lambda self: self.handle.data.item()
 
@@ -80,7 +89,7 @@ def _keep_masks_bool(interpreter) -> None:
     builder = interpreter.InterpreterBuilder
     splat = builder.create_splat
 
-    def create_splat(self, ret_ty, arg):
+    def create_splat(self, ret_ty, arg) -> TensorHandle:
         if not ret_ty.scalar.is_int1():
             return splat(self, ret_ty, arg)
         value = arg.data[0] if isinstance(arg.dtype, interpreter.tl.block_type) else arg.data
@@ -97,11 +106,11 @@ def _patch_languages_once(interpreter) -> None:
     launching = threading.Lock()  # held by the thread that is inside of a launch
 
     @functools.cache
-    def languages_of(python_function):
+    def languages_of(python_function) -> frozenset[str]:
         values = python_function.__globals__.values()
         return frozenset(value.__name__ for value in values if inspect.ismodule(value) and value in languages)
 
-    def grid_call(self, *args, **kwargs):
+    def grid_call(self, *args, **kwargs) -> object:
         if not launching.acquire(blocking=False):  # whoever waits here may be waited for in the other launch
             raise RuntimeError(
                 "another thread of this process is inside of a kernel, and Triton's interpreter runs one at a time: on "
@@ -114,7 +123,7 @@ def _patch_languages_once(interpreter) -> None:
         finally:
             launching.release()
 
-    def device_call(self, *args, **kwargs):
+    def device_call(self, *args, **kwargs) -> object:
         wanted = languages_of(self.fn)
         if not wanted <= patched:
             patch(self.fn)
@@ -134,7 +143,7 @@ def _remember_types(core, interpreter) -> None:
     block_types: dict = {}
     shapes: dict = {}
 
-    def block_type(self, element_ty, shape):
+    def block_type(self, element_ty, shape) -> None:
         key = element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape)
         known = block_types.get(key)
         if known is None:
@@ -145,7 +154,7 @@ def _remember_types(core, interpreter) -> None:
 
     with_element = core.block_type.with_element_ty
 
-    def with_element_ty(self, scalar_ty):
+    def with_element_ty(self, scalar_ty) -> BlockType:
         if scalar_ty.is_ptr():
             return with_element(self, scalar_ty)
         key = self.name, scalar_ty.name
@@ -156,13 +165,13 @@ def _remember_types(core, interpreter) -> None:
     elements: dict = {}
     core.block_type.with_element_ty = with_element_ty
 
-    def handle(self, data, dtype, attr=None):  # without a look at the size of the elements
+    def handle(self, data, dtype, attr=None) -> None:  # without a look at the size of the elements
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
     interpreter.TensorHandle.__init__ = handle
     tensor_init = core.tensor.__init__
 
-    def tensor(self, handle, type):
+    def tensor(self, handle, type) -> None:
         key = type.shape.values if type.is_block() else ()
         key = (*key,)
         known = shapes.get(key)
@@ -177,7 +186,7 @@ def _remember_types(core, interpreter) -> None:
 
     np_dtypes: dict = {}
 
-    def np_dtype(tt_dtype):
+    def np_dtype(tt_dtype) -> NumpyType:
         name = tt_dtype.scalar.name
         if name not in np_dtypes:
             np_dtypes[name] = np_dtype_of(tt_dtype)
@@ -194,7 +203,7 @@ def _shorten_operations(core, interpreter) -> None:
 
     constants: dict = {}
 
-    def constant(block, number):
+    def constant(block, number) -> Block | None:
         """A Python number as a block like ``block``, if that is the type of what the two give."""
         of_floats = block.dtype.name == core.float32.name
         if not block.type.is_block() or block.dtype.name not in alike or number != number:
@@ -208,7 +217,7 @@ def _shorten_operations(core, interpreter) -> None:
             constants[key] = core.tensor(interpreter.TensorHandle(data, block.dtype), block.type)
         return constants[key]
 
-    def types_of_operands(self, lhs, rhs, *options, **named):
+    def types_of_operands(self, lhs, rhs, *options, **named) -> tuple[Block, Block]:
         if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
             name = lhs.dtype.name
             if name == rhs.dtype.name and name in alike and lhs.type.is_block() == rhs.type.is_block():
@@ -220,7 +229,7 @@ def _shorten_operations(core, interpreter) -> None:
     broadcast = semantic.broadcast_impl_value
     common: dict = {}
 
-    def common_shape(self, lhs, rhs):
+    def common_shape(self, lhs, rhs) -> tuple[Block, Block]:
         if not (lhs.type.is_block() and rhs.type.is_block()) or len(lhs.type.shape) != len(rhs.type.shape):
             return broadcast(self, lhs, rhs)
         key = *lhs.type.shape.values, None, *rhs.type.shape.values
@@ -242,10 +251,10 @@ def _shorten_operations(core, interpreter) -> None:
     tensor, handle, unwrap, constexpr = core.tensor, interpreter.TensorHandle, core._unwrap_if_constexpr, core.constexpr
     scalars: dict = {}
 
-    def to_tensor(self, x, check_type=True):
+    def to_tensor(self, x, check_type=True) -> Block:
         return x if type(x) is tensor else as_tensor(self, x, check_type)
 
-    def scalar(self, value, dtype):
+    def scalar(self, value, dtype) -> Block:
         if dtype is None or value != value:
             return scalar_constant(self, value, dtype)
         key = type(value), value or str(value), dtype.name  # -0.0 == 0.0
@@ -253,7 +262,7 @@ def _shorten_operations(core, interpreter) -> None:
             scalars[key] = scalar_constant(self, value, dtype).handle
         return tensor(handle(scalars[key].data, scalars[key].dtype), dtype)
 
-    def cast_to(self, input, dtype, rounding=None):
+    def cast_to(self, input, dtype, rounding=None) -> Block:
         known, wanted = input.type.scalar, dtype.scalar
         if known is wanted or known.name == wanted.name and not known.is_ptr():
             return input
@@ -261,13 +270,13 @@ def _shorten_operations(core, interpreter) -> None:
 
     plain = {tensor, int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type}
 
-    def unwrapped(x):
+    def unwrapped(x) -> object:
         kind = type(x)
         return x.value if kind is constexpr else x if kind in plain else unwrap(x)
 
     np, convert = interpreter.np, interpreter._convert_float
 
-    def convert_float(data, known, wanted, rounding):
+    def convert_float(data, known, wanted, rounding) -> Array:
         """Between float32 and bfloat16, where the bits of the one are the first half of the other's."""
         wide, narrow = core.float32.name, core.bfloat16.name
         if rounding is None and {known.name, wanted.name} == {wide, narrow}:
@@ -288,17 +297,17 @@ def _patch_with_less(core, interpreter, operations) -> None:
     checked = core.tensor.__add__.__code__  # of the function that looks whether there is a semantic argument
     found: dict = {}
 
-    def with_semantic(member, semantic):
+    def with_semantic(member, semantic) -> Callable:
         if getattr(member, "__code__", None) is checked:
             member = member.__wrapped__
 
-        def call(*args, **kwargs):
+        def call(*args, **kwargs) -> object:
             kwargs["_semantic"] = semantic
             return member(*args, **kwargs)
 
         return call
 
-    def patch(pkg, builder, scope):
+    def patch(pkg, builder, scope) -> None:
         if pkg not in found:
             semantic = interpreter.TritonSemantic(builder)
             members = [(name, member) for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]

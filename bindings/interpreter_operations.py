@@ -10,6 +10,12 @@ type or value than Triton, such as integers that become float32.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from numpy import ndarray as Array
+    from triton.language.core import tensor as Block
 
 
 def operations_by_numpy(core, interpreter) -> dict:
@@ -19,23 +25,23 @@ def operations_by_numpy(core, interpreter) -> dict:
     floats, signed = {core.float32.name, core.float64.name}, {core.int32.name, core.int64.name}
     numbers = floats | signed
 
-    def result_of(data, dtype, fields):
+    def result_of(data, dtype, fields) -> Block:
         made, result = new(handle), new(tensor)
         made.data, made.dtype, made.attr = data, dtype, {}
         result.__dict__.update(fields)
         result.handle = made
         return result
 
-    def fields_of(found):
+    def fields_of(found) -> dict[str, object]:
         return {name: value for name, value in found.__dict__.items() if name != "handle"}
 
-    def remainder(lhs, rhs):
+    def remainder(lhs, rhs) -> Array:
         return np.fmod(lhs, rhs)
 
-    def quotient(lhs, rhs):
+    def quotient(lhs, rhs) -> Array:
         return (lhs - np.fmod(lhs, rhs)) // rhs
 
-    def constant(dtype, number):
+    def constant(dtype, number) -> Array | None:
         """``number`` beside a tensor of this type as Triton takes it, None where it would take another type."""
         if dtype.name in signed and type(number) is int:
             bound = 1 << (dtype.primitive_bitwidth - 1)
@@ -50,21 +56,41 @@ def operations_by_numpy(core, interpreter) -> dict:
     # -0.0 is 0.0 to Triton before 3.9
     keeps_sign = np.signbit(interpreter.interpreter_semantic.to_tensor(-0.0).handle.data).all()
 
-    def fitting(lhs, rhs):
+    def fitting(lhs, rhs) -> bool:
         """Whether numpy takes two types of elements as Triton does."""
         return lhs == rhs or lhs in signed and rhs in signed
 
     @functools.cache
-    def advance(width):
+    def advance(width) -> Callable:
         return lambda pointers, steps: pointers + width * steps.astype(np.uint64)
 
-    def operation(function, known, reflected=False):
-        def of(slowly):
+    def operation(function, known, reflected=False) -> Callable:
+        def of(slowly) -> Callable:
             plans: dict = {}
 
-            def operate(self, other, **options):
+            def plan_of(self, other, is_tensor, found) -> tuple:
+                element, number, call = self.dtype, None, function
+                if element.is_ptr() and function is np.add:
+                    call = advance(max(1, element.element_ty.primitive_bitwidth // 8))
+                    element = core.int64 if is_tensor else core.int32  # of what is added to it
+                if not isinstance(found, tensor) or element.name not in known:
+                    return ()
+                if not is_tensor and (number := constant(element, other)) is None:
+                    return ()
+                if is_tensor and not fitting(element.name, other.dtype.name):
+                    return ()
+                rhs = other.handle.data if is_tensor else number
+                data = call(rhs, self.handle.data) if reflected else call(self.handle.data, rhs)
+                theirs = found.handle.data
+                alike = data.dtype == theirs.dtype and data.shape == theirs.shape
+                if not alike or not np.array_equal(data, theirs, equal_nan=data.dtype.kind == "f"):
+                    return ()
+                return fields_of(found), found.handle.dtype, number, call
+
+            def operate(self, other, **options) -> Block:
                 if options:
                     return slowly(self, other, **options)
+                key: tuple
                 kind = type(other)
                 if kind is constexpr:
                     other = other.value
@@ -86,35 +112,16 @@ def operations_by_numpy(core, interpreter) -> dict:
                 data = function(rhs, self.handle.data) if reflected else function(self.handle.data, rhs)
                 return result_of(data, dtype, fields)
 
-            def plan_of(self, other, is_tensor, found):
-                element, number, call = self.dtype, None, function
-                if element.is_ptr() and function is np.add:
-                    call = advance(max(1, element.element_ty.primitive_bitwidth // 8))
-                    element = core.int64 if is_tensor else core.int32  # of what is added to it
-                if not isinstance(found, tensor) or element.name not in known:
-                    return ()
-                if not is_tensor and (number := constant(element, other)) is None:
-                    return ()
-                if is_tensor and not fitting(element.name, other.dtype.name):
-                    return ()
-                rhs = other.handle.data if is_tensor else number
-                data = call(rhs, self.handle.data) if reflected else call(self.handle.data, rhs)
-                theirs = found.handle.data
-                alike = data.dtype == theirs.dtype and data.shape == theirs.shape
-                if not alike or not np.array_equal(data, theirs, equal_nan=data.dtype.kind == "f"):
-                    return ()
-                return fields_of(found), found.handle.dtype, number, call
-
             return operate
 
         return of
 
     whole = slice(None)
 
-    def index(slowly):
+    def index(slowly) -> Callable:
         plans: dict = {}
 
-        def getitem(self, slices):
+        def getitem(self, slices) -> Block:
             if type(slices) is not tuple or not all(x is None or type(x) is slice and x == whole for x in slices):
                 return slowly(self, slices)
             key = self.type.name, tuple(x is None for x in slices)
@@ -126,10 +133,20 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         return getitem
 
-    def choose(slowly):
+    def choose(slowly) -> Callable:
         plans: dict = {}
 
-        def where(condition, x, y):
+        def plan_of(condition, x, y, found) -> tuple:
+            element = (x if type(x) is tensor else y).dtype
+            same = {v.dtype.name for v in (x, y) if type(v) is tensor} == {element.name}
+            if condition.dtype.name != core.int1.name or not same or element.name not in numbers:
+                return ()
+            constants = [constant(element, v) if type(v) in (int, float) else None for v in (x, y)]
+            if any(type(v) is not tensor and c is None for v, c in zip((x, y), constants)):
+                return ()
+            return fields_of(found), *constants
+
+        def where(condition, x, y) -> Block:
             x, y = (v.value if type(v) is constexpr else v for v in (x, y))
             given = [v.handle.data if type(v) is tensor else None for v in (x, y)]
             names = tuple(v.type.name if type(v) is tensor else (type(v), v or str(v)) for v in (x, y))
@@ -149,19 +166,9 @@ def operations_by_numpy(core, interpreter) -> dict:
             dtype = (y if plan[2] is None else x).handle.dtype.scalar
             return result_of(np.where(condition.handle.data, lhs, rhs), dtype, fields)
 
-        def plan_of(condition, x, y, found):
-            element = (x if type(x) is tensor else y).dtype
-            same = {v.dtype.name for v in (x, y) if type(v) is tensor} == {element.name}
-            if condition.dtype.name != core.int1.name or not same or element.name not in numbers:
-                return ()
-            constants = [constant(element, v) if type(v) in (int, float) else None for v in (x, y)]
-            if any(type(v) is not tensor and c is None for v, c in zip((x, y), constants)):
-                return ()
-            return fields_of(found), *constants
-
         return where
 
-    def filled(number, element, shape):
+    def filled(number, element, shape) -> Array:
         """What a mask leaves out, as Triton takes a number for it."""
         value = semantic.cast(semantic.to_tensor(number), element)
         return np.full(shape, value.handle.data)
@@ -169,7 +176,7 @@ def operations_by_numpy(core, interpreter) -> dict:
     semantic = interpreter.interpreter_semantic
     memory = interpreter._interpreter
 
-    def of_memory(pointer, mask):
+    def of_memory(pointer, mask) -> bool:
         """Whether these are a tensor of pointers to numbers, and None or a mask."""
         if type(pointer) is not tensor or not pointer.dtype.is_ptr():
             return False
@@ -178,13 +185,13 @@ def operations_by_numpy(core, interpreter) -> dict:
             return False
         return mask is None or type(mask) is tensor and mask.handle.data.dtype == bool and mask.dtype.name == boolean
 
-    def spread(x, shape):
+    def spread(x, shape) -> Array:
         return x if x.shape == shape else np.broadcast_to(x, shape)
 
-    def loading(slowly):
+    def loading(slowly) -> Callable:
         plans: dict = {}
 
-        def load(pointer, mask=None, other=None, **options):
+        def load(pointer, mask=None, other=None, **options) -> Block:
             if type(other) is constexpr:
                 other = other.value
             kind = type(other)
@@ -212,10 +219,10 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         return load
 
-    def storing(slowly):
+    def storing(slowly) -> Callable:
         plans: dict = {}
 
-        def store(pointer, value, mask=None, **options):
+        def store(pointer, value, mask=None, **options) -> object:
             if options or type(value) is not tensor or not of_memory(pointer, mask):
                 return slowly(pointer, value, mask, **options)
             key = pointer.type.name, value.type.name, None if mask is None else mask.type.name
@@ -232,14 +239,14 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         return store
 
-    def one_of(name, both, number):
+    def one_of(name, both, number) -> object:
         """numpy's function of two numbers, of which one may be NaN: from Triton 3.8 on the other is the result."""
         nan, zero = (handle(np.array([x], dtype=np.float32), core.float32) for x in (np.nan, 0.0))
         return both if np.isnan(getattr(interpreter.interpreter_builder, name)(nan, zero).data[0]) else number
 
     largest, least = one_of("create_maxnumf", np.maximum, np.fmax), one_of("create_minnumf", np.minimum, np.fmin)
 
-    def bitwise(x):
+    def bitwise(x) -> Callable:
         return operation(x, signed | {core.int1.name})
 
     return {

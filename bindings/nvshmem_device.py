@@ -51,7 +51,7 @@ def _number(x) -> int:
     return int(unwrapped(x))
 
 
-def _extern(symbol, args, types, result, semantic):
+def _extern(symbol, args, types, result, semantic) -> core.tensor:
     """Call ``symbol`` of the device library with ``args`` converted to ``types``."""
     converted = []
     for value, dtype in zip(args, types, strict=True):
@@ -62,43 +62,43 @@ def _extern(symbol, args, types, result, semantic):
 
 
 @core.extern
-def my_pe(_semantic=None):
+def my_pe(_semantic=None) -> core.tensor:
     """int32: the number of this processing element."""
     return _extern("nvshmem_my_pe", [], [], _INT, _semantic)
 
 
 @core.extern
-def n_pes(_semantic=None):
+def n_pes(_semantic=None) -> core.tensor:
     """int32: how many processing elements there are."""
     return _extern("nvshmem_n_pes", [], [], _INT, _semantic)
 
 
 @core.extern
-def remote_ptr(ptr, pe, _semantic=None):
+def remote_ptr(ptr, pe, _semantic=None) -> core.tensor:
     """int64: the address by which loads and stores reach ``ptr`` on ``pe`` (``nvshmem_ptr``), 0 if it is not mapped."""
     return _extern("nvshmem_ptr", [ptr, pe], [_P, _INT], _P, _semantic)
 
 
 @core.extern
-def putmem_block(dst, src, nbytes, pe, _semantic=None):
+def putmem_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
     """Copy ``nbytes`` from local ``src`` to ``dst`` on ``pe``; ``src`` may be reused on return."""
     return _extern("nvshmemx_putmem_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
 @core.extern
-def putmem_nbi_block(dst, src, nbytes, pe, _semantic=None):
+def putmem_nbi_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
     """As :func:`putmem_block`, but ``src`` may be reused only after :func:`quiet`."""
     return _extern("nvshmemx_putmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
 @core.extern
-def getmem_block(dst, src, nbytes, pe, _semantic=None):
+def getmem_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
     """Copy ``nbytes`` from ``src`` on ``pe`` to local ``dst``; complete on return."""
     return _extern("nvshmemx_getmem_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
 @core.extern
-def getmem_nbi_block(dst, src, nbytes, pe, _semantic=None):
+def getmem_nbi_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
     """As :func:`getmem_block`, but ``dst`` is complete only after :func:`quiet`."""
     return _extern("nvshmemx_getmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
@@ -107,14 +107,14 @@ _PUT_SIGNAL = [_P, _P, _SIZE, _P, _U64, _INT, _INT]
 
 
 @core.extern
-def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None):
+def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
     """:func:`putmem_block`, then apply ``signal`` to the uint64 ``sig_addr`` on ``pe`` once the data is there."""
     args = [dst, src, nbytes, sig_addr, signal, sig_op, pe]
     return _extern("nvshmemx_putmem_signal_block", args, _PUT_SIGNAL, _INT, _semantic)
 
 
 @builtin
-def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None):
+def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
     """As :func:`putmem_signal_block`, but ``src`` may be reused only after :func:`quiet` or the receiver's answer."""
     if _semantic is None:
         if _number(sig_op) != SIGNAL_SET.value:
@@ -126,13 +126,13 @@ def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _sem
 
 
 @core.extern
-def signal_op(sig_addr, signal, sig_op, pe, _semantic=None):
+def signal_op(sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
     """Apply ``signal`` with ``SIGNAL_SET`` or ``SIGNAL_ADD`` to the uint64 ``sig_addr`` on ``pe``; once per thread."""
     return _extern("nvshmemx_signal_op", [sig_addr, signal, sig_op, pe], [_P, _U64, _INT, _INT], _INT, _semantic)
 
 
 @builtin
-def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None):
+def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None) -> core.tensor:
     """uint64: the value of local ``sig_addr`` once ``value cmp cmp_value`` holds. Waits without bound.
 
     Before NVSHMEM 3.8 this is no acquire: read what the signal announced by volatile or ``.cg`` loads. In the
@@ -144,24 +144,24 @@ def signal_wait_until(sig_addr, cmp, cmp_value, _semantic=None):
 
 
 @core.extern
-def fence(_semantic=None):
+def fence(_semantic=None) -> core.tensor:
     """Order this PE's earlier puts and signals to each PE before its later ones."""
     return _extern("nvshmem_fence", [], [], _INT, _semantic)
 
 
 @core.extern
-def quiet(_semantic=None):
+def quiet(_semantic=None) -> core.tensor:
     """Complete this PE's earlier non-blocking operations."""
     return _extern("nvshmem_quiet", [], [], _INT, _semantic)
 
 
 @core.extern
-def barrier_all_block(_semantic=None):
+def barrier_all_block(_semantic=None) -> core.tensor:
     """Barrier over all PEs that also completes their operations. One block a PE may call it."""
     return _extern("nvshmemx_barrier_all_block", [], [], _INT, _semantic)
 
 
 @core.extern
-def sync_all_block(_semantic=None):
+def sync_all_block(_semantic=None) -> core.tensor:
     """Barrier over all PEs that completes nothing. One block a PE may call it."""
     return _extern("nvshmemx_sync_all_block", [], [], _INT, _semantic)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import types
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Address:
     A tensor cannot stand for another GPU's memory: PyTorch would believe that it lies on this one.
     """
 
-    def __init__(self, address: int, dtype: torch.dtype):
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
@@ -40,7 +41,7 @@ class Address:
 
 
 class _CudaArray:
-    def __init__(self, address: int, nbytes: int):
+    def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -50,7 +51,7 @@ class _CudaArray:
         }
 
 
-def load():
+def load() -> types.ModuleType:
     """nvshmem4py's thin bindings with the host library loaded. Raises RuntimeError naming what to install."""
     if refused := refusal("NVSHMEM", "nvshmem4py"):
         raise RuntimeError(refused)
@@ -105,7 +106,7 @@ class NvshmemHeap:
 
     transport = "nvshmem"
 
-    def __init__(self, rank: int, size: int, exchange, nbytes: int | None = None):
+    def __init__(self, rank: int, size: int, exchange, nbytes: int | None = None) -> None:
         self._bindings = load()
         self.arena = Arena(arena_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())

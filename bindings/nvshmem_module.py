@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
+from typing import Any, cast
 
 import triton
 
@@ -45,14 +47,14 @@ class Kernel:
     that was not initialised ends in an illegal address at its first NVSHMEM call. NVSHMEM must be initialised first.
     """
 
-    def __init__(self, fn):
+    def __init__(self, fn: Any) -> None:
         self.fn = fn
-        functools.update_wrapper(self, fn.fn if hasattr(fn, "fn") else fn)
+        functools.update_wrapper(cast(Any, self), fn.fn if hasattr(fn, "fn") else fn)
 
-    def __getitem__(self, grid):
+    def __getitem__(self, grid) -> Callable:
         return functools.partial(self.run, grid)
 
-    def run(self, grid, *args, **options):
+    def run(self, grid, *args, **options) -> object:
         options["extern_libs"] = extern_libs()
         initialize_module(self.fn.warmup(*args, grid=grid, **options))
         return self.fn[grid](*args, **options)
@@ -70,7 +72,7 @@ def initialize_module(kernel) -> None:
     initialized_modules[module] = kernel
 
 
-def jit(fn=None, **options):
+def jit(fn: Callable[..., object] | None = None, **options: Any) -> Any:
     """``triton.jit`` for kernels that call the functions of this module."""
     if fn is None:
         return functools.partial(jit, **options)

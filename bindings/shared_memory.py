@@ -29,7 +29,7 @@ class SharedMemoryHeap:
 
     transport = "shm"
 
-    def __init__(self, exchange, nbytes: int | None = None):
+    def __init__(self, exchange, nbytes: int | None = None) -> None:
         self.device = torch.device("cpu")
         self.arena = Arena(arena_bytes(nbytes), self._commit)
         path = os.path.join(_DIRECTORY, f"allscan-{uuid.uuid4().hex}")
@@ -101,7 +101,7 @@ class Network:
     """NVSHMEM's put with signal for the interpreter, over shared memory, as unkind as a network may be: every put
     arrives late, by a random time of up to ``most_s``, and so in any order; its source is read only then."""
 
-    def __init__(self, bases: list[int], me: int, most_s: float = 2e-3):
+    def __init__(self, bases: list[int], me: int, most_s: float = 2e-3) -> None:
         self.most_s = most_s
         self._bases, self._me, self._random = bases, me, random.Random(me)
         self._under_way: list[tuple] = []

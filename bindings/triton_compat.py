@@ -138,7 +138,7 @@ def launches_watched(told: Callable[[Any, Any, tuple, dict[str, Any]], None]) ->
     arguments, so JITFunction.run is replaced."""
     original = JITFunction.run
 
-    def run(self, *args, grid, warmup, **options):
+    def run(self, *args, grid, warmup, **options) -> object:
         if not warmup:
             told(self, grid, args, options)
         return original(self, *args, grid=grid, warmup=warmup, **options)
@@ -173,11 +173,11 @@ class _Source(JITCallable):
     cache_key = ""
     used_global_vals: dict = {}
 
-    def __init__(self, function):
+    def __init__(self, function) -> None:
         self.cache_key = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
 
 
-def builtin(function):
+def builtin(function) -> Callable:
     """A function in Python that kernels may call: the compiler calls it with a builder, the interpreter without one. A
     kernel that calls it is compiled again when its source has changed: by itself Triton looks at the sources of jit
     functions only."""

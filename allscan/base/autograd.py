@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from ..bindings.torch_compat import (
     unwrap_if_dead,
 )
 
+Made = Callable[..., tuple[Any, ...]]  # of tensors, numbers and None, of which it returns a tuple
 
-def wants_gradient(inputs) -> bool:
+
+def wants_gradient(inputs: Iterable[object]) -> bool:
     """Whether a call with these inputs is to have a backward pass."""
     if torch.is_grad_enabled():
         for x in inputs:
@@ -30,7 +32,7 @@ def wants_gradient(inputs) -> bool:
     return False
 
 
-def inference_tensors(inputs: Iterable[Any]) -> bool:
+def inference_tensors(inputs: Iterable[object]) -> bool:
     """Whether torch cannot save for backward what a call with a backward pass is given and makes: tensors made in
     torch.inference_mode, as all are inside of it."""
     if torch.is_inference_mode_enabled():
@@ -41,7 +43,7 @@ def inference_tensors(inputs: Iterable[Any]) -> bool:
     return False
 
 
-def check_saveable(saved: Iterable[Any], inputs: Iterable[Any]) -> None:
+def check_saveable(saved: Iterable[object], inputs: Iterable[object]) -> None:
     """Raise ValueError if a call with ``inputs`` is to have a backward pass, and torch cannot save for it."""
     if not torch.compiler.is_compiling() and wants_gradient(inputs) and inference_tensors(saved):
         raise ValueError(
@@ -67,12 +69,12 @@ class Function(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b):
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         return (a.double() @ b.double()).float()
 
     @staticmethod
-    def backward(ctx, d):
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (a, b), d = ctx.saved_tensors, d.double()
         of_a = (d @ b.double().mT).sum_to_size(a.shape).float() if ctx.needs_input_grad[0] else None
         of_b = (a.double().mT @ d).sum_to_size(b.shape).float() if ctx.needs_input_grad[1] else None
@@ -83,7 +85,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of float32 tensors, with the first dimensions broadcast, in float64, rounded at the end; its gradients too.
     Neither torch.autocast nor torch.set_float32_matmul_precision makes it coarser, wherever the backward runs. What is
     kept for backward are a and b."""
-    return _Product.apply(a, b)
+    found: Tensor = _Product.apply(a, b)
+    return found
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -96,7 +99,7 @@ def refuse_second_derivative(name: str) -> None:
 _TORCHS_OWN = Tensor, torch.nn.Parameter
 
 
-def watched(inputs) -> bool:
+def watched(inputs: Iterable[object]) -> bool:
     """Whether torch.compile traces, a torch dispatch mode is on, or tensors are of a subclass."""
     if torch.compiler.is_compiling() or num_dispatch_modes() > 0:
         return True
@@ -159,19 +162,21 @@ def _without_budget(node: Any) -> None:
         node.meta["memory_budget"] = 1.0  # the partitioner takes the first that it finds for that of the graph
 
 
-def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any], tags: Any = ()) -> Any:
+def _custom_operator(
+    name: str, function: Made, fake: Made, tags: Sequence[torch.Tag] = ()
+) -> torch.library.CustomOpDef:
     """The custom operator of a ``function`` that returns a tuple, with one argument more, ``after``, and one result
     more, for ``after`` of the next call."""
     count = len(inspect.signature(function).parameters)
 
-    def extended(made):
-        def call(*inputs):
+    def extended(made: Made) -> Made:
+        def call(*inputs: Any) -> tuple[Tensor, ...]:
             outputs = [inputs[0].new_empty(0) if x is None else x for x in made(*inputs[:count])]
             return *outputs, inputs[0].new_empty(1, dtype=torch.int64)
 
         return call
 
-    def refuse(*inputs):
+    def refuse(*inputs: Any) -> None:
         raise RuntimeError(f"allscan cannot be compiled with torch {torch.__version__}, which orders no effects")
 
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
@@ -186,14 +191,14 @@ def _custom_operator(name: str, function: Callable[..., Any], fake: Callable[...
     return operator
 
 
-def ordered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., tuple]:
+def ordered(name: str, function: Made, fake: Made) -> Made:
     """A ``function`` of tensors that returns a tuple of them, as an operator whose results torch.compile neither makes
     again in backward nor has in a CUDA graph. ``fake``: the same on tensors without data."""
     operator = _custom_operator(name, function, fake, no_cuda_graph)
     return lambda *inputs: operator(*inputs)[:-1]
 
 
-def _with_packed(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> tuple[list[Any], Callable]:
+def _with_packed(name: str, function: Made, fake: Made) -> tuple[list[torch.library.CustomOpDef], Made]:
     """(custom operators, what calls one of them). With cu_seqlens it is one that is not part of a CUDA graph of
     torch's, which would go on with the tables of the call that was captured."""
     operators, names = [_custom_operator(name, function, fake)], [*inspect.signature(function).parameters]
@@ -220,12 +225,12 @@ class CustomOperator:
     def __init__(
         self,
         name: str,
-        forward: Callable[..., Any],
-        fake: Callable[..., Any],
-        backward: Callable[..., Any],
-        fake_backward: Callable[..., Any],
+        forward: Made,
+        fake: Made,
+        backward: Made,
+        fake_backward: Made,
         save: Callable[..., None],
-        gradient: Callable[..., Any],
+        gradient: Made,
     ) -> None:
         operators, self.forward = _with_packed(name, forward, fake)
         _, self.backward = _with_packed(f"{name}_backward", backward, fake_backward)
@@ -247,36 +252,37 @@ class Operator:
     def __init__(
         self,
         name: str,
-        forward: Callable[..., Any],
-        fake: Callable[..., Any],
-        backward: Callable[..., Any],
-        fake_backward: Callable[..., Any],
+        forward: Made,
+        fake: Made,
+        backward: Made,
+        fake_backward: Made,
         save: Callable[..., None],
-        gradient: Callable[..., Any],
+        gradient: Made,
         tensors: int,
     ) -> None:
         traced = CustomOperator(name, forward, fake, backward, fake_backward, save, gradient)
 
         class Eager(Function):
             @staticmethod
-            def forward(ctx, others, *tensors):
+            def forward(ctx: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
                 inputs = *tensors, *others
                 output = forward(*inputs)
                 save(ctx, inputs, output)
                 return output
 
             @staticmethod
-            def backward(ctx, *grads):
+            def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
                 run = traced.backward if watched(grads) else backward
                 return None, *gradient(run, ctx, *grads)[:tensors]
 
         self._forward, self._traced, self._eager, self._tensors = forward, traced.forward, Eager, tensors
 
-    def __call__(self, *inputs):
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """All inputs by position."""
         tensors = inputs[: self._tensors]
         if watched(tensors):
             return self._traced(*inputs)
         if wants_gradient(tensors):
-            return self._eager.apply(inputs[self._tensors :], *tensors)
+            found: tuple[Any, ...] = self._eager.apply(inputs[self._tensors :], *tensors)
+            return found
         return self._forward(*inputs)

@@ -6,7 +6,7 @@ import numbers
 import operator
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Shift(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """What a scan is given, as for :func:`allscan.allscan`."""
+    """What a scan is given, as for :func:`allscan.allscan`: before the checks anything, in the zigzag layout pairs."""
 
     state: Any
     decay: Any = None
@@ -48,7 +48,7 @@ def switch(name: str) -> bool:
     return value == "1"
 
 
-def boundaries(cu_seqlens: Any) -> Tensor:
+def boundaries(cu_seqlens: object) -> Tensor:
     """cu_seqlens as a tensor of integers [N + 1]. Raises TypeError or ValueError."""
     if not isinstance(cu_seqlens, Tensor):
         try:
@@ -95,7 +95,7 @@ def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
 described = operator.attrgetter("dtype", "shape", "device")  # of a tensor, to be compared by restored()
 
 
-def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list) -> Sequence[Any]:
+def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> Sequence[Any]:
     """The ``tensors`` that autograd has saved for the backward pass of ``what``, :func:`plain`; a word of ``names`` for
     each. A saved_tensors_hook may give back others than were saved: raises RuntimeError, before anything is launched,
     unless they are :func:`described` by ``wanted``. Strides and negative bits may be others."""
@@ -114,10 +114,10 @@ def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeErr
     )
 
 
-def signature_of(*inputs: Any) -> tuple:
+def signature_of(*inputs: object) -> tuple[Any, ...]:
     """What checks of tensors look at, and whether other inputs are None or of which type. Hashable. Tangents are looked
     for by Communicator.call; see :func:`plain` of negative bits and strides."""
-    found: list = []
+    found: list[Any] = []
     for x in inputs:
         if x is None:
             found.append(None)
@@ -128,11 +128,11 @@ def signature_of(*inputs: Any) -> tuple:
     return tuple(found)
 
 
-def call_key(inputs: Sequence[Any]) -> tuple:
+def call_key(inputs: Sequence[object]) -> tuple[Any, ...]:
     """Of which variant a call with these inputs is: :func:`signature_of` them, with whether a number is 0; and at the
     end whether a gradient is wanted, 1, or 2 if torch could not save for one what was made in torch.inference_mode."""
     grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
-    found: list = []
+    found: list[Any] = []
     for x in inputs:
         if x is None:
             found.append(None)
@@ -147,7 +147,7 @@ def call_key(inputs: Sequence[Any]) -> tuple:
     return tuple(found)
 
 
-def check_dense(name: str, tensor) -> None:
+def check_dense(name: str, tensor: object) -> None:
     """Raise TypeError unless ``tensor`` is a tensor whose elements lie in memory of its own."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -157,7 +157,7 @@ def check_dense(name: str, tensor) -> None:
         raise TypeError(f"{name} must be dense, got {tensor.dtype}, {tensor.layout}")
 
 
-def check_tensor(name: str, tensor, shape, device) -> None:
+def check_tensor(name: str, tensor: Any, shape: Sequence[int] | None, device: torch.device) -> None:
     """Raise TypeError or ValueError unless ``tensor`` is a float32 tensor of that shape (None: any) and device."""
     check_dense(name, tensor)
     if tensor.dtype != torch.float32:
@@ -175,14 +175,14 @@ def _way_out(tensor: Tensor) -> str:
     return "of a DTensor: to_local()"
 
 
-def check_transition(transition, decay, shape, device) -> None:
+def check_transition(transition: Any, decay: object, shape: Sequence[int], device: torch.device) -> None:
     """Raise TypeError or ValueError unless ``transition`` goes with a state of ``shape``, in place of a decay."""
     check_tensor("transition", transition, (*shape[:-1], shape[-2]), device)
     if decay is not None:
         raise ValueError("a scan has a decay or a transition, not both")
 
 
-def decay_target(decay, shape, device):
+def decay_target(decay: object, shape: Sequence[int], device: torch.device) -> tuple[int, ...] | None:
     """The part of ``shape`` that a decay is to be expanded to: [..., K], [...], or () for a number; None without one.
 
     Raises TypeError or ValueError unless it is a number, None, or a tensor broadcastable to one of these.
@@ -201,7 +201,7 @@ def decay_target(decay, shape, device):
     return _target(decay, shape)
 
 
-def _target(decay, shape):
+def _target(decay: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Of a tensor. Raises ValueError for its shape."""
     if decay.ndim == 0:
         return ()
@@ -212,7 +212,17 @@ def _target(decay, shape):
     return target
 
 
-def decay_rows(decay, shape, device):
+@overload
+def decay_rows(decay: None, shape: Sequence[int], device: torch.device) -> tuple[None, tuple[int, int]]: ...
+
+
+@overload
+def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device) -> tuple[Tensor, tuple[int, int]]: ...
+
+
+def decay_rows(
+    decay: Tensor | float | None, shape: Sequence[int], device: torch.device
+) -> tuple[Tensor | None, tuple[int, int]]:
     """What a kernel gets of a decay that :func:`decay_target` has seen: (float32 tensor or None, (stride of a matrix,
     stride of a row))."""
     if decay is None:
@@ -238,7 +248,7 @@ def is_zigzag(layout: str) -> bool:
 PER_DOCUMENT = 2  # of the values that ``zigzag`` has below the operators: each sequence is cut, not the row; 0: none is
 
 
-def zigzag_of(layout: str, per_document: bool, cu_seqlens: Any) -> int:
+def zigzag_of(layout: str, per_document: bool, cu_seqlens: object) -> int:
     """Which cut the tokens of an operator have: 0 contiguous, 1 zigzag of the row, PER_DOCUMENT. Raises ValueError."""
     zigzag = is_zigzag(layout)
     if not per_document:
@@ -254,7 +264,7 @@ def check_halves(T: int) -> None:
         raise ValueError(f"the zigzag layout wants an even T, half of it for each of a rank's two places, got {T}")
 
 
-def check_for_an_operator(tensors: dict, scale) -> None:
+def check_for_an_operator(tensors: dict[str, Any], scale: object) -> None:
     """Raise for arguments of an operator that a custom op does not take as they are; ``tensors`` by name."""
     for name, x in tensors.items():
         if x is None and name == "initial_state":
@@ -269,7 +279,7 @@ def check_for_an_operator(tensors: dict, scale) -> None:
         raise ValueError(f"scale must be a finite number and not 0, got {scale!r}")
 
 
-def has_tangents(inputs: Any) -> bool:
+def has_tangents(inputs: object) -> bool:
     """Whether forward-mode derivatives of an input, or of one in a tuple or list of them, are under way."""
     if forward_ad._current_level < 0:
         return False

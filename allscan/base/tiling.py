@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +14,7 @@ SIGNAL_WORDS = (1024, 8192, 8192)
 CPU_WORDS = (8192, 8192, 8192)
 
 
-def scan_tile(shape, ctas: int, sentinel: bool, device: torch.device) -> tuple[int, int]:
+def scan_tile(shape: Sequence[int], ctas: int, sentinel: bool, device: torch.device) -> tuple[int, int]:
     """(BK, BV) of a scan of ``shape`` [..., K, V] in at most ``ctas`` programs; ``sentinel``: the kind of its links."""
     limits = CPU_WORDS if device.type == "cpu" else SENTINEL_WORDS if sentinel else SIGNAL_WORDS
     K, V = shape[-2:]

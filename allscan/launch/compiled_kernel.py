@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..bindings import nvshmem_module
 from ..bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memory_carveout
+from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import OPTIONS, kernel_node, launchable, launcher
 from ..shmem_kernels.channel import Channel
-from .streams import current_stream_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ def dynamo_disabled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @functools.cache
-def with_nvshmem(kernel):
+def with_nvshmem(kernel: Any) -> nvshmem_module.Kernel:
     """The kernel linked with NVSHMEM's device library."""
     return nvshmem_module.Kernel(kernel)
 
@@ -87,7 +87,7 @@ class Launch:
         self._given = [i for i, name in enumerate(names) if name not in fixed]  # places of what a call gives
         self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
-        self.at: Callable[[Sequence], Any] = _not_compiled  # tuples of addresses and constants for channels
+        self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
         self._compiled: Any = None
         self._sizes: list[int] | None = None  # bytes of the compiled kernel's parameters
 
@@ -114,7 +114,7 @@ class Launch:
         """Whether ``at`` may be called now, with these addresses."""
         return self.ready and launchable(addresses)
 
-    def node(self, addresses: Sequence) -> KernelNode:
+    def node(self, addresses: Sequence[Any]) -> KernelNode:
         """What ``at`` launches, as a node of a CUDA graph. Raises NotImplementedError where it cannot be one, and where
         this Triton hands its kernels other parameters than those that we know of."""
         arguments = [self.fixed.get(name) for name in self._names]
@@ -135,13 +135,13 @@ class Launch:
         self.ready, self._compiled = True, compiled
 
 
-def _not_compiled(addresses: Sequence) -> Any:
+def _not_compiled(addresses: Sequence[Any]) -> Any:
     raise RuntimeError("this kernel was not compiled yet")
 
 
-def _addresses(args: tuple) -> tuple[list, list[int]]:
+def _addresses(args: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
     """(what the compiled kernel takes in place of ``args``, all addresses in it)."""
-    given: list = []
+    given: list[Any] = []
     addresses: list[int] = []
     for x in args:
         if isinstance(x, Channel):
@@ -153,7 +153,7 @@ def _addresses(args: tuple) -> tuple[list, list[int]]:
     return given, addresses
 
 
-def channel_addresses(channel: Channel) -> tuple:
+def channel_addresses(channel: Channel) -> tuple[Any, ...]:
     """What a compiled kernel takes in place of ``channel``."""
     return (*(word.data_ptr() for word in channel[:NUM_POINTERS]), *channel[NUM_POINTERS:])
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..bindings.cuda_driver import ExecutableGraph, Graph, KernelNode, new_graph
-from .streams import capturing, current_device, current_stream_of
+from ..bindings.torch_compat import capturing, current_device, current_stream_of
 
 MOST_BYTES = 256 << 20  # of GPU memory, that the graphs of a communicator take by default
 NODE_BYTES = 32 << 10  # of GPU memory that the driver takes for a node: an upper estimate, see docs/limits.md
@@ -57,8 +57,8 @@ class Graphs:
         self.most_bytes = most_bytes
         self.bytes = self.built = self.launched = self.declined = self.failed = 0
         self.why = ""
-        self._graphs: dict[tuple, _Kept] = {}  # that was used last is last
-        self._seen: dict[tuple, int] = {}  # when addresses without a graph came last
+        self._graphs: dict[tuple[Any, ...], _Kept] = {}  # that was used last is last
+        self._seen: dict[tuple[Any, ...], int] = {}  # when addresses without a graph came last
         self._now = 0  # counts the launches
 
     def counts(self) -> GraphCounts:
@@ -115,7 +115,7 @@ class Graphs:
             self._gone(self._graphs.popitem()[1])
         self._seen.clear()
 
-    def _build(self, key: tuple, plan: Buildable, context: Any, places: Sequence[int]) -> _Kept | None:
+    def _build(self, key: tuple[Any, ...], plan: Buildable, context: Any, places: Sequence[int]) -> _Kept | None:
         """None if these addresses are new, or no graph can be built."""
         last = self._seen.pop(key, None)
         nbytes = plan.num_nodes * NODE_BYTES

@@ -132,7 +132,7 @@ class Plan:
         launch: Launch,
         buffers: Sequence[Buffer],
         call: Callable[..., Any],
-        given: Callable[[list[int]], Sequence] = list,
+        given: Callable[[list[int]], Sequence[Any]] = list,
         check: Callable[[], None] | None = None,
     ) -> None:
         """``launch`` in another way: ``call(*tensors)``, or once it is ready with ``given(addresses)`` of the buffers.
@@ -263,7 +263,7 @@ class Run:
         places: list[int] | None = None,
     ) -> None:
         self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
-        self._beside: list[AbstractContextManager] = []  # streams that it is in, the innermost last
+        self._beside: list[AbstractContextManager[Any]] = []  # streams that it is in, the innermost last
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
         self._empty: dict[int, Tensor] = {}  # by offset
         if places is None:

@@ -200,7 +200,7 @@ def _self_test_rank() -> dict:
         if comm.device.type == "cuda":
             spare, numel = allscan.AllScan(comm, shape, protocol="signal", depth=1).channel(), state.numel()
 
-            def copy():
+            def copy() -> None:
                 copy_kernel[(numel // 2048,)](spare.next_inbox, state, numel, BLOCK=2048)
 
             result["scan_us"] = replay_us([lambda: scan.scan(state, decay, out=out)] * 50).median().item() / 50

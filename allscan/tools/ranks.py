@@ -40,7 +40,7 @@ class Ranks:
     start them. CUDA does not survive a fork, so ranks with GPUs are processes from scratch.
     """
 
-    def __init__(self, size: int, device: str = "auto", backend: str | None = None):
+    def __init__(self, size: int, device: str = "auto", backend: str | None = None) -> None:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         shared = self.device == "cuda" and size > torch.cuda.device_count()
         if shared and os.environ.get("ALLSCAN_TRANSPORT") != "ipc":
@@ -143,14 +143,14 @@ class Ranks:
             if process.is_alive():
                 process.kill()
 
-    def __enter__(self):
+    def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self.close()
 
 
-def on_first(count: int, function, *arguments):
+def on_first(count: int, function, *arguments) -> Any:
     """``function(group, *arguments)`` on the first ``count`` ranks of the job; None on the others, which only help to
     make the group. For all ranks: ``ranks.run(on_first, count, function, *arguments)``."""
     init()  # collective over the job, where only some ranks make a communicator
@@ -160,7 +160,7 @@ def on_first(count: int, function, *arguments):
     return function(_groups[count], *arguments) if dist.get_rank() < count else None
 
 
-def _serve(rank, size, device, backend, port, pipe, path, environment):
+def _serve(rank, size, device, backend, port, pipe, path, environment) -> None:
     """What a rank's process does: run what comes through the pipe."""
     if environment["TRITON_INTERPRET"] != os.environ.get("TRITON_INTERPRET"):
         raise RuntimeError("Ranks without GPUs must come before any other use of multiprocessing's fork server")
@@ -169,7 +169,7 @@ def _serve(rank, size, device, backend, port, pipe, path, environment):
     sys.path[:] = path
     faulthandler.register(signal.SIGUSR2)
     store = dist.TCPStore(LOOPBACK, port)
-    where = {}
+    where: dict[str, Any] = {}
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         where = {"device_id": torch.device(device, rank)} if backend == "nccl" else {}
@@ -178,6 +178,7 @@ def _serve(rank, size, device, backend, port, pipe, path, environment):
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **where)
     while (work := pipe.recv()) is not None:
         call, function, arguments = work
+        answer: tuple[Any, Exception | None]
         try:
             answer = (function(*arguments), None)
         except Exception as error:

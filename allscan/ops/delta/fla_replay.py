@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...bindings.torch_compat import TorchDispatchMode
+from ...bindings.torch_compat import TorchDispatchMode, capturing
 from ...bindings.triton_compat import OPTIONS, launchable, launches_watched
 from ...launch.graph_cache import Graphs
 from ...launch.plan import Buffer, Plan
-from ...launch.streams import capturing
 
 aten = torch.ops.aten
 KEPT = 256  # functions and kinds of arguments of one Traced
