@@ -421,8 +421,8 @@ class Middle:
     def expected_us(self, words, zigzag):
         return 1e6
 
-    def record(self, plan, state, decay, out, ticket, reverse, zigzag):
-        plan.launch(scan_kernel, (1,), state, decay, out, ticket)
+    def record(self, plan, carried, reverse, zigzag):
+        plan.launch(scan_kernel, (1,), carried.state, carried.decay, carried.out, carried.ticket)
 
 
 def edges_of(plan, carrier):
