@@ -27,7 +27,7 @@ from the receiver's own is a fault (AllScanOutOfStep), found in the first launch
     backwards   how many adjoint launches this tile has had, in both directions together (8 bits)
     of          an adjoint launch: 1 + the epoch, modulo 255, of the forward launch that it belongs to; any other: 0
 
-A forward launch leaves its epoch in ``ticket``, and the adjoint launch finds it there.
+A forward launch leaves its epoch in ``fwd_epoch``, and the adjoint launch finds it there.
 
 **Where nothing passes.** If all decays of a tile are exactly 0, what is sent does not depend on what arrives. Such a
 tile is sent before anything is waited for: it takes one hop, whatever the number of ranks. A program that has several
@@ -88,7 +88,7 @@ class Channel(NamedTuple):
     clock: Any  # [num_tiles], mine: where a waiting tile shares its clock among its threads
     backwards: Any  # [num_tiles], mine: the adjoint launches of each tile; both directions' channels have the same
     step: Any  # [1], mine: how often Communicator.step() was called
-    ticket: Any  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
+    fwd_epoch: Any  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
     info: Any  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
     num_tiles: tl.constexpr
     BK: tl.constexpr  # rows of a tile
@@ -96,7 +96,7 @@ class Channel(NamedTuple):
     DEPTH: tl.constexpr
     RECV: tl.constexpr  # the link from prev
     SEND: tl.constexpr  # the link to next
-    ADJOINT: tl.constexpr  # whether this launch belongs to the forward launch of the ticket
+    ADJOINT: tl.constexpr  # whether this launch belongs to the forward launch of the forward epoch
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _arrival_word(channel, tile, epoch):
     backwards = tl.load(channel.backwards + tile)
     tag = step % STEPS * TAG_STEP + backwards % BACKWARDS * TAG_BACKWARDS
     if channel.ADJOINT:
-        tag += tl.load(channel.ticket) % CALLS + 1
+        tag += tl.load(channel.fwd_epoch) % CALLS + 1
     return (tag << 32) | (epoch & EPOCH_BITS)
 
 
@@ -148,7 +148,7 @@ def finish(channel, tile, epoch):
         if channel.ADJOINT:
             tl.store(channel.backwards + tile, tl.load(channel.backwards + tile) + 1)
         elif tile == 0:
-            tl.store(channel.ticket, epoch)
+            tl.store(channel.fwd_epoch, epoch)
 
 
 @triton.jit

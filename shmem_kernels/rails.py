@@ -7,9 +7,9 @@ on all ranks, a program handles the same tiles on all of them, and waits for pro
 order that is the same everywhere.
 
 Every message crosses a link of links.py, with the arrival word of the tile. ``node`` is a Channel whose words (epochs,
-tags, tickets) are those of the whole scan, and whose inbox takes what owners send; ``rail`` is the channel of a chain
-over the nodes. The others are made here, of addresses in a table, since a member has as many links as its node has
-members.
+tags, forward epochs) are those of the whole scan, and whose inbox takes what owners send; ``rail`` is the channel of a
+chain over the nodes. The others are made here, of addresses in a table, since a member has as many links as its node
+has members.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def misuse_case(group):
         scan, other, closed = (allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"]) for _ in range(3))
         state = torch.ones(TILES["shape"], device=comm.device)
         out = torch.full_like(state, -1.0)
-        channel, of_closed, ticket = scan.channel(), closed.channel(), scan.ticket()
+        channel, of_closed, fwd_epoch = scan.channel(), closed.channel(), scan.fwd_epoch()
         closed.close()
 
         def launch(grid=(4,), given=channel, on=scan, **named):
@@ -97,7 +97,7 @@ def misuse_case(group):
             *(raised(launch, **given) for given in (dict(given=scan.channel), dict(channel=scan.channel))),
             *(raised(launch, **given) for given in (dict(given=other.channel()), dict(channel=of_closed))),
             raised(launch, given=of_closed, on=closed),
-            *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=ticket))),
+            *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=fwd_epoch))),
             raised(scan.scan, state, channel=scan.channel),
             raised(scan.scan, state, channel=of_closed),
         ]
@@ -132,25 +132,25 @@ def direction_case(group):
     with allscan.Communicator(group) as comm, allscan.AllScan(comm, (2, 8)) as scan:
         found = []
         for reverse in (False, True):
-            ticket = scan.ticket()
-            scan.channel(reverse, ticket=ticket)
-            found.append(raised(scan.channel, reverse, adjoint_of=ticket))
-            scan.channel(not reverse, adjoint_of=ticket)
-            scan.channel(not reverse, ticket=ticket)
-            scan.channel(reverse, adjoint_of=ticket)
-            copies = ticket.clone()  # of which nothing is known
+            fwd_epoch = scan.fwd_epoch()
+            scan.channel(reverse, fwd_epoch=fwd_epoch)
+            found.append(raised(scan.channel, reverse, adjoint_of=fwd_epoch))
+            scan.channel(not reverse, adjoint_of=fwd_epoch)
+            scan.channel(not reverse, fwd_epoch=fwd_epoch)
+            scan.channel(reverse, adjoint_of=fwd_epoch)
+            copies = fwd_epoch.clone()  # of which nothing is known
             scan.channel(reverse, adjoint_of=copies)
-        return found, raised(scan.channel, ticket=3)
+        return found, raised(scan.channel, fwd_epoch=3)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_adjoint_in_the_direction_of_its_forward_launch(run, size):
-    """The ticket of a launch is refused as adjoint_of in the same direction."""
+    """The forward epoch of a launch is refused as adjoint_of in the same direction."""
     for found, number in run(size, direction_case):
         for reverse, answer in zip((False, True), found):
             assert answer is not None and answer[0] == "ValueError", answer
             assert f"a launch with reverse={reverse}" in answer[1] and f"reverse={not reverse}, adj" in answer[1]
-        assert number[0] == "TypeError" and "a ticket must be a tensor" in number[1]
+        assert number[0] == "TypeError" and "a forward epoch must be a tensor" in number[1]
 
 
 def left_out_case(group, ranks, debug):

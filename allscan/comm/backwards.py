@@ -34,21 +34,22 @@ class PendingBackward:
     runs one (validation with gradients enabled), or this rank alone has ignored what the call returned: then its
     gradients lack a part. ``AllScan`` finds out which before its next launch in that direction.
 
-    ticket, tickets: what the node has of ``borrow_ticket`` (tickets.py), and the list into which it is put back.
+    forward epoch, forward epochs: what the node has of ``borrow_fwd_epoch`` (fwd_epochs.py), and the list into which it
+        is put back.
     """
 
-    __slots__ = "_of", "_reverse", "_made", "generation", "_ticket", "_tickets"
+    __slots__ = "_of", "_reverse", "_made", "generation", "_fwd_epoch", "_fwd_epochs"
 
     def __init__(
         self,
         backwards: Backwards,
         reverse: bool,
-        ticket: Any = None,
-        tickets: list[torch.Tensor] | None = None,
+        fwd_epoch: Any = None,
+        fwd_epochs: list[torch.Tensor] | None = None,
     ) -> None:
         self._of, self._reverse, self._made = weakref.ref(backwards), reverse, backwards.made
         self.generation = backwards.order.generation
-        self._ticket, self._tickets = ticket, tickets
+        self._fwd_epoch, self._fwd_epochs = fwd_epoch, fwd_epochs
 
     def run(self) -> None:
         """The backward runs now. Raises RuntimeError if the forward call was before a resync()."""
@@ -60,8 +61,8 @@ class PendingBackward:
         backwards.made += 1
 
     def __del__(self) -> None:
-        if self._tickets is not None:
-            self._tickets.append(self._ticket)
+        if self._fwd_epochs is not None:
+            self._fwd_epochs.append(self._fwd_epoch)
         backwards = self._of()
         if backwards is None or backwards.order.generation != self.generation:
             return

@@ -149,7 +149,7 @@ class Communicator(Calls):
         self.streams = Streams(self.device)
         self.streams.synchronize()  # these words are there before any stream counts in them
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
-        self.tickets: list[torch.Tensor] = []  # that are free, see tickets.py
+        self.fwd_epochs: list[torch.Tensor] = []  # that are free, see fwd_epochs.py
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.calls: dict[Hashable, Any] = {}  # of calls that were checked, by what runs them
         self.handle = next(_handles)  # a number that stands for this object where torch wants one

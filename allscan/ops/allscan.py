@@ -32,8 +32,8 @@ from ..comm.backwards import PendingBackward, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.collective import AllScan
+from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
-from ..scan.tickets import borrow_ticket, new_tickets
 from ..scan.two_way import leaves
 from ..scan.work import Work
 from .first_call import get_or_create_scan, remember_call
@@ -255,13 +255,13 @@ class _AllScan(Function):
     def forward(ctx, how, state, decay, transition, initial_state):
         prepared, number, async_op, works = how
         comm, again = prepared.comm, recomputing()
-        ticket, tickets = (new_tickets(comm, 1), None) if again else borrow_ticket(comm)
+        fwd_epoch, fwd_epochs = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
         inputs = ScanInputs(state, number if decay is None else decay, transition, initial_state)
         try:
-            prev = prepared.run(inputs, async_op, ticket)
+            prev = prepared.run(inputs, async_op, fwd_epoch)
         except BaseException:
-            if tickets is not None:
-                tickets.append(ticket)
+            if fwd_epochs is not None:
+                fwd_epochs.append(fwd_epoch)
             raise
         if async_op:
             works.append(prev)
@@ -271,15 +271,17 @@ class _AllScan(Function):
         # decides what it computes again, and when
         nothing, factor = comm.nothing, decay if transition is None else transition
         ctx.save_for_backward(nothing if factor is None else factor, prev if of_decay or of_transition else nothing)
-        pending = None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, ticket, tickets)
-        ctx.given = prepared, ticket, number, pending, decay is not None, None if factor is None else factor.shape
+        pending = (
+            None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, fwd_epoch, fwd_epochs)
+        )
+        ctx.given = prepared, fwd_epoch, number, pending, decay is not None, None if factor is None else factor.shape
         return prev
 
     @staticmethod
     def backward(ctx, dprev):
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
-        prepared, ticket, number, pending, has_decay, shape = ctx.given
+        prepared, fwd_epoch, number, pending, has_decay, shape = ctx.given
         comm, reverse = prepared.comm, prepared.reverse
         if pending is not None:
             pending.run()
@@ -295,7 +297,7 @@ class _AllScan(Function):
             inputs = ScanInputs(dprev, given, transition)
             if prepared.backward is None or type(dprev) is not Tensor:
                 prepared.backward = _adjoint(prepared.launcher, inputs, reverse)
-            dstate = prepared.backward.run(inputs, False, ticket)
+            dstate = prepared.backward.run(inputs, False, fwd_epoch)
             return None, dstate, *_gradients(comm, dstate, inputs, prev, reverse, ctx.needs_input_grad[2:])
 
 
@@ -350,8 +352,8 @@ def _forward(
         prepared = None if comm.debug else comm.calls.get((key, reverse, ""))
         if prepared is None:
             prepared = _prepare(comm, key, inputs, reverse, "")
-        ticket = new_tickets(comm, 1)
-        return prepared.run(inputs, False, ticket), ticket
+        fwd_epoch = new_fwd_epochs(comm, 1)
+        return prepared.run(inputs, False, fwd_epoch), fwd_epoch
 
 
 def _fake(state, decay, transition, initial_state, number, reverse, handle):
@@ -363,7 +365,7 @@ def _backward(
     decay: Tensor | None,
     transition: Tensor | None,
     prev: Tensor,
-    ticket: Tensor,
+    fwd_epoch: Tensor,
     number: float | None,
     reverse: bool,
     handle: int,
@@ -382,9 +384,9 @@ def _backward(
         tile = None if transition is None else transition_tile(dprev.shape[-2])
         algorithm = _algorithm(comm, dprev.shape, transition)
         scan = get_or_create_scan(comm, dprev.shape, tile=tile, algorithm=algorithm)
-        (ticket,) = restored("allscan()", "ticket", [ticket], [(torch.int64, torch.Size([1]), dprev.device)])
+        (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
-        dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, ticket)
+        dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
         refuse_second_derivative("allscan()")
         dstate, *rest = (
@@ -394,7 +396,7 @@ def _backward(
 
 
 def _fake_backward(
-    dprev, decay, transition, prev, ticket, number, reverse, handle, of_decay, of_transition, of_initial
+    dprev, decay, transition, prev, fwd_epoch, number, reverse, handle, of_decay, of_transition, of_initial
 ):
     shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
     return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)

@@ -34,7 +34,7 @@ class Carried(NamedTuple):
 
     state: Any  # [B, 1 or 2, H, K, V]
     out: Any  # like state: is to hold what the ranks before this one leave
-    ticket: Any  # int64 [TICKETS], see AllScan.channel: written forward, read in reverse
+    fwd_epoch: Any  # int64 [FWD_EPOCHS], see AllScan.channel: written forward, read in reverse
     decay: Any = None  # [B, 1 or 2, H, K]
     transition: Any = None  # [B, 1 or 2, H, K, K]
     passes: tuple[bool, bool] = (True, True)  # in each half
@@ -120,23 +120,23 @@ class AllScanCarrier:
         if zigzag or scan.algorithm != "chain":
             return record_call(plan, carried, reverse, zigzag)
         factors = (carried.decay, carried.transition) if carried.passes[0] else ()
-        ticket = plan.part(carried.ticket, 0, 1)
-        scan.launcher.record(plan, Scanned(carried.state, carried.out, ticket, *factors), reverse)
+        fwd_epoch = plan.part(carried.fwd_epoch, 0, 1)
+        scan.launcher.record(plan, Scanned(carried.state, carried.out, fwd_epoch, *factors), reverse)
 
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
 
     def carry(self, carried, reverse, zigzag):
-        scan, out, ticket = self._scan(carried.state.shape), carried.out, carried.ticket
+        scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
         halves = [self._half(carried, i) for i in range(1 + zigzag)]
         if zigzag:
             order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
-            channels = two_way_channels(scan, ticket, reverse)
+            channels = two_way_channels(scan, fwd_epoch, reverse)
             found = two_way_scan(scan, *(halves[i] for i in order), channels=channels)
             for i, x in zip(order, found, strict=True):
                 out[:, i] = x.unflatten(0, (out.shape[0], -1))
         else:
-            channel = scan.launcher.channel(reverse, **{"adjoint_of" if reverse else "ticket": ticket})
+            channel = scan.launcher.channel(reverse, **{"adjoint_of" if reverse else "fwd_epoch": fwd_epoch})
             state, decay, *_ = halves[0]
             scan.scan(state, decay, reverse=reverse, out=out.view(scan.shape), channel=channel)
 

@@ -354,11 +354,11 @@ def _forward(
         except (TypeError, ValueError) as error:
             problem = Problem(error)
         scan = get_or_create_scan(comm, edge.shape, agree, problem)
-        ticket = scan.ticket()
+        fwd_epoch = scan.fwd_epoch()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
-        decay, channel = _decay(T, edge.shape[1], reverse), scan.launcher.channel(reverse, ticket)
+        decay, channel = _decay(T, edge.shape[1], reverse), scan.launcher.channel(reverse, fwd_epoch)
         found = scan.scan(edge, decay, reverse=reverse, channel=channel)
-        return found if inside is None else torch.where(inside, found, 0.0), ticket
+        return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
 def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
@@ -367,7 +367,7 @@ def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
 
 def _backward(
     dfound: Tensor,
-    ticket: Tensor,
+    fwd_epoch: Tensor,
     T: int,
     cu_seqlens: Tensor | None,
     first_token: int | None,
@@ -385,12 +385,12 @@ def _backward(
             decay,
             adjoint=True,
             reverse=not reverse,
-            channel=scan.launcher.channel(not reverse, adjoint_of=plain(ticket)),
+            channel=scan.launcher.channel(not reverse, adjoint_of=plain(fwd_epoch)),
         )
         return (dedge,)
 
 
-def _fake_backward(dfound, ticket, T, cu_seqlens, first_token, reverse, handle):
+def _fake_backward(dfound, fwd_epoch, T, cu_seqlens, first_token, reverse, handle):
     return (dfound.new_empty(dfound.shape),)
 
 
@@ -401,8 +401,8 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(backward, ctx, dfound, _):
-    ticket, cu_seqlens = ctx.saved_tensors
-    return *backward(dfound, ticket, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
+    fwd_epoch, cu_seqlens = ctx.saved_tensors
+    return *backward(dfound, fwd_epoch, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
 
 
 _traced = CustomOperator("allscan::hop", _forward, _fake, _backward, _fake_backward, _save, _gradient)

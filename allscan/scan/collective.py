@@ -17,14 +17,14 @@ from ..comm.communicator import Communicator, check_communicator
 from ..comm.heap import outside_inference_mode
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.channel import Channel
+from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
-from .tickets import new_tickets
 from .work import Work
 from .workspace import PROTOCOLS, Spec, make_workspace, workspace_bytes
 
 _numbers = itertools.count(1)
-_DIRECTION = "_allscan_reverse"  # attribute of a ticket: of the launch that it was given to
+_DIRECTION = "_allscan_reverse"  # attribute of a forward epoch: of the launch that it was given to
 
 
 def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
@@ -185,40 +185,44 @@ class AllScan:
         return forward, reverse
 
     def channel(
-        self, reverse: bool = False, *, ticket: Tensor | None = None, adjoint_of: Tensor | None = None
+        self, reverse: bool = False, *, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None
     ) -> Channel:
         """The channel of one direction, for kernels of your own: see ``allscan.device``.
 
-        For a kernel that has a backward pass of its own: ``ticket``, int64 [1] on the device, takes the number of this
-        launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
+        For a kernel that has a backward pass of its own: ``fwd_epoch``, int64 [1] on the device, takes the number of
+        this launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
-        Raises ValueError where the algorithm is not a chain, for both of them, for a ticket that is none, and for
-        ``adjoint_of`` in the direction of its forward launch; RuntimeError if this is closed.
+        Raises ValueError where the algorithm is not a chain, for both of them, for a forward epoch that is none, and
+        for ``adjoint_of`` in the direction of its forward launch; RuntimeError if this is closed.
         """
         if self.launcher.closed:
             raise RuntimeError("this AllScan is closed")
         if self.launcher.rails is not None:
             raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
-        if ticket is not None and adjoint_of is not None:
-            raise ValueError("a launch has a ticket or is the adjoint of one, not both")
-        given = adjoint_of if ticket is None else ticket
+        if fwd_epoch is not None and adjoint_of is not None:
+            raise ValueError("a launch has a forward epoch or is the adjoint of one, not both")
+        given = adjoint_of if fwd_epoch is None else fwd_epoch
         if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"a ticket must be a tensor, such as AllScan.ticket(), got {type(given).__name__}")
+            raise TypeError(
+                f"a forward epoch must be a tensor, such as AllScan.fwd_epoch(), got {type(given).__name__}"
+            )
         if given is not None and (given.dtype != torch.int64 or given.device != self.comm.device or not given.numel()):
             wanted = f"int64 [1] on {self.comm.device}"
-            raise ValueError(f"a ticket must be {wanted}, got {given.dtype} {list(given.shape)} on {given.device}")
-        if ticket is not None:
-            setattr(ticket, _DIRECTION, bool(reverse))
+            raise ValueError(
+                f"a forward epoch must be {wanted}, got {given.dtype} {list(given.shape)} on {given.device}"
+            )
+        if fwd_epoch is not None:
+            setattr(fwd_epoch, _DIRECTION, bool(reverse))
         elif getattr(adjoint_of, _DIRECTION, None) is bool(reverse):
             raise ValueError(
                 f"adjoint_of belongs to a launch with reverse={bool(reverse)}, whose adjoint goes the other way: "
-                f"channel(reverse={not reverse}, adjoint_of=ticket)"
+                f"channel(reverse={not reverse}, adjoint_of=forward epoch)"
             )
-        return self.launcher.channel(reverse, ticket, adjoint_of)
+        return self.launcher.channel(reverse, fwd_epoch, adjoint_of)
 
-    def ticket(self) -> Tensor:
-        """Room for a ticket: see :meth:`channel`."""
-        return new_tickets(self.comm, 1)
+    def fwd_epoch(self) -> Tensor:
+        """Memory for a forward epoch: see :meth:`channel`."""
+        return new_fwd_epochs(self.comm, 1)
 
     def reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""
@@ -333,14 +337,14 @@ class AllScan:
         """
         inputs = ScanInputs(state, decay, transition, initial_state, out)
         with self.comm.call(reverse, "AllScan.scan()", inputs):
-            ticket, of_adjoint = None, False
+            fwd_epoch, of_adjoint = None, False
             if channel is not None:
                 _check_channel(channel)
                 if channel.info is not self.launcher.channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
-                ticket, of_adjoint = channel.ticket, channel.ADJOINT.value
+                fwd_epoch, of_adjoint = channel.fwd_epoch, channel.ADJOINT.value
             prepared = self.launcher.prepare(call_key(inputs), inputs, bool(reverse), bool(adjoint), of_adjoint)
-            return prepared.run(inputs, async_op, ticket)
+            return prepared.run(inputs, async_op, fwd_epoch)
 
 
 def _channels_in(given: tuple) -> list:

@@ -29,7 +29,7 @@ from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset
 
-_TICKET = Channel._fields.index("ticket")
+_FWD_EPOCH = Channel._fields.index("fwd_epoch")
 
 
 class Variant(NamedTuple):
@@ -45,11 +45,11 @@ class Variant(NamedTuple):
 
 class Scanned(NamedTuple):
     """The buffers of a scan in a plan: ``state`` [..., K, V] by a decay [..., K] or a transition [..., K, K], by the
-    decay 0 if there is neither. ticket: as for AllScan.channel."""
+    decay 0 if there is neither. fwd_epoch: as for AllScan.channel."""
 
     state: Buffer
     out: Buffer
-    ticket: Buffer
+    fwd_epoch: Buffer
     decay: Buffer | None = None
     transition: Buffer | None = None
 
@@ -66,12 +66,12 @@ class Launcher:
         self.backwards = Backwards(comm)
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
-        # by ADJOINT and direction: what kernels take before and behind the address of the ticket
+        # by ADJOINT and direction: what kernels take before and behind the address of the forward epoch
         self._addresses: list[list[tuple[tuple, tuple]]] = [[], []]
         if rails is None:
             for adjoint, channels in enumerate((self.channels, self._adjoint_channels)):
                 addresses = [channel_addresses(channel) for channel in channels]
-                self._addresses[adjoint] = [(x[:_TICKET], x[_TICKET + 1 :]) for x in addresses]
+                self._addresses[adjoint] = [(x[:_FWD_EPOCH], x[_FWD_EPOCH + 1 :]) for x in addresses]
         self._launches: dict[tuple, Any] = {}
         self._prepared: dict[tuple, PreparedScan] = {}
 
@@ -84,12 +84,12 @@ class Launcher:
                 reset(channel)
         self.backwards.reset()
 
-    def channel(self, reverse: bool, ticket: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
+    def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
         """As of :meth:`AllScan.channel`, whatever the algorithm."""
-        if ticket is not None:
-            return _with_ticket(self.channels[reverse], ticket)
+        if fwd_epoch is not None:
+            return _with_fwd_epoch(self.channels[reverse], fwd_epoch)
         if adjoint_of is not None:
-            return _with_ticket(self._adjoint_channels[reverse], adjoint_of)
+            return _with_fwd_epoch(self._adjoint_channels[reverse], adjoint_of)
         return self.channels[reverse]
 
     def linked(self, kernel: Any) -> Any:
@@ -139,7 +139,7 @@ class Launcher:
         self, key: tuple, inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
     ) -> PreparedScan:
         """What runs scans of inputs with this :func:`call_key`, after all checks. of_adjoint: a launch that belongs to
-        the forward launch of its ticket."""
+        the forward launch of its forward epoch."""
         known = key, reverse, adjoint, of_adjoint
         found = self._prepared.get(known)
         if found is None:
@@ -173,38 +173,38 @@ class Launcher:
         return Variant(transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse), whole
 
     def launch(self, prepared: PreparedScan, tensors: tuple, addresses: list[int]) -> None:
-        """Launch a scan's kernel with ``tensors``, the last of which is the ticket, at ``addresses``."""
+        """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
         if self.rails is None and launch.ready and launchable(addresses):
             before, behind = self._addresses[adjoint][reverse]
-            ticket = addresses.pop()
-            launch.at((*addresses, (*before, ticket, *behind)))
+            fwd_epoch = addresses.pop()
+            launch.at((*addresses, (*before, fwd_epoch, *behind)))
         else:
             self._with_tensors(launch, reverse, adjoint, *tensors)
 
     def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple:
-        """``addresses``, as :class:`Launch` takes them; the last one is the ticket's."""
+        """``addresses``, as :class:`Launch` takes them; the last one is the forward epoch's."""
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, addresses[-1], *behind))
 
     def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
         """The same with tensors, in a launch."""
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
-        self.after_launch(launch(*tensors[:-1], _with_ticket(channel, tensors[-1])))
+        self.after_launch(launch(*tensors[:-1], _with_fwd_epoch(channel, tensors[-1])))
 
     def record(self, plan: Plan, buffers: Scanned, reverse: bool) -> None:
         """Record a scan in a plan whose runs are in a call of the communicator, with ``reverse`` the adjoint."""
         if self.rails is not None:
             raise ValueError("plans need a chain")
-        state, out, ticket, decay, transition = buffers
+        state, out, fwd_epoch, decay, transition = buffers
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         variant = Variant(transition is not None, decay is not None, strides, factor is state, False, reverse)
         launch = self._make_launch(variant)
         plan.step(
             launch,
-            (state, factor, state, out, ticket),
+            (state, factor, state, out, fwd_epoch),
             partial(self._with_tensors, launch, reverse, reverse),
             partial(self._with_channel, reverse, reverse),
             partial(self.before_launch, launch.kernel, reverse),
@@ -256,7 +256,7 @@ def name_of(kernel: Any) -> str:
 class PreparedScan:
     """Scans of one variant: their inputs were checked, and their kernel is known. Made by :meth:`Launcher.prepare`."""
 
-    __slots__ = "comm", "launcher", "launch", "reverse", "of_adjoint", "_whole", "_one_hop", "_ticket", "backward"
+    __slots__ = "comm", "launcher", "launch", "reverse", "of_adjoint", "_whole", "_one_hop", "_fwd_epoch", "backward"
 
     def __init__(
         self, launcher: Launcher, launch: Any, whole: bool, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
@@ -264,11 +264,11 @@ class PreparedScan:
         self.comm, self.launcher, self.launch = launcher.comm, launcher, launch
         self._whole, self._one_hop = whole, one_hop
         self.reverse, self.of_adjoint = reverse, of_adjoint
-        self._ticket = launcher.channels[reverse].ticket
+        self._fwd_epoch = launcher.channels[reverse].fwd_epoch
         self.backward: PreparedScan | None = None  # of allscan()
 
-    def run(self, inputs: ScanInputs, async_op: bool = False, ticket: Tensor | None = None) -> Any:
-        """:meth:`AllScan.scan`, in a call of the communicator. ticket: as for :meth:`AllScan.channel`; with
+    def run(self, inputs: ScanInputs, async_op: bool = False, fwd_epoch: Tensor | None = None) -> Any:
+        """:meth:`AllScan.scan`, in a call of the communicator. fwd_epoch: as for :meth:`AllScan.channel`; with
         ``of_adjoint`` that of the forward launch."""
         comm = self.comm
         state, decay, transition, initial_state, out = inputs
@@ -286,7 +286,7 @@ class PreparedScan:
                 raise ValueError("out must be contiguous, and no view of a negative")
         else:
             out = torch.empty_like(state)
-        tensors = state, factor, given, out, self._ticket if ticket is None else ticket
+        tensors = state, factor, given, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
         addresses = [x.data_ptr() for x in tensors]
         if written:
             # a scan may read its state from where it writes the result
@@ -303,11 +303,11 @@ class PreparedScan:
         if comm.debug:
             beside.wait(tensors)
             comm.look_for_nan("the scan", result=out)
-        return Work(comm, out, beside, tensors)  # the ticket's memory is used there, too
+        return Work(comm, out, beside, tensors)  # the forward epoch's memory is used there, too
 
 
-def _with_ticket(channel: Channel, ticket: Tensor) -> Channel:
-    return Channel._make((*channel[:_TICKET], ticket, *channel[_TICKET + 1 :]))  # a third of _replace's time
+def _with_fwd_epoch(channel: Channel, fwd_epoch: Tensor) -> Channel:
+    return Channel._make((*channel[:_FWD_EPOCH], fwd_epoch, *channel[_FWD_EPOCH + 1 :]))  # a third of _replace's time
 
 
 def check_out(inputs: ScanInputs) -> None:

@@ -115,7 +115,7 @@ class Rails:
             ("epoch", tiles, torch.int64),
             ("clock", tiles, torch.int64),
             ("backwards", tiles, torch.int64),
-            ("ticket", 1, torch.int64),
+            ("fwd_epoch", 1, torch.int64),
             ("given", given * words, torch.float32),
             ("given arrived", given, torch.int64),
             ("decays", given * rows * self.decay_columns, torch.float32),
@@ -204,7 +204,7 @@ class Rails:
             clock=mine("clock"),
             backwards=mine("backwards"),
             step=comm.memory.step,
-            ticket=mine("ticket"),
+            fwd_epoch=mine("fwd_epoch"),
             info=info,
             **constants(spec, spec.num_tiles, kernels.RAILS.value, kernels.RAILS.value),
         )
@@ -216,7 +216,7 @@ class Rails:
         self._nodes.append(node)
         empty = -0.0 if self.link == SENTINEL.value else 0.0
         self._filled += [(node.inbox, empty), (given[0], empty), (given[2], empty)]
-        words_of_node = (node.arrived, node.epoch, node.backwards, node.freed, node.ticket, given[1], given[3])
+        words_of_node = (node.arrived, node.epoch, node.backwards, node.freed, node.fwd_epoch, given[1], given[3])
         self._filled += [(x, 0) for x in words_of_node]
         return node
 

@@ -42,12 +42,12 @@ def two_way_scan(
     return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **given)
 
 
-def two_way_channels(scan: AllScan, ticket: Tensor, adjoint: bool) -> tuple[Channel, Channel]:
-    """For :func:`two_way_scan`; ``ticket``: int64 [TICKETS], with room for one of each."""
+def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:
+    """For :func:`two_way_scan`; ``fwd_epoch``: int64 [FWD_EPOCHS], with room for one of each."""
     make = scan.launcher.channel
     if adjoint:  # of the halves in the other order
-        return make(False, adjoint_of=ticket[2:]), make(True, adjoint_of=ticket[:2])
-    return make(False, ticket=ticket[:2]), make(True, ticket=ticket[2:])
+        return make(False, adjoint_of=fwd_epoch[2:]), make(True, adjoint_of=fwd_epoch[:2])
+    return make(False, fwd_epoch=fwd_epoch[:2]), make(True, fwd_epoch=fwd_epoch[2:])
 
 
 def leaves(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:

@@ -82,7 +82,7 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
             ("clock", num_tiles, torch.int64),
             ("backwards", num_tiles, torch.int64),
             ("freed", depth + 1, torch.int64),
-            ("ticket", 1, torch.int64),
+            ("fwd_epoch", 1, torch.int64),
         )
     )
 
@@ -240,7 +240,7 @@ def make_channel(line: Line, workspaces: list, spec: Spec, links: list[int], ste
         clock=mine("clock"),
         backwards=mine("backwards"),
         step=memory.step,
-        ticket=mine("ticket"),
+        fwd_epoch=mine("fwd_epoch"),
         info=memory.keep(info.to(memory.device)),
         **constants(spec, spec.num_tiles, recv, send),
     )
@@ -277,5 +277,5 @@ def reset(channel: Channel) -> None:
     """Make a channel as if nothing had passed yet. While no kernel of any rank uses it."""
     channel.inbox.fill_(-0.0 if channel.RECV == SENTINEL else 0.0)
     words: Any
-    for words in (channel.arrived, channel.epoch, channel.backwards, channel.freed, channel.ticket):
+    for words in (channel.arrived, channel.epoch, channel.backwards, channel.freed, channel.fwd_epoch):
         words.zero_()

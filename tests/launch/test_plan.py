@@ -422,7 +422,7 @@ class Middle:
         return 1e6
 
     def record(self, plan, carried, reverse, zigzag):
-        plan.launch(scan_kernel, (1,), carried.state, carried.decay, carried.out, carried.ticket)
+        plan.launch(scan_kernel, (1,), carried.state, carried.decay, carried.out, carried.fwd_epoch)
 
 
 def edges_of(plan, carrier):

@@ -143,7 +143,7 @@ def toy_forward(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tenso
     return 2 * x, x.new_zeros(1, dtype=torch.int64)
 
 
-def toy_backward(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor, number: int) -> tuple[torch.Tensor]:
+def toy_backward(dy: torch.Tensor, x: torch.Tensor, fwd_epoch: torch.Tensor, number: int) -> tuple[torch.Tensor]:
     LOG.append(-number)
     return (2 * dy,)
 
@@ -152,7 +152,7 @@ def toy_fake(x, number):
     return torch.empty_like(x), x.new_empty(1, dtype=torch.int64)
 
 
-def toy_fake_backward(dy, x, ticket, number):
+def toy_fake_backward(dy, x, fwd_epoch, number):
     return (torch.empty_like(dy),)
 
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import allscan
 from allscan.base.tiling import transition_tile
 from allscan.reference import allscan_reference
+from allscan.scan.fwd_epochs import AT_ONCE as FWD_EPOCHS_AT_ONCE
 from allscan.scan.launcher import PreparedScan
-from allscan.scan.tickets import AT_ONCE as TICKETS_AT_ONCE
 from support.fla import import_fla
 from support.scans import ScanCase, scan_case
 from support.values import backend_of_gpus, error, inputs, late, raised
@@ -658,11 +658,15 @@ def channel_case(group):
         for channel in (scan.channel(reverse=True), other.channel()):
             with pytest.raises(ValueError, match="of this AllScan and of the direction"):
                 scan.scan(state, channel=channel)
-        ticket = scan.ticket()
-        for options in (dict(ticket=state), dict(adjoint_of=ticket.int()), dict(ticket=ticket, adjoint_of=ticket)):
-            with pytest.raises(ValueError, match="ticket"):
+        fwd_epoch = scan.fwd_epoch()
+        for options in (
+            dict(fwd_epoch=state),
+            dict(adjoint_of=fwd_epoch.int()),
+            dict(fwd_epoch=fwd_epoch, adjoint_of=fwd_epoch),
+        ):
+            with pytest.raises(ValueError, match="fwd_epoch"):
                 scan.channel(**options)
-        assert torch.equal(scan.scan(state, channel=scan.channel(ticket=ticket)), comm.rank * state)
+        assert torch.equal(scan.scan(state, channel=scan.channel(fwd_epoch=fwd_epoch)), comm.rank * state)
 
 
 def test_channels_of_others(run):
@@ -670,30 +674,32 @@ def test_channels_of_others(run):
 
 
 def all_are_back(comm):
-    """All tickets of two blocks, once; on GPUs torch's backward thread may have a node a moment longer."""
+    """All forward epochs of two blocks, once; on GPUs torch's backward thread may have a node a moment longer."""
     deadline = time.monotonic() + 10
-    while len(comm.tickets) < 2 * TICKETS_AT_ONCE and time.monotonic() < deadline:
+    while len(comm.fwd_epochs) < 2 * FWD_EPOCHS_AT_ONCE and time.monotonic() < deadline:
         time.sleep(0.01)
-    return len({x.data_ptr() for x in comm.tickets}) == 2 * TICKETS_AT_ONCE == len(comm.tickets)
+    return len({x.data_ptr() for x in comm.fwd_epochs}) == 2 * FWD_EPOCHS_AT_ONCE == len(comm.fwd_epochs)
 
 
-def tickets_case(group):
-    """Calls that wait for their backward have tickets of their own, of which later calls have some again."""
+def fwd_epochs_case(group):
+    """Calls that wait for their backward have forward epochs of their own, of which later calls have some again."""
     with allscan.Communicator(group) as comm:
         leaf = torch.ones(2, 8, device=comm.device, requires_grad=True)
         for _ in range(2):
-            kept = [allscan.allscan(leaf, comm=comm) for _ in range(TICKETS_AT_ONCE + 2)]
-            tickets = [prev.grad_fn.given[1] for prev in kept]
-            assert len({x.data_ptr() for x in tickets}) == len(kept) and not any(x.data_ptr() % 16 for x in tickets)
+            kept = [allscan.allscan(leaf, comm=comm) for _ in range(FWD_EPOCHS_AT_ONCE + 2)]
+            fwd_epochs = [prev.grad_fn.given[1] for prev in kept]
+            assert len({x.data_ptr() for x in fwd_epochs}) == len(kept) and not any(
+                x.data_ptr() % 16 for x in fwd_epochs
+            )
             for prev in reversed(kept):
                 (gradient,) = torch.autograd.grad(prev, leaf, torch.ones_like(prev))
                 assert torch.equal(gradient, torch.full_like(leaf, comm.size - 1 - comm.rank))
-            del kept, tickets, prev
+            del kept, fwd_epochs, prev
         assert all_are_back(comm)
         prev = allscan.allscan(leaf, comm=comm)
-        for _ in range(2):  # a backward that may run again has its ticket
+        for _ in range(2):  # a backward that may run again has its forward epoch
             torch.autograd.grad(prev, leaf, torch.ones_like(prev), retain_graph=True)
-            assert prev.grad_fn.given[1].data_ptr() not in [x.data_ptr() for x in comm.tickets]
+            assert prev.grad_fn.given[1].data_ptr() not in [x.data_ptr() for x in comm.fwd_epochs]
         comm.resync()
         del prev
         assert all_are_back(comm)
@@ -704,25 +710,25 @@ def tickets_case(group):
             allscan.allscan(leaf, comm=comm)
         assert all_are_back(comm)
         comm.resync()
-        with mock.patch.object(comm.streams, "capturing", lambda: True):  # replays use the ticket again
+        with mock.patch.object(comm.streams, "capturing", lambda: True):  # replays use the forward epoch again
             prev = allscan.allscan(leaf, comm=comm)
-        assert len(comm.tickets) == 2 * TICKETS_AT_ONCE
+        assert len(comm.fwd_epochs) == 2 * FWD_EPOCHS_AT_ONCE
         prev.sum().backward()
 
 
-def test_tickets(run):
-    run(2, tickets_case)
+def test_fwd_epochs(run):
+    run(2, fwd_epochs_case)
 
 
 def dispatch_modes_case(group):
-    """Tickets are lent forward and not in a recomputation, and the last of some only now and then."""
+    """Forward epochs are lent forward and not in a recomputation, and the last of some only now and then."""
     save_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     with allscan.Communicator(group, timeout=5.0) as comm:
         decay = torch.full((3,), 0.5, device=comm.device, requires_grad=True)
         gradients = []
-        for how in ("kept", "made again", "made again, first tickets"):
-            if how.endswith("first tickets"):
-                comm.tickets.clear()
+        for how in ("kept", "made again", "made again, first forward epochs"):
+            if how.endswith("first forward epochs"):
+                comm.fwd_epochs.clear()
             leaf = torch.full((3, 4), 1.0 + comm.rank, device=comm.device, requires_grad=True)
 
             def call(x):
@@ -732,12 +738,12 @@ def dispatch_modes_case(group):
             (call if how == "kept" else again)(leaf).square().sum().backward()
             gradients.append((leaf.grad, decay.grad))
             decay.grad = None
-            assert len(comm.tickets) == TICKETS_AT_ONCE
+            assert len(comm.fwd_epochs) == FWD_EPOCHS_AT_ONCE
         for found in gradients[1:]:
             assert all(map(torch.equal, found, gradients[0]))
         if comm.device.type == "cuda":
             return
-        comm.tickets.clear()
+        comm.fwd_epochs.clear()
         with FakeTensorMode(), pytest.raises((RuntimeError, TypeError)):  # whose tensors cannot be launched with
             allscan.allscan(torch.ones(3, 4, requires_grad=True), 0.5, comm=comm)
         comm.resync()
@@ -746,7 +752,7 @@ def dispatch_modes_case(group):
         assert torch.equal(leaf.grad, torch.full_like(leaf, comm.size - 1 - comm.rank))
 
 
-def test_tickets_and_torchs_dispatch_modes(run):
+def test_fwd_epochs_and_torchs_dispatch_modes(run):
     run(2, dispatch_modes_case)
 
 

@@ -26,7 +26,7 @@ from ...bindings.torch_compat import unsafe_view
 from ...bindings.versions import refusal
 from ...comm.backwards import recomputing, saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
-from ...scan.tickets import TICKETS
+from ...scan.fwd_epochs import FWD_EPOCHS
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, most_segments, own_boundaries
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
@@ -456,7 +456,7 @@ def _kept_kinds(keys, values, boundaries, cuda, zigzag):
     (B, T, H, V), K = values, keys[3]
     sequences = boundaries - 1 if boundaries else B
     segments = most_segments(B, T, sequences, delta_segment_length(B * T, H, cuda), zigzag)
-    return (torch.int32, (segments, H, K, K)), (torch.int32, (segments, H, K, V)), (torch.int64, (TICKETS,))
+    return (torch.int32, (segments, H, K, K)), (torch.int32, (segments, H, K, V)), (torch.int64, (FWD_EPOCHS,))
 
 
 def _zeros(q, v, cu_seqlens, wanted):
@@ -549,7 +549,7 @@ def _backward(
     solved: Tensor,
     transitions: Tensor,
     enters: Tensor,
-    ticket: Tensor,
+    fwd_epoch: Tensor,
     beta_dtype: torch.dtype,
     rule: str,
     scale: float,
@@ -564,17 +564,17 @@ def _backward(
         refuse_second_derivative("a delta rule")
         if q.ndim != 4:
             raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
-        given = q, k, v, beta, sums, scores, solved, transitions, enters, ticket, do
+        given = q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do
         wanted = _saved(q, do, beta_dtype, cu_seqlens, rule, zigzag)
-        q, k, v, beta, sums, scores, solved, transitions, enters, ticket, do = restored(
-            f"zeco_{rule}", "q k v beta sums scores solved transitions enters ticket do", given, wanted
+        q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do = restored(
+            f"zeco_{rule}", "q k v beta sums scores solved transitions enters fwd_epoch do", given, wanted
         )
         layout = _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
         tables = local(layout)
         scores, dinitial = scores.view(solved.dtype), _zeros(q, v, cu_seqlens, initial)
         states, like = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag), (q, k, v, sums, beta)
         if not q.shape[1]:
-            states.backward_of_none(dfinal, dinitial, Kept(transitions, enters, ticket))
+            states.backward_of_none(dfinal, dinitial, Kept(transitions, enters, fwd_epoch))
             return *(torch.empty_like(x) for x in like), dinitial
         if zigzag:
             q, k, v, sums, beta, scores, solved, do = _in_one(
@@ -593,7 +593,7 @@ def _backward(
             do,
             dfinal,
             dinitial,
-            Kept(transitions, enters, ticket),
+            Kept(transitions, enters, fwd_epoch),
             tables,
         )
         grads = [x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)]
@@ -634,7 +634,7 @@ def _fake_backward(
     solved,
     transitions,
     enters,
-    ticket,
+    fwd_epoch,
     beta_dtype,
     rule,
     scale,

@@ -70,7 +70,7 @@ class Kept(NamedTuple):
 
     transitions: Tensor  # [segments, H, K, K], words of float32, of whatever dtype of 4 bytes
     enters: Tensor  # [segments, H, K, V], the same; what has entered each
-    ticket: Tensor  # number of the call
+    fwd_epoch: Tensor  # number of the call
 
 
 class StatePass:
@@ -175,23 +175,23 @@ class StatePass:
         made = plan.run(self.carrier, *[x for x in tensors if x is not None])
         return [i if i is None else made[i] for i in order]
 
-    def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, ticket):
+    def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, fwd_epoch):
         made = self._chunks(plan, k, u)
         transitions, enters = _words(plan, transitions, enters)
         leaves = plan.empty(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
             self._summaries(plan, k, w, u, g, transitions, leaves)
         room = self._room(plan.empty, plan.empty, False)
-        self._carry(plan, transitions, leaves, enters, initial, ticket, False, room)
+        self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
         return self._states(plan, k, w, u, g, (enters, *room[1:3]), final, made)
 
-    def _turn(self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, ticket, scale, from_scores):
+    def _turn(self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, fwd_epoch, scale, from_scores):
         made = self._chunks(plan, k, u)
         transitions, entered = _words(plan, transitions, entered)
         enters, room = plan.output(*self.of_states), self._room(plan.empty, plan.output, True)
         leaves = self._leaves(plan, q, k, w, g, do, given, dfinal, scale, from_scores)
         with plan.beside(lambda carrier: carrier.stream()):
-            self._carry(plan, transitions, leaves, enters, dfinal, ticket, True, room)
+            self._carry(plan, transitions, leaves, enters, dfinal, fwd_epoch, True, room)
         self._states(plan, k, w, u, g, (entered, None, None), None, made)
         plan.join()
         return *made, enters, *room[1:3]
@@ -284,7 +284,7 @@ class StatePass:
             REVERSE=reverse,
         )
 
-    def _carry(self, plan: Plan, transitions, leaves, enters, outside, ticket, reverse, room) -> None:
+    def _carry(self, plan: Plan, transitions, leaves, enters, outside, fwd_epoch, reverse, room) -> None:
         """_through, and the scan."""
         self._through(plan, transitions, leaves, enters, outside, reverse, room)
         own, _, prev, dense = room
@@ -295,7 +295,7 @@ class StatePass:
         passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
         lead = self.B, len(halves), self.H
         own, prev, dense = (x if x is None else plan.part(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
-        carried = Carried(own, prev, ticket, transition=dense, passes=(passes[0], passes[-1]))
+        carried = Carried(own, prev, fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
     def _states(self, plan: Plan, k, w, u, g, entering, final, made):

@@ -15,7 +15,7 @@ import torch
 from ...base.tiling import cdiv, default_tile, next_power_of_2
 from ...launch.plan import WORD, Buffer, Plan
 from ...launch.streams import LONG
-from ...scan.tickets import TICKETS
+from ...scan.fwd_epochs import FWD_EPOCHS
 from ...shmem_kernels.gla_bwd import da_kernel, grad_kernel, value_grad_kernel
 from ...shmem_kernels.gla_fwd import (
     carry_kernel,
@@ -108,8 +108,8 @@ class Shape:
     def all_kept(self, segments: int, chunks: int) -> list[Stored]:
         """What backward takes from forward and does not write to: the numbers of its scans, what enters, and what is
         made of the chunks, or nothing."""
-        tickets: list[Stored] = [((TICKETS,), torch.int64)]
-        return tickets + self.entering(segments) + (self.made(chunks, False) if self.keeps else [])
+        fwd_epochs: list[Stored] = [((FWD_EPOCHS,), torch.int64)]
+        return fwd_epochs + self.entering(segments) + (self.made(chunks, False) if self.keeps else [])
 
     @functools.cached_property
     def kept(self) -> list[int]:
@@ -298,7 +298,7 @@ class GLAPlan(Plan):
         outside,
         prev,
         final,
-        ticket,
+        fwd_epoch,
         long: Callable[[], Any] | None = None,
     ) -> Any:
         """Through the segments (carry_kernel), then over the ranks, beside what is recorded until :meth:`join_carry`.
@@ -358,7 +358,7 @@ class GLAPlan(Plan):
                 with self.beside(lambda carrier: carrier.stream(LONG)):
                     made = long()
             if before or behind:
-                carrier.record(self, Carried(own, out, ticket, decay), reverse, zigzag)
+                carrier.record(self, Carried(own, out, fwd_epoch, decay), reverse, zigzag)
             else:
                 nothing_enters()
             if long:
@@ -556,8 +556,8 @@ class GLAPlan(Plan):
         )
 
     def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()):
-        """(ticket, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept has
-        memory of the run; all but gate and strong, which backward uses to the end, where there is room that of
+        """(forward epoch, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept
+        has memory of the run; all but gate and strong, which backward uses to the end, where there is room that of
         ``grads``, which it writes last."""
         stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
@@ -574,7 +574,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
     plan = GLAPlan(carrier, shape, scale, layout, False, initial is not None, final is not None)
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
     q, k, v, g, initial, final, kept = given
-    ticket, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
+    fwd_epoch, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
     operands = q, k, g, gate, strong, q_in, k_out, a
     if apart := plan.keys_apart(carrier):
@@ -583,7 +583,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, fina
         plan.operands(True, *operands)
     plan.strong_operands(*operands)
     sums = plan.segment_states(k_out, v, gate, states)
-    plan.carry(carrier, states, sums, gates, initial, prev, final, ticket)
+    plan.carry(carrier, states, sums, gates, initial, prev, final, fwd_epoch)
     if apart:
         plan.operands(False, *operands)
     plan.join_carry()
@@ -605,7 +605,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
     q, k, v, g, do, dfinal, dinitial, kept = given
     dv, *grads = (plan.output_like(x) for x in (v, q, k, g))
-    ticket, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept, grads)
+    fwd_epoch, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept, grads)
     dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
     if not shape.keeps:
         operands = q, k, g, gate, strong, q_in, k_out, a
@@ -620,7 +620,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
         dfinal,
         dprev,
         dinitial,
-        ticket,
+        fwd_epoch,
         lambda: plan.chunk_states(k_out, v, gate, entering, grads),
     )
     of_scores = plan.score_gradients(v, do)

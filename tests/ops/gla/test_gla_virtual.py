@@ -50,13 +50,13 @@ class Seat:
         channel = ranks.channels[self.comm.rank][reverse]._replace(ADJOINT=tl.constexpr(reverse))
         options = dict(stride_g=ranks.K, stride_k=1, K=ranks.K, V=ranks.V)
 
-        def scan(_, state, decay, out, ticket):
+        def scan(_, state, decay, out, fwd_epoch):
             compiled = scan_kernel[(ranks.programs,)](
                 state,
                 decay,
                 state,
                 out,
-                channel._replace(ticket=ticket),
+                channel._replace(fwd_epoch=fwd_epoch),
                 **options,
                 HAS_DECAY=True,
                 HAS_INITIAL=False,
@@ -67,7 +67,7 @@ class Seat:
             if state.is_cuda:
                 prefer_shared_memory_carveout(compiled)
 
-        plan.call(scan, carried.state, carried.decay, carried.out, carried.ticket)
+        plan.call(scan, carried.state, carried.decay, carried.out, carried.fwd_epoch)
 
     def close(self):
         self.comm.rank, self.comm.size = 0, 1
