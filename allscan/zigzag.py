@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .base.autograd import CustomOperator
 from .base.checks import boundaries
-from .base.errors import REMEDY, Problem
+from .base.errors import REMEDY, DeferredError
 from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from .ops.first_call import KEPT, ask_all
 from .tokens.packing import boundaries_on_host, document_places
@@ -101,7 +101,7 @@ def _check(x, comm, to) -> None:
             raise ValueError(f"x must be on {comm.device}, got {x.device}")
         fields = ("call", "to_zigzag" if to else "from_zigzag"), ("shape", tuple(x.shape)), ("dtype", str(x.dtype))
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     if problem is not None and known and not comm.debug:
         raise problem.take()
     ask_all(comm, fields, problem, "the first call for a shape")

@@ -5,7 +5,7 @@ from __future__ import annotations
 REMEDY = "All ranks: close() this communicator and make a new one, or call resync()"
 
 
-class Problem:
+class DeferredError:
     """What is wrong with this rank's arguments: an exception that is raised when the other ranks have heard of it.
 
     A frame must not hold the exception itself. An exception holds the frames that it came through, and such a cycle

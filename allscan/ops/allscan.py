@@ -26,7 +26,7 @@ from ..base.checks import (
     plain_or_traced,
     restored,
 )
-from ..base.errors import Problem
+from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
@@ -168,7 +168,7 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
         given = state, decay, transition, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     shape = getattr(state, "shape", None)
     algorithm = "chain" if part == "hop" else _algorithm(comm, shape, transition)
     agree = None if part else _agree("contiguous", reverse, initial_state)
@@ -212,7 +212,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
         given = there, back, *decays, *transitions, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     if problem is not None:
         get_or_create_scan(comm, None, problem=problem)
     tile = None if transitions[0] is None else transition_tile(there.shape[-2])

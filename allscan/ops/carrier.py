@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..base.checks import ScanInputs
-from ..base.errors import Problem
+from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, pending_backwards
 from ..comm.communicator import Communicator, communicator_of
@@ -46,7 +46,7 @@ class StateCarrier(Protocol):
     comm: Communicator
     handle: int  # stands for this object where torch wants a number
 
-    def prepare(self, shape, agree=None, problem: Problem | None = None, *, at_first: bool = False) -> Any:
+    def prepare(self, shape, agree=None, problem: DeferredError | None = None, *, at_first: bool = False) -> Any:
         """Before the first forward call with tensors like its own; see first_call.get_or_create_scan. Returns what
         :meth:`pending` takes."""
 

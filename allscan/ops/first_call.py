@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..base.checks import PER_DOCUMENT, boundaries
-from ..base.errors import Problem
+from ..base.errors import DeferredError
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator, cached_on
@@ -50,7 +50,9 @@ def remember_call(comm: Communicator, key: Hashable, call: Any) -> None:
     comm.calls[key] = call
 
 
-def ask_all(comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, problem: Problem | None, what: str) -> None:
+def ask_all(
+    comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, problem: DeferredError | None, what: str
+) -> None:
     """Raise on every rank unless all have the same (name, value) pairs and no problem: what is different, and where.
     Collective; ``what``: for."""
     try:
@@ -71,7 +73,7 @@ def get_or_create_scan(
     comm: Communicator,
     shape,
     agree=None,
-    problem: Problem | None = None,
+    problem: DeferredError | None = None,
     tile: tuple[int, int] | None = None,
     at_first: bool = False,
     max_ctas: int | None = None,
@@ -158,7 +160,7 @@ def check_first(
         if looked:
             check_gates("g", g, tokens)
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     prepare(shape, agree, problem, at_first=looked)
     known = checked(comm)
     if len(known) >= 16 * KEPT:  # of ever new lengths

@@ -23,7 +23,7 @@ from ..base.checks import (
     signature_of,
     zigzag_of,
 )
-from ..base.errors import Problem
+from ..base.errors import DeferredError
 from ..comm.communicator import Communicator, cached_on, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries
@@ -209,7 +209,7 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, per_docum
                 raise ValueError(f"cut documents must be in a batch of one, got {B}")
             shape = (_groups(boundaries_on_host(cu_seqlens), n, T)[0][2], *shape[1:])
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     get_or_create_scan(comm, shape, agree, problem)
     compare_values(comm, given, cu_seqlens)
     return n, cu_seqlens, first_token
@@ -352,7 +352,7 @@ def _forward(
         try:
             check_packed(comm, cu_seqlens, T, first_token)
         except (TypeError, ValueError) as error:
-            problem = Problem(error)
+            problem = DeferredError(error)
         scan = get_or_create_scan(comm, edge.shape, agree, problem)
         fwd_epoch = scan.fwd_epoch()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.autograd import check_saveable, product, wants_gradient
 from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor, integer, zigzag_of
-from ..base.errors import Problem
+from ..base.errors import DeferredError
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.gla_blocks import FIRST, LAST
@@ -285,7 +285,7 @@ def _prepare(
                 check_gates("A", A[None, None], 1)
                 check_gates("dt * A", A * _steps(given["dt"], given["dt_bias"], dt_softplus, dt_limit), chunk_size)
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     algorithm = "chain" if shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
     get_or_create_scan(comm, shape, agree, problem, at_first=looked, algorithm=algorithm)
     compare_values(comm, boundaries, cu_seqlens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ScanInputs, call_key, integer
-from ..base.errors import REMEDY, Problem
+from ..base.errors import REMEDY, DeferredError
 from ..base.tiling import next_power_of_2, scan_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.heap import outside_inference_mode
@@ -97,13 +97,13 @@ class AllScan:
         comm.check()
         self.comm = comm
         self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
-        spec: Spec | Problem
+        spec: Spec | DeferredError
         rails = None
         try:
             spec = _spec(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
             rails = _rails(comm, spec)
         except (TypeError, ValueError, RuntimeError) as error:
-            spec = Problem(error)  # which the other ranks are to hear of
+            spec = DeferredError(error)  # which the other ranks are to hear of
         workspace = make_workspace(comm, spec, rails, self._max_ctas)
         self._offsets = workspace.offsets
         assert isinstance(spec, Spec)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 
-from ..base.errors import Problem
+from ..base.errors import DeferredError
 from ..bindings.arena import ALIGNMENT
 from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank, differing
@@ -113,15 +113,16 @@ def _nbytes(comm: Communicator, spec: Spec, layout: Layout | None) -> int:
 
 
 def make_workspace(
-    comm: Communicator, spec: Spec | Problem, layout: Layout | None = None, max_ctas: int = 1
+    comm: Communicator, spec: Spec | DeferredError, layout: Layout | None = None, max_ctas: int = 1
 ) -> Workspace:
-    """Collective over the group; ``spec`` must be equal on all ranks, or a Problem: this rank's arguments are wrong.
+    """Collective over the group; ``spec`` must be equal on all ranks, or a DeferredError: this rank's arguments are
+    wrong.
     layout: of another kind of workspace, where the spec's algorithm has one.
 
     Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full),
     RuntimeError (protocol).
     """
-    if isinstance(spec, Problem):
+    if isinstance(spec, DeferredError):
         try:
             comm.order.exchange((None, [], spec.text, 1), "making a workspace")
         except RuntimeError as nobody_came:

@@ -21,7 +21,7 @@ from ...base.checks import (
     signature_of,
     zigzag_of,
 )
-from ...base.errors import Problem
+from ...base.errors import DeferredError
 from ...bindings.torch_compat import unsafe_view
 from ...bindings.versions import refusal
 from ...comm.backwards import recomputing, saved_tensors
@@ -269,7 +269,7 @@ def _delta(
         if not torch.compiler.is_compiling():
             _import_fla()
     except (TypeError, ValueError, ImportError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     if problem is not None:
         # raises it, on the other ranks too if this is a first call
         AllScanCarrier.of(comm, dense=True).prepare(None, problem=problem)

@@ -30,7 +30,7 @@ from ...base.checks import (
     signature_of,
     zigzag_of,
 )
-from ...base.errors import Problem
+from ...base.errors import DeferredError
 from ...base.tiling import cdiv
 from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.backwards import recomputing, saved_tensors
@@ -208,7 +208,7 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_docum
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
     except (TypeError, ValueError) as error:
-        problem = Problem(error)
+        problem = DeferredError(error)
     if problem is not None:
         carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
     compare_values(carrier.comm, given, cu_seqlens)
