@@ -149,7 +149,7 @@ def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> 
 def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, part: str) -> AllScan:
     """The AllScan, after the checks of what a key tells."""
     state, decay, transition, initial_state, out = inputs
-    problem = tile = None
+    deferred = tile = None
     try:
         check_tensor("state", state, None, comm.device)
         if state.ndim < 2 or min(state.shape) < 1:
@@ -168,11 +168,11 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
         given = state, decay, transition, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
+        deferred = DeferredError(error)
     shape = getattr(state, "shape", None)
     algorithm = "chain" if part == "hop" else _algorithm(comm, shape, transition)
     agree = None if part else _agree("contiguous", reverse, initial_state)
-    return get_or_create_scan(comm, shape, agree, problem, tile=tile, algorithm=algorithm)
+    return get_or_create_scan(comm, shape, agree, deferred, tile=tile, algorithm=algorithm)
 
 
 def _agree(layout, reverse, initial_state) -> tuple:
@@ -189,7 +189,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
     state, decay, transition, initial_state, out = inputs
     there: Any
     back: Any
-    problem = None
+    deferred = None
     try:
         is_zigzag(layout)
         pairs = [(None, None) if x is None else x for x in (state, decay, transition)]
@@ -212,9 +212,9 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
         given = there, back, *decays, *transitions, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
-    if problem is not None:
-        get_or_create_scan(comm, None, problem=problem)
+        deferred = DeferredError(error)
+    if deferred is not None:
+        get_or_create_scan(comm, None, deferred=deferred)
     tile = None if transitions[0] is None else transition_tile(there.shape[-2])
     algorithm = "chain" if part == "hop" else _algorithm(comm, there.shape, transitions[0])
     if part == "half":  # no rank does without the way back

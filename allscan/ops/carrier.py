@@ -46,7 +46,7 @@ class StateCarrier(Protocol):
     comm: Communicator
     handle: int  # stands for this object where torch wants a number
 
-    def prepare(self, shape, agree=None, problem: DeferredError | None = None, *, at_first: bool = False) -> Any:
+    def prepare(self, shape, agree=None, deferred: DeferredError | None = None, *, at_first: bool = False) -> Any:
         """Before the first forward call with tensors like its own; see first_call.get_or_create_scan. Returns what
         :meth:`pending` takes."""
 
@@ -97,7 +97,7 @@ class AllScanCarrier:
         name = "carrier of transitions" if dense else "carrier"
         return comm.attributes.get(name) or comm.attributes.setdefault(name, AllScanCarrier(comm, dense))
 
-    def prepare(self, shape, agree=None, problem=None, *, at_first=False) -> AllScan:
+    def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
         kind: dict[str, Any]
         if self._dense:
             kind = dict(tile=None if shape is None else transition_tile(shape[-2]))
@@ -105,7 +105,7 @@ class AllScanCarrier:
             # A program keeps large ones of other kernels off its multiprocessor: half of those that may wait do
             algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
             kind = dict(max_ctas=max(1, self.comm.max_ctas // 2), algorithm=algorithm)
-        return get_or_create_scan(self.comm, shape, agree, problem, at_first=at_first, **kind)
+        return get_or_create_scan(self.comm, shape, agree, deferred, at_first=at_first, **kind)
 
     def stream(self, priority=SCANS):
         return self.comm.streams.side(priority)

@@ -51,18 +51,18 @@ def remember_call(comm: Communicator, key: Hashable, call: Any) -> None:
 
 
 def ask_all(
-    comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, problem: DeferredError | None, what: str
+    comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, deferred: DeferredError | None, what: str
 ) -> None:
     """Raise on every rank unless all have the same (name, value) pairs and no problem: what is different, and where.
     Collective; ``what``: for."""
     try:
-        answers = comm.order.exchange((fields, problem and problem.text), what)
+        answers = comm.order.exchange((fields, deferred and deferred.text), what)
     except RuntimeError as nobody_came:
-        if problem is not None:
-            raise problem.take() from nobody_came
+        if deferred is not None:
+            raise deferred.take() from nobody_came
         raise
-    if problem is not None:
-        raise comm.order.raised_everywhere(problem.take())
+    if deferred is not None:
+        raise comm.order.raised_everywhere(deferred.take())
     if any(answer != (fields, None) for answer in answers):
         wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
         different = "; ".join(wrong) or differing([of_rank or () for of_rank, _ in answers])
@@ -73,7 +73,7 @@ def get_or_create_scan(
     comm: Communicator,
     shape,
     agree=None,
-    problem: DeferredError | None = None,
+    deferred: DeferredError | None = None,
     tile: tuple[int, int] | None = None,
     at_first: bool = False,
     max_ctas: int | None = None,
@@ -83,8 +83,8 @@ def get_or_create_scan(
 
     ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
     it is collective too, in debug mode every call. None: nothing.
-    ``problem``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
-    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A problem
+    ``deferred``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which
+    are on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A problem
     without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: the
     problem is of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
     """
@@ -95,24 +95,24 @@ def get_or_create_scan(
     if algorithm != "chain":
         key = (shape, tile, max_ctas, algorithm)
     always = comm.debug and agree is not None
-    if problem is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
-        raise problem.take()
+    if deferred is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
+        raise deferred.take()
     first = key not in scans or (agree is not None and not agreed(comm, shape, agree))
     if first or always:
-        if first and problem is None and comm.streams.capturing():
+        if first and deferred is None and comm.streams.capturing():
             raise RuntimeError(
                 "the first call for a shape asks the other ranks and makes a workspace, which cannot be captured: call "
                 "once before the capture"
             )
         call, *pairs = agree or (None,)
         shapes = ("the state's shape", shape), ("tile", tile), ("max_ctas", max_ctas), ("algorithm", algorithm)
-        ask_all(comm, (("call", call), *pairs, *shapes), problem, "the first call for a shape")
+        ask_all(comm, (("call", call), *pairs, *shapes), deferred, "the first call for a shape")
         if key not in scans:
             scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
         if first:
             remember_agreement(comm, shape, agree)
-    if problem is not None:
-        raise problem.take()
+    if deferred is not None:
+        raise deferred.take()
     return scans[key]
 
 
@@ -149,19 +149,19 @@ def check_first(
     """All checks of an operator with gates ``g`` at the first call with this ``signature``, which is then
     :func:`checked`, and what the ranks agree upon; in debug mode at every call.
 
-    shape, agree: as for :func:`get_or_create_scan`, which ``prepare(shape, agree, problem, at_first=)`` calls; None
+    shape, agree: as for :func:`get_or_create_scan`, which ``prepare(shape, agree, deferred, at_first=)`` calls; None
     where the arguments have no such shape. ``check()`` raises TypeError or ValueError for arguments that are wrong on
     this rank. Gates are looked at, see :func:`check_gates`, at the first call with shape and agree.
     """
-    problem, looked = None, False
+    deferred, looked = None, False
     try:
         check()
         looked = looks_at_gates(comm, shape, agree)
         if looked:
             check_gates("g", g, tokens)
     except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
-    prepare(shape, agree, problem, at_first=looked)
+        deferred = DeferredError(error)
+    prepare(shape, agree, deferred, at_first=looked)
     known = checked(comm)
     if len(known) >= 16 * KEPT:  # of ever new lengths
         known.clear()
@@ -263,10 +263,10 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
         )
     tokens = [answer[1] for answer in answers]
     if not _rises_from_0(lengths) or lengths[-1] != sum(tokens):
-        problem = (
+        deferred = (
             f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
         )
-        raise comm.order.raised_everywhere(ValueError(problem))
+        raise comm.order.raised_everywhere(ValueError(deferred))
     if len(partitions) >= KEPT:
         del partitions[next(iter(partitions))]
     partitions[lengths] = tokens
@@ -282,8 +282,8 @@ def compare_values(comm: Communicator, given: Any, read: torch.Tensor | None) ->
     answers = comm.order.exchange(None if now == lengths else (lengths, now), "the values of cu_seqlens, in debug mode")
     if any(answers):
         found = by_rank("ok" if x is None else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
-        problem = f"cu_seqlens was written to in a way that torch does not count, so it is not read again: {found}"
-        raise comm.order.raised_everywhere(ValueError(problem))
+        deferred = f"cu_seqlens was written to in a way that torch does not count, so it is not read again: {found}"
+        raise comm.order.raised_everywhere(ValueError(deferred))
 
 
 def check_packed(

@@ -176,7 +176,7 @@ def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told, per_docu
 def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, per_document, tokens=None):
     """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective. ``tokens``: of this rank,
     where x has fewer."""
-    shape = agree = problem = None
+    shape = agree = deferred = None
     given = cu_seqlens
     try:
         for x in xs:
@@ -209,8 +209,8 @@ def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, per_docum
                 raise ValueError(f"cut documents must be in a batch of one, got {B}")
             shape = (_groups(boundaries_on_host(cu_seqlens), n, T)[0][2], *shape[1:])
     except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
-    get_or_create_scan(comm, shape, agree, problem)
+        deferred = DeferredError(error)
+    get_or_create_scan(comm, shape, agree, deferred)
     compare_values(comm, given, cu_seqlens)
     return n, cu_seqlens, first_token
 
@@ -348,12 +348,12 @@ def _forward(
     comm, n = communicator_of(handle), edge.shape[1]
     with comm.call(reverse, "halo()", edge):
         agree = _agree(edge.shape[1], dtypes, widths, reverse, "contiguous", cu_seqlens is None, first_token is None)
-        problem = None
+        deferred = None
         try:
             check_packed(comm, cu_seqlens, T, first_token)
         except (TypeError, ValueError) as error:
-            problem = DeferredError(error)
-        scan = get_or_create_scan(comm, edge.shape, agree, problem)
+            deferred = DeferredError(error)
+        scan = get_or_create_scan(comm, edge.shape, agree, deferred)
         fwd_epoch = scan.fwd_epoch()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
         decay, channel = _decay(T, edge.shape[1], reverse), scan.launcher.channel(reverse, fwd_epoch)

@@ -250,7 +250,7 @@ def _prepare(
     chunk_scan,
 ):
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
-    problem = shape = agree = None
+    deferred = shape = agree = None
     looked, boundaries = False, cu_seqlens
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
@@ -285,9 +285,9 @@ def _prepare(
                 check_gates("A", A[None, None], 1)
                 check_gates("dt * A", A * _steps(given["dt"], given["dt_bias"], dt_softplus, dt_limit), chunk_size)
     except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
+        deferred = DeferredError(error)
     algorithm = "chain" if shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
-    get_or_create_scan(comm, shape, agree, problem, at_first=looked, algorithm=algorithm)
+    get_or_create_scan(comm, shape, agree, deferred, at_first=looked, algorithm=algorithm)
     compare_values(comm, boundaries, cu_seqlens)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 

@@ -255,7 +255,7 @@ def _delta(
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
-    problem, boundaries = None, cu_seqlens
+    deferred, boundaries = None, cu_seqlens
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
@@ -269,10 +269,10 @@ def _delta(
         if not torch.compiler.is_compiling():
             _import_fla()
     except (TypeError, ValueError, ImportError) as error:
-        problem = DeferredError(error)
-    if problem is not None:
+        deferred = DeferredError(error)
+    if deferred is not None:
         # raises it, on the other ranks too if this is a first call
-        AllScanCarrier.of(comm, dense=True).prepare(None, problem=problem)
+        AllScanCarrier.of(comm, dense=True).prepare(None, deferred=deferred)
     compare_values(comm, boundaries, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if initial_state is not None and before.state_v_first:

@@ -200,7 +200,7 @@ _SCALES = float, int, type(None)
 
 def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document):
     """(cu_seqlens, scale, first_token, zigzag), after the checks that need no other rank."""
-    problem, given = None, cu_seqlens
+    deferred, given = None, cu_seqlens
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
@@ -208,9 +208,9 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_docum
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
     except (TypeError, ValueError) as error:
-        problem = DeferredError(error)
-    if problem is not None:
-        carrier.prepare(None, problem=problem)  # raises it, on the other ranks too if this is a first call
+        deferred = DeferredError(error)
+    if deferred is not None:
+        carrier.prepare(None, deferred=deferred)  # raises it, on the other ranks too if this is a first call
     compare_values(carrier.comm, given, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
     return cu_seqlens, scale, first_token, zigzag
