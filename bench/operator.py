@@ -49,7 +49,8 @@ from bench.tuning import Job, compile_ahead
 
 SHAPES = [(16384, 16, 128), (32768, 16, 128), (8192, 32, 128)]  # T tokens a rank, H, K = V
 # logsigmoid(normal) over this; 0: all gates are 0, nothing decays. Over 16,384 tokens a rank's decay is 0 in float32
-# with the other two, so that nothing passes through a rank (rank_decay: the largest decay of a channel over a rank).
+# with the other two, so that no rank's output depends on what comes in (rank_decay: the largest decay of a channel over
+# a rank).
 GATES = {"0": 0.0, "near 1": 16.0, "mild": 1.0}
 SAMPLES = 20
 COLUMNS = (

@@ -77,7 +77,7 @@ class Chain:
                 fixed |= dict(stride_i=K, stride_j=1, **transition_blocks(self.ranks.spec.tile[0]))
             else:
                 words = self.ranks.spec.tile[0] * self.ranks.spec.tile[1]
-                fixed |= dict(stride_g=K, stride_k=1, HAS_DECAY=True, ONE_HOP=False)
+                fixed |= dict(stride_g=K, stride_k=1, HAS_DECAY=True, NEIGHBOUR_SHIFT=False)
                 fixed |= dict(num_warps=max(1, min(8, words // 512)))
             launch = Launch(transition_kernel if dense else scan_kernel, (self.ranks.programs,), **fixed)
             given = self.states[rank], self.factors[rank], initial if rank == 0 else self.states[rank], self.outs[rank]

@@ -29,7 +29,7 @@ from the receiver's own is a fault (AllScanOutOfStep), found in the first launch
 
 A forward launch leaves its epoch in ``fwd_epoch``, and the adjoint launch finds it there.
 
-**Where nothing passes.** If all decays of a tile are exactly 0, what is sent does not depend on what arrives. Such a
+**Zero-decay fast path.** If all decays of a tile are exactly 0, what is sent does not depend on what arrives. Such a
 tile is sent before anything is waited for: it takes one hop, whatever the number of ranks. A program that has several
 tiles calls ``send_ahead`` for all of them before it waits for the first, so that none waits for another's neighbour.
 
@@ -197,7 +197,7 @@ def allscan(channel, tile, b_state, b_decay, b_first):
 
 @triton.jit
 def send_ahead(channel, tile, begun, b_state, b_decay):
-    """Send the tile now if nothing passes through it. Does nothing on the first rank, which never waits for a tile.
+    """Send the tile now if all its decays are zero. Does nothing on the first rank, which never waits for a tile.
 
     For kernels in which a program has several tiles: ``begun = begin(channel, its first tile)``, which all tiles of a
     launch have in common; ``send_ahead`` for each of its tiles; then ``allscan_begun`` for each, in ascending order.
@@ -205,7 +205,7 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
     if (channel.RECV != NONE) & (channel.SEND != NONE):
         epoch, word, ok = begun
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
-        if ok & nothing_passes(b_decay):
+        if ok & all_decays_zero(b_decay):
             post(channel, tile, epoch, word, b_state)
 
 
@@ -221,7 +221,7 @@ def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
         b_inclusive = _combine(b_state, b_decay, b_prev)
         if ok:
             if (channel.RECV != NONE) & (channel.SEND != NONE):
-                if not nothing_passes(b_decay):
+                if not all_decays_zero(b_decay):
                     post(channel, tile, epoch, word, b_inclusive)
             else:
                 post(channel, tile, epoch, word, b_inclusive)
@@ -230,7 +230,7 @@ def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
 
 
 @triton.jit
-def nothing_passes(b_decay):
+def all_decays_zero(b_decay):
     """Whether every decay of a tile is 0 (-0.0 too; NaN is not); the same for all threads of the block."""
     return tl.min((b_decay + tl.zeros([1, 1], tl.float32) == 0.0).to(tl.int32)) > 0
 
@@ -242,7 +242,8 @@ def _combine(b_state, b_decay, b_prev):
 
 @triton.jit
 def shift(channel, tile, b_value, b_first):
-    """One tile over one hop: send ``b_value`` to next and return what prev has sent, ``b_first`` on the first rank.
+    """Neighbour shift of one tile: send ``b_value`` to next and return what prev has sent, ``b_first`` on the first
+    rank.
 
     What :func:`allscan` gives where every decay is 0. In place of ``recv`` and ``send``. Both are [BK, BV] float32. A
     program with several tiles: ``begin`` for the first, ``shift_ahead`` for all, ``shift_begun`` for all.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .channel import BROKEN, _arrival_word, _combine, finish, nothing_passes
+from .channel import BROKEN, _arrival_word, _combine, all_decays_zero, finish
 from .links import NONE, free_slot, give_credit, post, take, wait_credit
 from .tiles import load_decays, load_tile, tile_offsets
 from .wait import INFO_NEXT, INFO_WORDS, poll_word, wait_signal
@@ -404,7 +404,7 @@ def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
     """(What enters this node, whether all is well), where what leaves it is b_product * that + b_sum."""
     b_enters = tl.zeros([rail.BK, rail.BV], tl.float32)
     if (rail.RECV != NONE) & (rail.SEND != NONE):
-        stopped = nothing_passes(b_product)
+        stopped = all_decays_zero(b_product)
         if well & stopped:
             post(rail, part, epoch, word, b_sum)
         b_enters, well = take(rail, part, epoch, word, well)

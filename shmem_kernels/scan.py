@@ -23,7 +23,7 @@ def scan_kernel(
     V: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    ONE_HOP: tl.constexpr,  # every decay is 0
+    NEIGHBOUR_SHIFT: tl.constexpr,  # every decay is 0
 ):
     """A program takes tiles program_id, program_id + num_programs, ...; a tile is BK rows and BV columns of a matrix.
 
@@ -33,10 +33,10 @@ def scan_kernel(
     tile = tl.program_id(0)
     b_state = load_tile(p_state, channel, tile, K, V)  # [BK, BV]; under way while the epoch begins
     begun = begin(channel, tile)
-    if ONE_HOP or (HAS_DECAY and channel.RECV != NONE and channel.SEND != NONE):
+    if NEIGHBOUR_SHIFT or (HAS_DECAY and channel.RECV != NONE and channel.SEND != NONE):
         while tile < channel.num_tiles:
             b_ahead = load_tile(p_state, channel, tile, K, V)
-            if ONE_HOP:
+            if NEIGHBOUR_SHIFT:
                 shift_ahead(channel, tile, begun, b_ahead)
             else:
                 send_ahead(channel, tile, begun, b_ahead, load_decays(p_decay, channel, tile, stride_g, stride_k, K, V))
@@ -52,7 +52,7 @@ def scan_kernel(
             b_first = load_tile(p_initial, channel, tile, K, V)
         next_tile = tile + tl.num_programs(0)
         b_next = load_tile(p_state, channel, next_tile, K, V)
-        if ONE_HOP:
+        if NEIGHBOUR_SHIFT:
             b_prev = shift_begun(channel, tile, begun, b_first)
         else:
             b_prev, _ = allscan_begun(channel, tile, begun, b_state, b_decay, b_first)

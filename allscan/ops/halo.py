@@ -1,4 +1,4 @@
-"""halo(): the tokens beside a cut, for short convolutions, token shifts and labels; one hop of AllScan."""
+"""halo(): the tokens beside a cut, for short convolutions, token shifts and labels; a neighbour shift of AllScan."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Variant(NamedTuple):
     dense: bool  # with transitions
     has_decay: bool
     strides: tuple[int, int]  # of decays, or of rows and columns of transitions
-    one_hop: bool | Shift  # nothing passes
+    neighbour_shift: bool | Shift  # nothing passes
     has_initial: bool
     reverse: bool
 
@@ -148,11 +148,11 @@ class Launcher:
             launch = self._launches.get((kind, of_adjoint))
             if launch is None:
                 launch = self._launches[kind, of_adjoint] = self._make_launch(kind)
-            one_hop = self._one_hop(inputs.decay)
-            found = self._prepared[known] = PreparedScan(self, launch, whole, one_hop, reverse, of_adjoint)
+            neighbour_shift = self._neighbour_shift(inputs.decay)
+            found = self._prepared[known] = PreparedScan(self, launch, whole, neighbour_shift, reverse, of_adjoint)
         return found
 
-    def _one_hop(self, decay: Any) -> bool | Shift:
+    def _neighbour_shift(self, decay: Any) -> bool | Shift:
         """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
         if isinstance(decay, Shift):
             return decay
@@ -161,16 +161,18 @@ class Launcher:
     def _kind(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
         """(the variant, whether the decay has all rows that a kernel reads)."""
         _, decay, transition, initial_state, _ = inputs
-        one_hop = self._one_hop(decay)
+        neighbour_shift = self._neighbour_shift(decay)
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
         else:
-            strides = decay_rows(None if one_hop else decay, self.shape, self.comm.device)[1]
-        has_decay = decay is not None and not one_hop
-        if isinstance(one_hop, Shift) and adjoint:
-            one_hop = Shift(-one_hop.rows)
-        return Variant(transition is not None, has_decay, strides, one_hop, initial_state is not None, reverse), whole
+            strides = decay_rows(None if neighbour_shift else decay, self.shape, self.comm.device)[1]
+        has_decay = decay is not None and not neighbour_shift
+        if isinstance(neighbour_shift, Shift) and adjoint:
+            neighbour_shift = Shift(-neighbour_shift.rows)
+        return Variant(
+            transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
+        ), whole
 
     def launch(self, prepared: PreparedScan, tensors: tuple, addresses: list[int]) -> None:
         """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
@@ -212,7 +214,7 @@ class Launcher:
 
     def _make_launch(self, variant: Variant) -> Any:
         """Its Launch."""
-        dense, has_decay, strides, one_hop, has_initial, reverse = variant
+        dense, has_decay, strides, neighbour_shift, has_initial, reverse = variant
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
         if self.rails is not None:
             return self.rails.launch(
@@ -225,8 +227,8 @@ class Launcher:
                 HAS_DECAY=has_decay,
             )
         num_warps = max(1, min(8, math.prod(self.spec.tile) // 512))
-        if isinstance(one_hop, Shift):
-            return Launch(self.linked(shift_rows_kernel), (1,), rows=one_hop.rows, **fixed, num_warps=num_warps)
+        if isinstance(neighbour_shift, Shift):
+            return Launch(self.linked(shift_rows_kernel), (1,), rows=neighbour_shift.rows, **fixed, num_warps=num_warps)
         if not dense:
             return Launch(
                 self.linked(scan_kernel),
@@ -235,7 +237,7 @@ class Launcher:
                 stride_k=strides[1],
                 **fixed,
                 HAS_DECAY=has_decay,
-                ONE_HOP=one_hop,
+                NEIGHBOUR_SHIFT=neighbour_shift,
                 num_warps=num_warps,
             )
         tiles = -(-self.spec.num_tiles // self._max_ctas)  # of a program
@@ -256,13 +258,29 @@ def name_of(kernel: Any) -> str:
 class PreparedScan:
     """Scans of one variant: their inputs were checked, and their kernel is known. Made by :meth:`Launcher.prepare`."""
 
-    __slots__ = "comm", "launcher", "launch", "reverse", "of_adjoint", "_whole", "_one_hop", "_fwd_epoch", "backward"
+    __slots__ = (
+        "comm",
+        "launcher",
+        "launch",
+        "reverse",
+        "of_adjoint",
+        "_whole",
+        "_neighbour_shift",
+        "_fwd_epoch",
+        "backward",
+    )
 
     def __init__(
-        self, launcher: Launcher, launch: Any, whole: bool, one_hop: bool | Shift, reverse: bool, of_adjoint: bool
+        self,
+        launcher: Launcher,
+        launch: Any,
+        whole: bool,
+        neighbour_shift: bool | Shift,
+        reverse: bool,
+        of_adjoint: bool,
     ) -> None:
         self.comm, self.launcher, self.launch = launcher.comm, launcher, launch
-        self._whole, self._one_hop = whole, one_hop
+        self._whole, self._neighbour_shift = whole, neighbour_shift
         self.reverse, self.of_adjoint = reverse, of_adjoint
         self._fwd_epoch = launcher.channels[reverse].fwd_epoch
         self.backward: PreparedScan | None = None  # of allscan()
@@ -279,7 +297,7 @@ class PreparedScan:
             factor = plain(transition)
         elif self._whole:
             factor = plain(decay)
-        elif decay is not None and not self._one_hop:
+        elif decay is not None and not self._neighbour_shift:
             factor = decay_rows(decay, self.launcher.shape, comm.device)[0]
         if written := out is not None:
             if not out.is_contiguous() or out.is_neg():

@@ -600,8 +600,8 @@ def test_resync_after_time_outs(run, pool):
     assert all(run(min(3, pool.size), resync_case))
 
 
-def one_hop_case(group, key, how):
-    """The first rank sends when the last one has its result: through a tile whose decays are all 0 nothing passes."""
+def neighbour_shift_case(group, key, how):
+    """The first rank sends when the last one has its result: a tile whose decays are all 0 takes the fast path."""
     store = dist.distributed_c10d._get_default_store()
     with allscan.Communicator(group, timeout=30, max_ctas=2) as comm:
         if how == "zeco_gla":  # more tiles than programs; the gates of 70 tokens are 0 in float32 together
@@ -634,8 +634,8 @@ def one_hop_case(group, key, how):
 
 @pytest.mark.parametrize("size", [4])  # of 2 ranks the last one waits for the first in any case
 @pytest.mark.parametrize("how", ["number", "tensor", "signs", "zeco_gla"])
-def test_a_tile_through_which_nothing_passes_takes_one_hop(run, size, how):
-    assert run(size, one_hop_case, uuid.uuid4().hex, how) == [True] * size
+def test_a_tile_with_zero_decays_waits_for_one_rank(run, size, how):
+    assert run(size, neighbour_shift_case, uuid.uuid4().hex, how) == [True] * size
 
 
 def nan_decay_case(group):

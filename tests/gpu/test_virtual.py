@@ -151,7 +151,7 @@ def timed(algorithm, nodes, kind, shape, tile, programs):
 
 
 @pytest.mark.alone
-def test_where_nothing_passes_a_chain_takes_one_hop(one):
+def test_where_decays_are_zero_a_chain_waits_for_one_rank(one):
     """32 ranks, all of them behind a gate; a program has one tile, of 32 KiB."""
     arguments = (4, 64, 128), (64, 128), 4
     (slow, error_of_slow), (fast, error_of_fast) = (

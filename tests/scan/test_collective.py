@@ -141,7 +141,7 @@ def hop_case(group, reverse):
 
 @pytest.mark.quick("4")
 @pytest.mark.parametrize("size", SIZES)
-def test_one_hop(run, size):
+def test_neighbour_shift(run, size):
     for reverse in (False, True):
         for errors in run(size, hop_case, reverse):
             assert max(errors) < 1e-5, errors

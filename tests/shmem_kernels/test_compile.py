@@ -49,11 +49,20 @@ def pointers(names, kind):
     return dict.fromkeys(names.split(), kind)
 
 
-def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True, one_hop=False, num_warps=1, adjoint=False):
+def compile_scan(
+    recv, send, tile=(1, 128), decay=True, initial=True, neighbour_shift=False, num_warps=1, adjoint=False
+):
     channel, constants = channel_type(recv.value, send.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
     libraries = nvshmem.extern_libs() if PUT.value in (recv.value, send.value) else None
-    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": decay, "HAS_INITIAL": initial, "ONE_HOP": one_hop}
+    values = {
+        "channel": constants,
+        "K": 128,
+        "V": 128,
+        "HAS_DECAY": decay,
+        "HAS_INITIAL": initial,
+        "NEIGHBOUR_SHIFT": neighbour_shift,
+    }
     return Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=num_warps, extern_libs=libraries)
 
 
@@ -74,15 +83,17 @@ def compile_scan(recv, send, tile=(1, 128), decay=True, initial=True, one_hop=Fa
         (SIGNAL, NONE, 1, 0, 2),
     ],
 )
-@pytest.mark.parametrize("one_hop", [False, True])
-def test_scan_signals(recv, send, waits_signal, posts, faults, one_hop, tile, num_warps, most_registers, adjoint):
-    compiled = compile_scan(recv, send, tile, not one_hop, True, one_hop, num_warps, adjoint)
+@pytest.mark.parametrize("neighbour_shift", [False, True])
+def test_scan_signals(
+    recv, send, waits_signal, posts, faults, neighbour_shift, tile, num_warps, most_registers, adjoint
+):
+    compiled = compile_scan(recv, send, tile, not neighbour_shift, True, neighbour_shift, num_warps, adjoint)
     # 3.8: two words, for 72 registers, of which a multiprocessor has one program more than of 80
     assert compiled.spilled_bytes <= (0 if num_warps == 1 else most(0, v38=8))
     assert compiled.registers <= most_registers
     # a wait for a signal looks at once, and in its loop
     assert compiled.count(r"ld\.global\.sys\.acquire|\.acquire\.sys") == 2 * waits_signal
-    middle = recv != NONE and send != NONE and not one_hop  # sends ahead, or when the tile has come
+    middle = recv != NONE and send != NONE and not neighbour_shift  # sends ahead, or when the tile has come
     releases = faults + posts * (2 if middle else 1)
     assert compiled.count(r"atom.*\.release|\.release\.sys|st\.release") == releases
     # the words of a tile are read past the first-level cache, 16 bytes a thread
@@ -133,7 +144,14 @@ def test_transitions(K, one):
 def test_a_tile_too_small_for_its_warps_is_refused():
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
-    values = {"channel": constants, "K": 128, "V": 128, "HAS_DECAY": True, "HAS_INITIAL": False, "ONE_HOP": False}
+    values = {
+        "channel": constants,
+        "K": 128,
+        "V": 128,
+        "HAS_DECAY": True,
+        "HAS_INITIAL": False,
+        "NEIGHBOUR_SHIFT": False,
+    }
     with pytest.raises(triton.compiler.errors.CompilationError) as caught:
         Compiled(scan_kernel, arguments | {"channel": channel}, values, num_warps=4)
     problem, messages = caught.value, ""

@@ -60,7 +60,7 @@ class Seat:
                 **options,
                 HAS_DECAY=True,
                 HAS_INITIAL=False,
-                ONE_HOP=False,
+                NEIGHBOUR_SHIFT=False,
                 num_warps=warps_of(ranks.spec.tile),
                 **OPTIONS,
             )
