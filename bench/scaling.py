@@ -12,7 +12,7 @@ Each method is a sum of latencies and bytes over bandwidth, with P ranks and a s
     ring        (P - 1) (t + m / B)                     send/receive one after another: LASP-1
     rails       t + give + (N - 1) n + m / L W + take   N nodes of L GPUs (docs/rails.md), one launch: a slice goes
                                                         to its owner, over the nodes by a chain, and back
-    doubling    t + give + q (n + 17/16 m / L W) + take the same, over the nodes in q rounds with their decays
+    recursive doubling    t + give + q (n + 17/16 m / L W) + take the same, over the nodes in q rounds with their decays
 
     give = a + (L - 1) / L m (1 / B + c) + 2 (L - 1) l          take = a + (L - 1) / L m (1 / B + c) + (L - 1) l
 
@@ -23,8 +23,8 @@ the table also says who wins at 2 and at 10 us. 7 us and 47 GB/s is what others 
 time of a look at a part of a slice that has come, is assumed too; virtual ranks (allscan.tools.virtual) can measure it.
 
 Launch boundaries: one for each method, the ring's one for each hop. Nothing is said of a program with several tiles of
-one slice, whose rounds of doubling follow one another: with 66 programs and nodes of 8 from 32 MiB on, with the 33 of
-zeco_gla from 16 MiB on.
+one slice, whose rounds of recursive doubling follow one another: with 66 programs and nodes of 8 from 32 MiB on, with
+the 33 of zeco_gla from 16 MiB on.
 
 "by proxy": NVSHMEM 3.4.5, whose bitcode has no IBGDA: a thread of the host makes each put. Its latency, and its time
 for a put with its signal, of which a tile of 32 KiB is one, are assumptions.
@@ -48,7 +48,7 @@ CHAINS = ("sentinel", "signal", "put")
 GATHER = "all_gather (fused fold)"
 LOOK_US = 0.4  # l, assumed
 PROXY_US, PROXY_PUT_US, PROXY_BYTES = 12.0, 1.0, 32 << 10  # assumed
-SCANS = ("chain", "rails", "doubling")  # that are built
+SCANS = ("chain", "rails", "recursive_doubling")  # that are built
 # ZeCO, arXiv 2507.01004, table 2, in us: H100s, H=32, K=V=128, so 2 MiB
 PUBLISHED_RANKS = (8, 16, 32, 64, 128, 256)
 PUBLISHED = {
@@ -108,13 +108,13 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
         """(By a chain, in rounds), us for a slice."""
         return slow * us + part, rounds * (us + part * 17 / 16)
 
-    rails, doubling = over_nodes(net_us, net / inside)
+    rails, recursive_doubling = over_nodes(net_us, net / inside)
     proxy = max(net, PROXY_PUT_US * m / PROXY_BYTES) if slow else 0.0
     by_proxy = over_nodes(PROXY_US, proxy / inside)
     return {
         "chain": t + (P - 1 - slow) * a + slow * net_us + wire,
         "rails": t + give + rails + take,
-        "doubling": t + give + doubling + take,
+        "recursive_doubling": t + give + recursive_doubling + take,
         "chain by proxy": t + (P - 1 - slow) * a + slow * PROXY_US + max(wire, proxy),
         "rails by proxy": t + give + min(by_proxy) + take,
         "all-gather": gather_t + hops + (P - 1) * max(m * gather_inverse, net / inside),
@@ -123,13 +123,13 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
 
 
 def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
-    """allscan.comm.topology.TABLE: the most bytes, a power of two, for which doubling is the fastest of SCANS with so
-    many nodes, and then rails."""
+    """allscan.comm.topology.TABLE: the most bytes, a power of two, for which recursive doubling is the fastest of SCANS
+    with so many nodes, and then rails."""
     sizes = [1 << i for i in range(14, 31)]
     found = {}
     for nodes in (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2):
         times = [beyond(fits, nodes * node, m, node, net_us, net_gbps) for m in sizes]
-        for method in ("doubling", "rails"):
+        for method in ("recursive_doubling", "rails"):
             won = [m for m, us in zip(sizes, times) if min(SCANS, key=us.get) == method]
             if won:
                 found[method, nodes] = max(won) if max(won) < sizes[-1] else ANY_SIZE
@@ -224,9 +224,13 @@ def main(arguments=None) -> int:
     print("EXTRAPOLATED: allscan.comm.topology.TABLE (nodes at least, bytes at most):")
     for least, most, method in choices(fits, options.node, options.net_us, options.net_gbps):
         print(f"  {least:4d}  {'any size' if most == ANY_SIZE else f'{most / MIB:g} MiB':>9}  {method}")
-    print("EXTRAPOLATED: doubling, 2 MiB, us, with 5 us and 50 GB/s / 7 us and 47 GB/s; wanted at most 120 and 150:")
+    print(
+        "EXTRAPOLATED: recursive doubling, 2 MiB, us, 5 us and 50 GB/s / 7 us and 47 GB/s; wanted at most 120 and 150:"
+    )
     for P in (256, 1024):
-        both = [beyond(fits, P, 2 * MIB, options.node, *net)["doubling"] for net in ((5.0, 50.0), (7.0, 47.0))]
+        both = [
+            beyond(fits, P, 2 * MIB, options.node, *net)["recursive_doubling"] for net in ((5.0, 50.0), (7.0, 47.0))
+        ]
         print(f"  {P:5d} ranks  {both[0]:.0f} / {both[1]:.0f}")
     with open(options.out + ".csv", "w", newline="") as file:
         writer = csv.writer(file)

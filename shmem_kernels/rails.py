@@ -435,9 +435,9 @@ def _over_rounds(
     ROUNDS: tl.constexpr,
     LINK: tl.constexpr,
 ):
-    """The same by doubling. (b_enters, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a round adds those
-    before them, from a node that has as many. The first round sends a node's own total, the second that and the one
-    before it (123-doubling: Traeff, arXiv 2507.04785)."""
+    """The same by recursive doubling. (b_enters, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a round
+    adds those before them, from a node that has as many. The first round sends a node's own total, the second that and
+    the one before it (123-recursive doubling: Traeff, arXiv 2507.04785)."""
     b_enters = tl.zeros([node.BK, node.BV], tl.float32)
     b_passes = tl.full([node.BK, 1], 1.0, tl.float32)
     p_rounds = p_table + tl.load(p_table + TABLE_ROUNDS)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-ALGORITHMS = ("chain", "rails", "doubling")
+ALGORITHMS = ("chain", "rails", "recursive_doubling")
 
 ANY_SIZE = 1 << 62
 
@@ -14,10 +14,10 @@ ANY_SIZE = 1 << 62
 # bench.scaling` finds fastest, from measurements on one host and an assumed network: see there. All of it is
 # extrapolated. tests/bench/test_bench.py compares the two.
 TABLE: tuple[tuple[int, int, str], ...] = (
-    (64, 16 << 20, "doubling"),
-    (32, 8 << 20, "doubling"),
-    (12, 4 << 20, "doubling"),
-    (4, 1 << 20, "doubling"),
+    (64, 16 << 20, "recursive_doubling"),
+    (32, 8 << 20, "recursive_doubling"),
+    (12, 4 << 20, "recursive_doubling"),
+    (4, 1 << 20, "recursive_doubling"),
     (2, ANY_SIZE, "rails"),
 )
 
@@ -85,7 +85,7 @@ def reach(heap: Any, pes: Sequence[int], rank: int) -> tuple[int, int]:
 def check_algorithm(algorithm: object) -> str:
     """Raises ValueError unless it is "auto" or one of ALGORITHMS."""
     if algorithm != "auto" and algorithm not in ALGORITHMS:
-        raise ValueError(f'algorithm must be "auto", "chain", "rails" or "doubling", got {algorithm!r}')
+        raise ValueError(f'algorithm must be "auto", "chain", "rails" or "recursive_doubling", got {algorithm!r}')
     return str(algorithm)
 
 

@@ -27,7 +27,8 @@ from .workspace import (
 
 
 def distances(nodes: int) -> list[int]:
-    """How far the rounds of doubling send: 1, 2, 3, 6, 12 ..., until the nodes before the last are all covered."""
+    """How far the rounds of recursive doubling send: 1, 2, 3, 6, 12 ..., until the nodes before the last are all
+    covered."""
     found: list[int] = []
     covered = 0
     while covered < nodes - 1:
@@ -61,7 +62,7 @@ class Rails:
             )  # the kernel counts them by int32
         self.warps = warps_of(spec.tile)
         self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
-        self.distances = distances(len(self.nodes)) if spec.algorithm == "doubling" else []
+        self.distances = distances(len(self.nodes)) if spec.algorithm == "recursive_doubling" else []
         self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
         # [n]: the kind of the rail between this rank's owners on nodes n and n + 1; in rounds one kind for all
         pairs = list(zip(self._line(), self._line()[1:]))

@@ -192,7 +192,7 @@ class VirtualRank:
 class VirtualRanks:
     """The scan of ``size`` ranks over states of ``shape`` [..., K, V], each rank on a stream of the current GPU.
 
-    nodes: how many ranks each node has; default one node. algorithm: "chain", "rails" or "doubling".
+    nodes: how many ranks each node has; default one node. algorithm: "chain", "rails" or "recursive_doubling".
     depth, tile: as for :class:`allscan.AllScan`. protocol: "sentinel" or "signal". programs: of each rank's launches.
     timeout: seconds that a kernel waits.
     """

@@ -1,4 +1,5 @@
-"""Many ranks on one GPU: chain, rails and doubling with 16 to 64 virtual ranks, and rails on two GPUs as two nodes.
+"""Many ranks on one GPU: chain, rails and recursive doubling with 16 to 64 virtual ranks, and rails on two GPUs as two
+nodes.
 
 The hardware queues are set before CUDA starts, so virtual ranks run in a process of their own.
 """
@@ -19,7 +20,13 @@ from allscan.tools.virtual import VirtualRanks
 
 pytestmark = pytest.mark.gpu
 FOUR = (8, 8, 8, 8)
-KINDS = [("chain", (32,)), ("rails", FOUR), ("doubling", FOUR), ("rails", (3, 5)), ("doubling", (2,) * 7)]
+KINDS = [
+    ("chain", (32,)),
+    ("rails", FOUR),
+    ("recursive_doubling", FOUR),
+    ("rails", (3, 5)),
+    ("recursive_doubling", (2,) * 7),
+]
 DECAYS = ["random", "0", "1", "mixed"]
 
 
@@ -103,7 +110,7 @@ def test_2000_epochs_with_random_delays(one, algorithm, nodes):
     assert worst < 1e-4
 
 
-@pytest.mark.parametrize("algorithm, nodes", [("chain", (64,)), ("rails", (8,) * 8), ("doubling", (8,) * 8)])
+@pytest.mark.parametrize("algorithm, nodes", [("chain", (64,)), ("rails", (8,) * 8), ("recursive_doubling", (8,) * 8)])
 def test_64_ranks(one, algorithm, nodes):
     [worst] = one.run(values, algorithm, nodes, "mixed", 100, (4, 16, 32), (4, 32), 3, "sentinel", 20, False, 2)
     assert worst < 1e-4
@@ -195,7 +202,7 @@ def two_nodes(group, algorithm, protocol, epochs):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, epochs", [("put", 10_000), ("sentinel", 2_000), ("signal", 500)])
 def test_gpus_as_nodes(run, size, algorithm, protocol, epochs):
     assert max(run(size, two_nodes, algorithm, protocol, epochs, timeout=600)) < 1e-5
@@ -219,7 +226,8 @@ def members(group, algorithm, protocol, nodes, epochs):
 
 
 @pytest.mark.parametrize(
-    "size, nodes, algorithm", [(2, (2,), "rails"), (4, (2, 2), "rails"), (4, (2, 2), "doubling"), (4, (1, 3), "rails")]
+    "size, nodes, algorithm",
+    [(2, (2,), "rails"), (4, (2, 2), "rails"), (4, (2, 2), "recursive_doubling"), (4, (1, 3), "rails")],
 )
 def test_members_of_nodes(run, size, nodes, algorithm):
     for protocol in ("sentinel", "put", "signal"):
@@ -276,7 +284,7 @@ def graph(group, algorithm, protocol, replays):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol", ["put", "sentinel"])
 def test_graph_replays(run, size, algorithm, protocol):
     assert max(run(size, graph, algorithm, protocol, 500)) < 1e-4
@@ -308,7 +316,7 @@ def stopped(group, algorithm):
 
 
 @pytest.mark.parametrize("size", [2])
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_a_gpu_that_never_comes(run, size, algorithm):
     answers = run(size, stopped, algorithm)
     assert answers == [(1, True), (None, True)]

@@ -42,14 +42,14 @@ def values_case(group, nodes, algorithm, protocol, depth, shape, decay_shape, ep
 
 
 @pytest.mark.quick("nodes0-rails")
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(2, 2), (4,), (1, 1, 1), (3, 1), (2, 3)])
 def test_values(run, nodes, algorithm):
     shape = (3, 5, 7)
     assert max(run(sum(nodes), values_case, nodes, algorithm, "auto", 3, shape, shape[:-1], 4, 2)) < 1e-6
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
 def test_values_of_16_ranks_and_of_uneven_nodes(fresh, nodes, algorithm):
     """Over the network that delays puts and delivers them in any order."""
@@ -57,7 +57,7 @@ def test_values_of_16_ranks_and_of_uneven_nodes(fresh, nodes, algorithm):
     assert max(fresh(sum(nodes)).run(values_case, None, *arguments)) < 1e-6
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
 def test_protocols_and_depths(run, algorithm, protocol, depth):
     """Many calls, with late ranks, in which the others run ahead; decays of several shapes."""
@@ -66,7 +66,7 @@ def test_protocols_and_depths(run, algorithm, protocol, depth):
         assert max(run(4, values_case, (2, 2), algorithm, protocol, depth, (2, 3, 9), decay_shape, 1, 0)) < 1e-6
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_special_values(run, algorithm):
     """A decay of 0 blocks Inf and NaN, and no other decay does; -0.0 is no sentinel."""
     arguments = algorithm, "put", 3, (2, 8, 20), (2, 8), 2, 0, True
@@ -77,7 +77,7 @@ def options(algorithm, nodes):
     return dict(nodes=nodes, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("decay_shape", [(2, 5), ()])
 def test_gradients(run, decay_shape, algorithm):
     for reverse in (False, True):
@@ -94,7 +94,7 @@ def test_a_call_that_one_rank_refuses_or_never_enters(run):
             assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_a_rank_that_ignores_what_it_gets(run, algorithm):
     answers = run(4, ignoring_case, "allscan", options(algorithm, (2, 2)))
     for found, right, later in answers:
@@ -116,7 +116,7 @@ def test_backwards_in_another_order(run):
 
 
 def test_resync_after_time_outs(run):
-    assert all(run(4, resync_case, options("doubling", (2, 2)) | dict(timeout=1.5)))
+    assert all(run(4, resync_case, options("recursive_doubling", (2, 2)) | dict(timeout=1.5)))
 
 
 def absent_case(group, nodes, absent, algorithm):
@@ -139,7 +139,7 @@ def absent_case(group, nodes, absent, algorithm):
     return found, prev, seconds, again
 
 
-@pytest.mark.parametrize("algorithm, absent", [("rails", 1), ("rails", 2), ("rails", 5), ("doubling", 2)])
+@pytest.mark.parametrize("algorithm, absent", [("rails", 1), ("rails", 2), ("rails", 5), ("recursive_doubling", 2)])
 def test_a_rank_that_never_comes_is_named(run, absent, algorithm):
     answers = run(6, absent_case, (2, 2, 2), absent, algorithm)
     named = [found[1] for found, _, _, _ in answers if found is not None]
@@ -176,7 +176,7 @@ def arguments_case(group):
     for here, there in (
         (dict(nodes=(2, 2)), dict(nodes=(1, 3))),
         (dict(nodes=(2, 2)), dict(nodes=(2, 3))),
-        (dict(algorithm="rails"), dict(algorithm="doubling")),
+        (dict(algorithm="rails"), dict(algorithm="recursive_doubling")),
         (dict(algorithm="rails"), dict(algorithm="rings")),
     ):
         answers.append(raised(allscan.Communicator, group, **(there if last else here)))
@@ -228,7 +228,7 @@ def test_arguments_of_ranks(run):
 def test_the_choice():
     assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
     assert {choose(nodes, 1 << 21) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
-    assert [choose((8,) * n, 1 << 21) for n in (2, 4, 16)] == ["rails", "rails", "doubling"]
+    assert [choose((8,) * n, 1 << 21) for n in (2, 4, 16)] == ["rails", "rails", "recursive_doubling"]
     assert [distances(n) for n in (1, 2, 3, 4, 5, 7, 8, 32)] == [
         [],
         [1],
@@ -263,8 +263,8 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
         ("rails", (1, 3), 1),
         ("rails", (1, 3), 3),
         ("rails", (1, 1, 1), 2),
-        ("doubling", (1, 1, 1), 2),
-        ("doubling", (2, 2, 2), 3),
+        ("recursive_doubling", (1, 1, 1), 2),
+        ("recursive_doubling", (2, 2, 2), 3),
     ],
 )
 def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
@@ -292,7 +292,7 @@ def underflow_case(group, algorithm):
         return error(prev, allscan_reference(states, decays)[comm.rank])
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_decays_that_underflow(run, algorithm):
     assert max(run(6, underflow_case, algorithm)) < 1e-6
 
@@ -300,8 +300,8 @@ def test_decays_that_underflow(run, algorithm):
 def virtual_case(group):
     """Virtual ranks without a GPU: what can run one launch after another. A rank that is left out is named."""
     worst = 0.0
-    # doubling over 8 nodes is in rounds of 1, 2, 3 and 6
-    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("doubling", (1,) * 8)):
+    # recursive doubling over 8 nodes is in rounds of 1, 2, 3 and 6
+    for algorithm, nodes in (("chain", (4,)), ("rails", (1, 1, 1, 1)), ("recursive_doubling", (1,) * 8)):
         ranks = VirtualRanks(sum(nodes), (2, 5, 7), nodes=nodes, algorithm=algorithm, tile=(2, 8), timeout=0.3)
         for epoch in range(4):
             states, decays = (torch.stack(x) for x in inputs(ranks, (2, 5, 7), (2, 5), epoch))
@@ -340,7 +340,7 @@ def gla_case(group, algorithm, layout):
     return max(error(x, y) for i in range(2) for x, y in zip(found[i], found[2 + i], strict=True))
 
 
-@pytest.mark.parametrize("algorithm, layout", [("rails", "contiguous"), ("doubling", "zigzag")])
+@pytest.mark.parametrize("algorithm, layout", [("rails", "contiguous"), ("recursive_doubling", "zigzag")])
 def test_zeco_gla(run, algorithm, layout):
     assert max(run(4, gla_case, algorithm, layout)) < 1e-5
 
@@ -383,7 +383,7 @@ def slots_case(group, algorithm):
         return all((inbox.view(torch.int32) == -(2**31)).all().item() for inbox in inboxes)
 
 
-@pytest.mark.parametrize("algorithm", ["rails", "doubling"])
+@pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_every_slot_is_free_at_the_end(run, algorithm):
     assert all(run(6, slots_case, algorithm))
 
