@@ -49,7 +49,7 @@ COLUMNS = (
     "p50_us",
     "p80_us",
     "skew_us",
-    "free_running_us",
+    "back_to_back_us",
     "eager_us",
     "copy_us",
     "times_copy",
@@ -159,7 +159,7 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
             wanted = next(kinds for method, kinds in PROOFS.items() if name.startswith(method))
             others = ["nccl"] if wanted == ["scan_kernel"] else ["scan_kernel"]
             proof = ran(name, kernels(made[name]), wanted, others)
-        row |= {**quantiles(times), "free_running_us": free.median().item(), "eager_us": eager, "copy_us": copy_us}
+        row |= {**quantiles(times), "back_to_back_us": free.median().item(), "eager_us": eager, "copy_us": copy_us}
         row["proof"] = proof
     comm.check()
     comm.close()
@@ -223,7 +223,7 @@ def time_one(ranks, table, count, nbytes, methods, words, suffix) -> None:
     tiles = [(tile, depth) for tile in words for depth in (2, 3)]
     answers = ranks.run(point, count, nbytes, methods, tiles)[:count]
     for same in zip(*answers):
-        row = slowest(same, "copy_us", "free_running_us", "max_error")
+        row = slowest(same, "copy_us", "back_to_back_us", "max_error")
         if methods == ["windows"] and not row["method"].startswith("windows"):
             continue
         row["method"] += suffix
@@ -233,7 +233,7 @@ def time_one(ranks, table, count, nbytes, methods, words, suffix) -> None:
         print(
             f"P={count} {nbytes / (1 << 20):6g} MiB  {row['method']:36} {row['p50_us']:8.2f} us "
             f"({row['times_copy']:5.2f} x copy)  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  "
-            f"free running {row['free_running_us']:8.2f} us  eager {row['eager_us'] or 0:8.1f} us",
+            f"back to back {row['back_to_back_us']:8.2f} us  eager {row['eager_us'] or 0:8.1f} us",
             flush=True,
         )
 

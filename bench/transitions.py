@@ -33,7 +33,7 @@ COLUMNS = (
     "p50_us",
     "p80_us",
     "skew_us",
-    "free_running_us",
+    "back_to_back_us",
     "max_error",
     "gpu",
     "torch",
@@ -97,7 +97,7 @@ def point(ranks: int, heads: int, K: int, V: int) -> list:
         method()
         row = dict(method=name, ranks=ranks, heads=heads, K=K, V=V, max_error=error(name, expected))
         if comm.device.type == "cuda":
-            row |= {**quantiles(latency(method)), "free_running_us": in_a_row(method).median().item()}
+            row |= {**quantiles(latency(method)), "back_to_back_us": in_a_row(method).median().item()}
             error(name, expected)
         comm.check()
         rows.append(row)
@@ -120,11 +120,11 @@ def main(arguments=None) -> int:
         for count in sorted({2, gpus}):
             for shape in SHAPES:
                 for same in zip(*ranks.run(point, count, *shape)[:count]):
-                    row = slowest(same, "free_running_us", "max_error")
+                    row = slowest(same, "back_to_back_us", "max_error")
                     table.write(row)
                     print(
                         f"P={count} {shape}  {row['method']:26} {row['p50_us']:7.2f} us  p20-p80 {row['p20_us']:.2f}-"
-                        f"{row['p80_us']:.2f}  free running {row['free_running_us']:7.2f} us",
+                        f"{row['p80_us']:.2f}  back to back {row['back_to_back_us']:7.2f} us",
                         flush=True,
                     )
     return 0

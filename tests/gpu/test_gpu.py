@@ -149,7 +149,7 @@ def full_size_case(group, protocol, depth):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_full_size_free_running(run, size, protocol, depth):
+def test_full_size_back_to_back(run, size, protocol, depth):
     assert max(run(size, full_size_case, protocol, depth)) < 1e-4
 
 
