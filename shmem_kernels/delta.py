@@ -39,8 +39,8 @@ from .gla_blocks import (
     SEQUENCE,
     STATE_INDEX,
     cast,
+    dot_split,
     exp2,
-    fine_product,
     load,
     loop_bound,
     lower,
@@ -411,7 +411,7 @@ def adjoint_kernel(
         b_decay = b_next_decay
         if SCALAR:
             b_q = load(p_q, at_k, inside_k).to(tl.float32) * (b_before * scale)[:, None]
-            b_state = fine_product(b_do, b_q, b_state, PRECISION)
+            b_state = dot_split(b_do, b_q, b_state, PRECISION)
         else:
             b_q = load(p_q, at, inside)
             b_state += scale * product(b_do, b_q, tl.zeros([BV, BK], tl.float32), PRECISION)

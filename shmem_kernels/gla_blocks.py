@@ -99,7 +99,7 @@ def high_half(b_x):
 
 
 @triton.jit
-def fine_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+def dot_split(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """``product``, but a float32 operand counts as the sum of two in bfloat16, which hold 16 bits of it."""
     if PRECISION != "bf16":
         return product(b_x, b_y, b_sum, PRECISION)
@@ -115,7 +115,7 @@ def fine_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def parts_product(b_high, b_low, b_y, b_sum, PRECISION: tl.constexpr):
-    """``fine_product`` of high + low, which are bfloat16 ("bf16"; without it low is not looked at)."""
+    """``dot_split`` of high + low, which are bfloat16 ("bf16"; without it low is not looked at)."""
     if PRECISION != "bf16":
         return product(b_high, b_y, b_sum, PRECISION)
     b_y_high = high_half(b_y)
@@ -126,7 +126,7 @@ def parts_product(b_high, b_low, b_y, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def tf32_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """``product`` of float32 in TF32 where ``fine_product`` would take bfloat16: 11 bits in one product, not three."""
+    """``product`` of float32 in TF32 where ``dot_split`` would take bfloat16: 11 bits in one product, not three."""
     if PRECISION == "bf16":
         return tl.dot(rounded_to_tf32(b_x), rounded_to_tf32(b_y), b_sum, input_precision="tf32")
     else:
@@ -269,7 +269,7 @@ def load_passed(p_passed, n, h, k, H: tl.constexpr, K: tl.constexpr, PARTS: tl.c
 
 
 @triton.jit
-def store_fine(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
+def store_split(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
     """Store x in the dtype of p; if that is bfloat16 ("bf16"), the next 8 bits of its float32 into p_low (int8)."""
     b_stored = cast(b_x, p.dtype.element_ty)
     tl.store(p + at, b_stored, mask=inside)
@@ -280,7 +280,7 @@ def store_fine(p, p_low, at, inside, b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_fine(p, p_low, at, inside, PRECISION: tl.constexpr):
-    """What store_fine has stored, in float32; the relative error is at most 2 ** -16, in few numbers 2 ** -15."""
+    """What store_split has stored, in float32; the relative error is at most 2 ** -16, in few numbers 2 ** -15."""
     b_x = load(p, at, inside).to(tl.float32)
     if PRECISION == "bf16":
         b_low = tl.load(p_low + at, mask=inside, other=0).to(tl.int32)

@@ -33,8 +33,8 @@ from .gla_blocks import (
     HALVES,
     ONWARD,
     cast,
+    dot_split,
     exp2,
-    fine_product,
     load,
     load_da,
     load_gates,
@@ -109,7 +109,7 @@ def value_grad_kernel(
         b_dv = product(load(p_k_out, at_k, inside_k), load(p_dstates, at_s, inside_s), b_dv, PRECISION)
     at_a, inside_a = rows(h, start, end, H, BT, BT, BT)
     at, inside = rows(h, start, end, H, V, BT, BV, i_v)
-    b_dv = fine_product(tl.trans(load(p_a, at_a, inside_a)), load(p_do, at, inside), b_dv, PRECISION)
+    b_dv = dot_split(tl.trans(load(p_a, at_a, inside_a)), load(p_do, at, inside), b_dv, PRECISION)
     tl.store(p_dv + at, cast(b_dv, p_dv.dtype.element_ty), mask=inside)
 
 
@@ -165,7 +165,7 @@ def grad_kernel(
         b_dk = product(load(p_v, at_v, inside_v), tl.trans(load(p_dstates, at_s, inside_s)), b_dk, PRECISION)
 
     # As in operands_kernel: half the difference of the gates up to a token and behind it, and the half that both lack
-    b_gates = fine_product(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
+    b_gates = dot_split(load_weights(p_weights, HALVES, BT), load_gates(p_g, at, inside), b_zero, PRECISION)
     b_rest = exp2(0.5 * tl.load(p_gate + (n * H + h) * K + k, mask=k < K, other=0.0))[None, :]
 
     b_k = load(p_k, at, inside).to(tl.float32)
@@ -182,6 +182,6 @@ def grad_kernel(
     tl.store(p_dk + at, cast(b_dk + b_pairs + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
 
     b_dg = b_zero + load_passed(p_passed, n, h, k, H, K, PARTS)[None, :]
-    b_dg = fine_product(load_weights(p_weights, ONWARD, BT), b_onward - b_k * b_pairs, b_dg, PRECISION)
-    b_dg = fine_product(load_weights(p_weights, BEFORE, BT), b_k * b_dk, b_dg, PRECISION)
+    b_dg = dot_split(load_weights(p_weights, ONWARD, BT), b_onward - b_k * b_pairs, b_dg, PRECISION)
+    b_dg = dot_split(load_weights(p_weights, BEFORE, BT), b_k * b_dk, b_dg, PRECISION)
     tl.store(p_dg + at, cast(b_dg, p_dg.dtype.element_ty), mask=inside)

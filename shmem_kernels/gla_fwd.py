@@ -56,8 +56,8 @@ from .gla_blocks import (
     SEQUENCE,
     cast,
     decayed,
+    dot_split,
     exp2,
-    fine_product,
     load,
     load_gates,
     load_incoming_state,
@@ -69,7 +69,7 @@ from .gla_blocks import (
     rows,
     segment,
     state_at,
-    store_fine,
+    store_split,
     tf32_product,
 )
 
@@ -154,7 +154,7 @@ def operands_kernel(
         at, inside = rows(h, start, end, H, K, BT, BK, i_k)
         k = i_k * BK + tl.arange(0, BK)
         b_g = load_gates(p_g, at, inside)
-        b_gates = fine_product(b_weights, b_g, tl.zeros([BT, BK], tl.float32), PRECISION)
+        b_gates = dot_split(b_weights, b_g, tl.zeros([BT, BK], tl.float32), PRECISION)
         if KEYS:
             b_sum = tl.sum(b_g, 0)
             tl.store(p_gate + (n * H + h) * K + k, b_sum, mask=k < K)
@@ -205,7 +205,7 @@ def state_kernel(
 
     From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
     [NS, H, K]). EVERY_CHUNK: from what enters the segment (p_own, p_gates, p_prev), it writes what enters each chunk
-    (p_state [NC, H, K, V], with p_low: see store_fine) or, REVERSE, what output_kernel would write to p_dstates and,
+    (p_state [NC, H, K, V], with p_low: see store_split) or, REVERSE, what output_kernel would write to p_dstates and,
     with p_states and p_low, to p_passed.
     """
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -232,7 +232,7 @@ def state_kernel(
                 b_passed = passed(b_state, b_gate, p_states, p_low, at, inside, PRECISION) * scale
                 tl.store(p_passed + (row * V_BLOCKS + i_v) * K + k, b_passed, mask=k < K)
             else:
-                store_fine(p_state, p_low, at, inside, b_state, PRECISION)
+                store_split(p_state, p_low, at, inside, b_state, PRECISION)
         b_x, b_y = load(p_x, at_k, inside_k), load(p_y, at_v, inside_v)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)
         b_gates += b_gate
@@ -402,7 +402,7 @@ def output_kernel(
             tl.store(p_passed + (row * ((V + BV - 1) // BV) + i_v) * K + k, b_passed, mask=k < K)
             b_a = tl.trans(b_a)
         b_o = product(b_z, b_state, tl.zeros([BT, BV], tl.float32), PRECISION) * scale
-        b_o = fine_product(b_a, b_y, b_o, PRECISION)
+        b_o = dot_split(b_a, b_y, b_o, PRECISION)
         tl.store(p_o + at_v, cast(b_o, p_o.dtype.element_ty), mask=inside_v)
         b_x = load(p_x, at_k, inside_k)
         b_state = product(tl.trans(b_x), b_y, b_state * exp2(b_gate)[:, None], PRECISION)

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from .gla_blocks import (
     cast,
+    dot_split,
     exp2,
-    fine_product,
     from_states,
     load,
     load_da,
@@ -134,7 +134,7 @@ def _rows(
         b_gj = load_gates(p_g, at, whole)
         b_kj = load(p_k, at, whole).to(tl.float32)
         b_kj *= exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
-        b_aij = fine_product(b_qi, tl.trans(b_kj), tl.zeros([BC, BC], tl.float32), PRECISION)
+        b_aij = dot_split(b_qi, tl.trans(b_kj), tl.zeros([BC, BC], tl.float32), PRECISION)
         tl.store(p_a + at_a + j * BC, cast(b_aij, p_a.dtype.element_ty), mask=inside_a)
         b_between += tl.sum(b_gj, 0)
         at -= BC * H * K
@@ -398,7 +398,7 @@ def _grad_rows(
         b_gj = load_gates(p_g, at, whole)
         b_kj = exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
         b_kj *= load(p_k, at, whole).to(tl.float32)
-        b_far = fine_product(_load_da(p_da, h, start, end, j, H, BT, BC, PRECISION), b_kj, b_far, PRECISION)
+        b_far = dot_split(_load_da(p_da, h, start, end, j, H, BT, BC, PRECISION), b_kj, b_far, PRECISION)
         b_between += tl.sum(b_gj, 0)
         j -= 1
     b_gates = sums_of(lower(BC, 0), b_g, PRECISION)
@@ -415,7 +415,7 @@ def _grad_rows(
         b_qi = exp2(sums_of(lower(BC, 0), b_gi, PRECISION) + b_between[None, :])
         b_qi *= load(p_q, at, inside_i).to(tl.float32)
         b_da = _load_da(p_da, h, chunk_start + i * BC, end, i_sub, H, BT, BC, PRECISION)
-        b_far = fine_product(tl.trans(b_da), b_qi, b_far, PRECISION)
+        b_far = dot_split(tl.trans(b_da), b_qi, b_far, PRECISION)
         b_between += tl.sum(b_gi, 0)
         i += 1
     b_dk += b_far * exp2(sums_of(upper(BC, 1), b_g, PRECISION))

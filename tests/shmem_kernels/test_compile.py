@@ -393,7 +393,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         if name.endswith("_kernel"):
             monkeypatch.setattr(delta_passes, name, Launches(kernel))
     dtype, H, T = torch.bfloat16, 4, 130
-    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, widest: delta_passes.blocks(BK, widest, dtype))
+    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
     monkeypatch.setattr(delta_passes, "prepare", lambda *_: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence

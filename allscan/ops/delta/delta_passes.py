@@ -33,31 +33,31 @@ def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
     return max(4 * CHUNK_TOKENS, cdiv(cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
 
 
-def blocks(BK: int, widest: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     """Block sizes and warps of each kernel on a GPU: what fits the registers (tests/shmem_kernels/test_compile.py)."""
     fine, BJ = dtype != torch.bfloat16, 32 if BK > 16 else 16
     wide = BK > 128 or fine
-    columns = min(16 if fine else 32 if wide else 128, widest)
+    columns = min(16 if fine else 32 if wide else 128, BV_max)
     rows = (16 if BK > 128 else 32) if fine else 64 if wide else 128
     # where 8 warps have 16 columns of a product with 64 rows, Triton 3.6 makes them read outside of shared memory
-    summary = dict(num_warps=8 if widest >= 32 or fine else 4, num_stages=1 if wide else 3)
+    summary = dict(num_warps=8 if BV_max >= 32 or fine else 4, num_stages=1 if wide else 3)
     several = dict(BV=columns, BJ=BJ, num_warps=8 if wide or columns == 128 else 4, num_stages=1 if wide else 2)
     return dict(
-        summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, widest)),
+        summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, BV_max)),
         carry=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
-        states=several if wide else several | dict(BV=min(64, widest), num_warps=4),
+        states=several if wide else several | dict(BV=min(64, BV_max), num_warps=4),
         leaves=several if wide else several | dict(num_stages=3),
         adjoint=several,
-        gradients=dict(BV=min(32 if wide else 64, widest), BJ=min(32 if wide else 64, BK), num_warps=4, num_stages=1),
+        gradients=dict(BV=min(32 if wide else 64, BV_max), BJ=min(32 if wide else 64, BK), num_warps=4, num_stages=1),
     )
 
 
-def blocks_of_cpus(BK: int, widest: int) -> dict[str, dict[str, int]]:
+def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
-    several = dict(BV=widest, BJ=BK)
+    several = dict(BV=BV_max, BJ=BK)
     return dict(
-        summary=dict(BR=BK, BV=widest),
-        carry=dict(BC=max(BK, widest), BJ=BK),
+        summary=dict(BR=BK, BV=BV_max),
+        carry=dict(BC=max(BK, BV_max), BJ=BK),
         states=several,
         leaves=several,
         adjoint=several,
@@ -102,9 +102,9 @@ class StatePass:
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
-        widest = max(16, next_power_of_2(V))
+        BV_max = max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
-        self.blocks = blocks(BK, widest, dtype) if cuda else blocks_of_cpus(BK, widest)
+        self.blocks = blocks(BK, BV_max, dtype) if cuda else blocks_of_cpus(BK, BV_max)
         batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))

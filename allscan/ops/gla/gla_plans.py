@@ -150,9 +150,9 @@ class GLAPlan(Plan):
         self.shape, self.scale, self.layout = shape, scale, layout
         self.reverse, self.has_outside, self.has_final = reverse, outside, final
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
-        self.BK, self.widest = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
+        self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
-        self.columns = min(64, self.widest)  # of V, where there is no state
+        self.columns = min(64, self.BV_max)  # of V, where there is no state
         self.num_stages = 3 if narrow else 1
         self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
         self.num_chunks = layout.num_chunks
@@ -259,7 +259,7 @@ class GLAPlan(Plan):
             BV, stages = min(64, BV), min(2, stages)
         default = BV, 8 if BK * BV > 8192 else 4, stages
         BV, num_warps, stages = chosen.get(BK, default) if self.narrow else default
-        BV = min(BV, self.widest)
+        BV = min(BV, self.BV_max)
         segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # about, and the same for every layout
         while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < FEW[self.shape.device]:
             BV //= 2
@@ -445,7 +445,7 @@ class GLAPlan(Plan):
                 REVERSE=True,
                 EVERY_CHUNK=True,
             )
-            BV = min(128 if self.narrow else 64, self.widest)
+            BV = min(128 if self.narrow else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
                 (cdiv(self.V, BV), *self.by_chunks),
@@ -466,7 +466,7 @@ class GLAPlan(Plan):
         return dstates, passed
 
     def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]):
-        """What enters each chunk [NC, H, K, V], as store_fine has it; ``entering``: own, gates, prev. ``grads``: what
+        """What enters each chunk [NC, H, K, V], as store_split has it; ``entering``: own, gates, prev. ``grads``: what
         is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.narrow else states
