@@ -18,7 +18,7 @@ from triton import knobs
 import allscan
 from allscan.ops import first_call
 from allscan.ops.delta.delta_passes import functions_with_plans
-from allscan.ops.delta.fla_replay import Traced
+from allscan.ops.delta.fla_replay import FlaReplay
 from support.delta import Whole
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward
@@ -395,7 +395,7 @@ def delta_case(group, rule, dtype, lengths, layout):
         tokens = [512] * comm.size
         zigzag, total = layout == "zigzag", 512 * comm.size
         lengths = None if lengths is None else [0, 100, 130, total]
-        plain = mock.patch.object(Traced, "__call__", lambda _, function, **arguments: function(**arguments))
+        plain = mock.patch.object(FlaReplay, "__call__", lambda _, function, **arguments: function(**arguments))
         wholes = [
             Whole(rule, total, 1, 2, 4, 64, 128, "weak", dtype, comm.device, lengths, None, seed) for seed in (0, 1)
         ]

@@ -19,7 +19,7 @@ from ...shmem_kernels.delta import (
 )
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..carrier import AllScanCarrier, Carried
-from .fla_replay import Traced
+from .fla_replay import FlaReplay
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
 PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
@@ -108,7 +108,7 @@ class StatePass:
         batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
-        self.fla = Traced(cuda and comm.replay, comm.graphs)  # what fla's functions are called by
+        self.fla = FlaReplay(cuda and comm.replay, comm.graphs)  # what fla's functions are called by
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
@@ -407,4 +407,4 @@ def functions_with_plans(comm: Communicator) -> dict[str, bool]:
     """Which of fla's functions were traced for calls of this communicator, and whether all of them are plans now."""
     layouts = [x for x in cached_on(comm, "tables").values() if isinstance(x, Layout)]
     derived = [x for layout in layouts for x in layout.all_derived()]
-    return Traced(False).plans(*(x.fla for x in derived if isinstance(x, StatePass)))
+    return FlaReplay(False).plans(*(x.fla for x in derived if isinstance(x, StatePass)))

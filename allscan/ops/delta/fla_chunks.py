@@ -17,7 +17,7 @@ from ...comm.backwards import saved_tensors
 from ...comm.communicator import communicator_of
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .delta_passes import StatePass
-from .fla_replay import Traced
+from .fla_replay import FlaReplay
 
 
 class Local(NamedTuple):
@@ -114,7 +114,7 @@ def gate(
     return lower_bound * (g if rate is None else rate * g).sigmoid()
 
 
-def log2_sums(fla: Traced, g: Tensor, tables: Local) -> Tensor:
+def log2_sums(fla: FlaReplay, g: Tensor, tables: Local) -> Tensor:
     """Sums of the gates from each chunk's first token on, times log2(e), float32."""
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
@@ -122,7 +122,7 @@ def log2_sums(fla: Traced, g: Tensor, tables: Local) -> Tensor:
     return fla(chunk_local_cumsum, g=g, scale=RCP_LN2, **tables.options())
 
 
-def _suffix_sums(fla: Traced, dg: Tensor, tables: Local) -> Tensor:
+def _suffix_sums(fla: FlaReplay, dg: Tensor, tables: Local) -> Tensor:
     from fla.ops.utils import chunk_local_cumsum
 
     return fla(chunk_local_cumsum, g=dg, reverse=True, **tables.options())

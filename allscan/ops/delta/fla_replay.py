@@ -20,7 +20,7 @@ from ...launch.graph_cache import Graphs
 from ...launch.plan import Buffer, Plan
 
 aten = torch.ops.aten
-KEPT = 256  # functions and kinds of arguments of one Traced
+KEPT = 256  # functions and kinds of arguments of one FlaReplay
 ATTEMPTS = 6  # to trace one of them
 MOST_SUMMED = 16  # numbers of a sum: for more torch adds in another order
 UNKNOWN = -1
@@ -38,7 +38,7 @@ ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _one_at_a_time = threading.Lock()  # traces: each watches all launches of its thread
 
 
-class Traced:
+class FlaReplay:
     """``traced(function, **arguments)`` is ``function(**arguments)``, of tensors and constants, in less host time.
 
     Where fla's Python takes 100 us for a launch, a plan takes 5. The first call with arguments of one kind - tensors of
@@ -88,7 +88,7 @@ class Traced:
         known[key] = calls or _Calls(self._graphs)
         return function(**arguments) if calls is None else calls(function, arguments, tensors)
 
-    def plans(self, *others: Traced) -> dict[str, bool]:
+    def plans(self, *others: FlaReplay) -> dict[str, bool]:
         """Which functions have been traced, here or by others, and whether they have plans for all their kinds of
         arguments."""
         found: dict[str, bool] = {}
@@ -214,7 +214,7 @@ class _Refused(Exception):
 
 
 class _Trace(TorchDispatchMode):
-    """Of one call: its steps; see :class:`Traced`."""
+    """Of one call: its steps; see :class:`FlaReplay`."""
 
     def __init__(self, given: list[Tensor]) -> None:
         super().__init__()

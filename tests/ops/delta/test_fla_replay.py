@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from allscan.launch.compiled_kernel import Launch
-from allscan.ops.delta.fla_replay import ATTEMPTS, Traced
+from allscan.ops.delta.fla_replay import ATTEMPTS, FlaReplay
 from support.fake_gpu import fake_gpu, floats
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -72,7 +72,7 @@ def same(found, wanted):
 
 
 def test_a_function_becomes_a_plan():
-    traced, calls = Traced(True), []
+    traced, calls = FlaReplay(True), []
 
     def counted(**arguments):
         calls.append(1)
@@ -105,7 +105,7 @@ def test_a_function_becomes_a_plan():
 
 def run(function):
     """Whether it has a plan after some calls, whose results were right."""
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for _ in range(ATTEMPTS + 4):
             x, y = given()
@@ -179,7 +179,7 @@ def test_what_is_not_seen_makes_no_plan(function, planned):
 
 def test_arguments_in_the_same_memory_are_not_traced():
     """Which of them a kernel was given, nobody could tell. Afterwards all is as if they had not come."""
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for _ in range(2 * ATTEMPTS):
             x = torch.randn(N)
@@ -199,7 +199,7 @@ def test_a_plan_that_differs_once_is_given_up():
         floats(out.data_ptr(), N)[:] += bias[0]  # not of Triton
         return out
 
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for i in range(4 + ATTEMPTS):
             bias[0] = 1.0 if i < 4 else 0.0
@@ -215,7 +215,7 @@ def scaled(x, y, scale):
 
 
 def test_constants_that_python_takes_for_equal_are_not():
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for i in range(15):
             x, y = given()
@@ -235,7 +235,7 @@ def of_a_list(x, y, rows):
 
 @pytest.mark.parametrize("function, more", [(in_a_list, {}), (of_a_list, dict(rows=[0]))])
 def test_what_is_neither_tensor_nor_constant(function, more):
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for _ in range(5):
             x, y = given()
@@ -248,7 +248,7 @@ def test_gradients_go_through_the_function():
     def differentiable(x, y):
         return 2 * x + y if x.requires_grad else plain(x, y)
 
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for _ in range(6):
             x, y = given()
@@ -264,7 +264,7 @@ def test_an_error_is_the_functions():
         plain(x, y)
         raise ArithmeticError("theirs")
 
-    traced = Traced(True)
+    traced = FlaReplay(True)
     with fake_gpu(KERNELS):
         for _ in range(3):
             with pytest.raises(ArithmeticError, match="theirs"):
@@ -274,7 +274,7 @@ def test_an_error_is_the_functions():
 
 
 def test_without_gpus_a_function_is_called():
-    assert Traced(False)(lambda x, y: (x, y), x=1, y=2) == (1, 2)
+    assert FlaReplay(False)(lambda x, y: (x, y), x=1, y=2) == (1, 2)
 
 
 def test_a_launch_whose_tensors_are_not_first():
