@@ -65,7 +65,7 @@ class Plan:
         self._given = 0
         self._lent: dict[int, int] = {}  # bytes of outputs in which empty buffers lie, by number of the output
         self._launches: list[Launch] = []
-        self._steps: list[Callable[[Run], None]] = []
+        self._steps: list[Callable[[PlanExecution], None]] = []
         self._checks: list[Callable[[], None]] = []
         self._builds: list[Callable[[Builder], None]] | None = []  # of the steps; None where one is more than nodes
         self._graphs, self.number, self.num_nodes, self.failures = graphs, next(_numbers), 0, 0
@@ -139,7 +139,7 @@ class Plan:
         ``check()``, before the launches of each run, may raise."""
         places, numbers = [(x.memory, x.offset) for x in buffers], [x.number for x in buffers]
 
-        def step(run: Run) -> None:
+        def step(run: PlanExecution) -> None:
             if run.places is None:
                 call(*(run.tensor(n) for n in numbers))
             else:
@@ -170,7 +170,7 @@ class Plan:
         self._add(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
 
     def _add(
-        self, step: Callable[[Run], Any], build: Callable[[Builder], None] | None = None, num_nodes: int = 0
+        self, step: Callable[[PlanExecution], Any], build: Callable[[Builder], None] | None = None, num_nodes: int = 0
     ) -> None:
         self._steps.append(step)
         self.num_nodes += num_nodes
@@ -220,7 +220,7 @@ class Plan:
 
     def _launch(self, *args: Any) -> None:
         """Should a step raise, what runs beside is joined first: it uses memory that is given back then."""
-        run = Run(self, *args)
+        run = PlanExecution(self, *args)
         try:
             for step in self._steps:
                 step(run)
@@ -246,7 +246,7 @@ def _priority(side: Any) -> int:
     return side.priority
 
 
-class Run:
+class PlanExecution:
     """Memory and streams of one run whose launches are made one by one.
 
     tensors: what it is given, and its outputs. places: where these, its own memory and tables are; None where every
