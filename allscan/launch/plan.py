@@ -39,9 +39,9 @@ class Plan:
     """Records what is launched on which stream, and with which memory; :meth:`run` does it for a call's tensors.
 
         plan = Plan()
-        x = plan.given(like_x)                              # the tensors of each run, in this order
+        x = plan.input(like_x)                              # the tensors of each run, in this order
         y = plan.output_like(x)
-        t = plan.empty(chunks, H, K)                        # memory that a run takes
+        t = plan.scratch(chunks, H, K)                        # memory that a run takes
         plan.launch(first_kernel, grid, x, t, H=H, num_warps=4)
         plan.launch(second_kernel, grid, t, y, H=H)
         ...

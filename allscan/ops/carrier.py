@@ -120,7 +120,7 @@ class AllScanCarrier:
         if zigzag or scan.algorithm != "chain":
             return record_call(plan, carried, reverse, zigzag)
         factors = (carried.decay, carried.transition) if carried.passes[0] else ()
-        fwd_epoch = plan.part(carried.fwd_epoch, 0, 1)
+        fwd_epoch = plan.view(carried.fwd_epoch, 0, 1)
         scan.launcher.record(plan, Scanned(carried.state, carried.out, fwd_epoch, *factors), reverse)
 
     def _scan(self, shape) -> AllScan:

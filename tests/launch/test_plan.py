@@ -48,13 +48,13 @@ def sum_of(plan, x, y, out, scale):
 def launches_in_order(group):
     """x + 2 y + 3 table, by way of memory of a run and of an output; twice, with other tensors."""
     table, plan = torch.ones(8), Plan()
-    x, y = plan.given(table), plan.given(torch.zeros(2, 8))
+    x, y = plan.input(table), plan.input(torch.zeros(2, 8))
     out, same = plan.output_like(x), plan.output(8)
-    t, other = plan.empty(8), plan.empty(8, before=[out])
-    first, second = plan.part(y, 0, 8), plan.part(y, 8, 8)
+    t, other = plan.scratch(8), plan.scratch(8, before=[out])
+    first, second = plan.view(y, 0, 8), plan.view(y, 8, 8)
     sum_of(plan, x, first, t, 2.0)
     sum_of(plan, t, t, other, 0.0)
-    sum_of(plan, other, plan.table(table), same, 3.0)
+    sum_of(plan, other, plan.constant(table), same, 3.0)
     sum_of(plan, same, same, out, 0.0)
     sum_of(plan, second, second, same, 0.0)
     assert plan.bytes == 256
@@ -67,38 +67,38 @@ def launches_in_order(group):
 
 def parts_of_a_runs_memory_are_one(group):
     plan = Plan()
-    x, whole = plan.given(torch.zeros(8)), plan.empty(2, 8)
-    sum_of(plan, x, x, plan.part(whole, 8, 8), 1.0)
+    x, whole = plan.input(torch.zeros(8)), plan.scratch(2, 8)
+    sum_of(plan, x, x, plan.view(whole, 8, 8), 1.0)
     out = plan.output_like(x)
-    sum_of(plan, plan.part(whole, 8, 2, 4), x, out, 0.0)
+    sum_of(plan, plan.view(whole, 8, 2, 4), x, out, 0.0)
     given = torch.randn(8)
     assert torch.equal(plan.run(None, given)[0], 2 * given)
 
 
 def test_places_follow_one_another_and_are_aligned():
     plan = Plan()
-    a, b = plan.empty(3, 5), plan.empty(7, dtype=torch.bfloat16)
+    a, b = plan.scratch(3, 5), plan.scratch(7, dtype=torch.bfloat16)
     assert (a.offset, b.offset, plan.bytes) == (0, 256, 512)
-    assert plan.empty(1, dtype=torch.int64).offset == 512
-    assert plan.empty(0).offset == 768 and plan.empty(1).offset == 1024
+    assert plan.scratch(1, dtype=torch.int64).offset == 512
+    assert plan.scratch(0).offset == 768 and plan.scratch(1).offset == 1024
 
 
 def test_places_in_outputs():
     """The first of the outputs that has room; else the run's own memory."""
     plan = Plan()
     small, large = plan.output(33, dtype=torch.bfloat16), plan.output(100)
-    first, *others = (plan.empty(15, before=[small, large]) for _ in range(4))
+    first, *others = (plan.scratch(15, before=[small, large]) for _ in range(4))
     assert (first.memory, first.offset) == (small.memory, 0)
     assert [(x.memory, x.offset) for x in others] == [(large.memory, 0), (large.memory, 256), (OWN, 0)]
-    assert plan.empty(100, before=[plan.output(99)]).memory == OWN
+    assert plan.scratch(100, before=[plan.output(99)]).memory == OWN
 
 
 def lent_as_another_dtype(group):
     """In an output of another dtype, with an odd number of elements."""
     plan = Plan()
-    x, out = plan.given(torch.zeros(8)), plan.output(145, dtype=torch.bfloat16)
-    plan.empty(3, dtype=torch.int8, before=[out])
-    t, end = plan.empty(8, before=[out]), plan.output_like(x)
+    x, out = plan.input(torch.zeros(8)), plan.output(145, dtype=torch.bfloat16)
+    plan.scratch(3, dtype=torch.int8, before=[out])
+    t, end = plan.scratch(8, before=[out]), plan.output_like(x)
     assert (t.memory, t.offset) == (out.memory, 256) != (end.memory, 0)
     sum_of(plan, x, x, t, 1.0)
     sum_of(plan, t, t, end, 0.0)
@@ -106,8 +106,8 @@ def lent_as_another_dtype(group):
     found = plan.run(None, given)
     assert found[0].shape == (145,) and torch.equal(found[1], 2 * given)
     plan = Plan()
-    x = plan.given(torch.zeros(4))
-    plan.call(lambda _, number: number.zero_(), plan.part(x, 0, 1, dtype=torch.int64))
+    x = plan.input(torch.zeros(4))
+    plan.call(lambda _, number: number.zero_(), plan.view(x, 0, 1, dtype=torch.int64))
     for begin in (0, 1):
         with contextlib.nullcontext() if begin == 0 else pytest.raises(ValueError, match="multiple of its 8 bytes"):
             plan.run(None, torch.zeros(8)[begin : begin + 4])
@@ -142,8 +142,8 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
 
     for inside in (True, False):
         plan = Plan()
-        x = plan.given(torch.zeros(8))
-        with plan.beside(stream):
+        x = plan.input(torch.zeros(8))
+        with plan.side_stream(stream):
             plan.call(fails if inside else lambda context, x: x.add_(1), x)
         plan.call(fails, x)
         plan.join()
@@ -182,10 +182,10 @@ def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
         plan.call(call, x)
 
     plan = Plan()
-    x = plan.given(torch.zeros(8))
-    with plan.beside(lambda _: stream("outer")):
+    x = plan.input(torch.zeros(8))
+    with plan.side_stream(lambda _: stream("outer")):
         step("in outer")
-        with plan.beside(lambda _: stream("inner")):
+        with plan.side_stream(lambda _: stream("inner")):
             step("in inner")
         step("behind inner")
         plan.join()
@@ -215,8 +215,8 @@ def test_all_are_joined_when_leaving_fails_too():
         raise ArithmeticError("first")
 
     plan = Plan()
-    x = plan.given(torch.zeros(8))
-    with plan.beside(lambda _: stream("outer")), plan.beside(lambda _: stream("inner")):
+    x = plan.input(torch.zeros(8))
+    with plan.side_stream(lambda _: stream("outer")), plan.side_stream(lambda _: stream("inner")):
         plan.call(fails, x)
     with pytest.raises(KeyError, match="join outer") as raised:
         plan.run(None, torch.zeros(8))
@@ -288,12 +288,12 @@ def side_streams(monkeypatch):
 def a_plan_with_side_streams(made, some):
     """A run's memory is filled on the caller's stream, and read on two others and there; with zeros, too."""
     plan = Plan(made)
-    x, out = plan.given(torch.zeros(8)), plan.output(8)
-    a, b, c, d = (plan.empty(8) for _ in range(4))
+    x, out = plan.input(torch.zeros(8)), plan.output(8)
+    a, b, c, d = (plan.scratch(8) for _ in range(4))
     sum_of(plan, x, x, a, 1.0)  # 2 x
-    with plan.beside(lambda _: some.side()):
+    with plan.side_stream(lambda _: some.side()):
         sum_of(plan, a, x, b, 1.0)  # 3 x
-        with plan.beside(lambda _: some.side(streams.LONG)):
+        with plan.side_stream(lambda _: some.side(streams.LONG)):
             plan.zero(c)
             sum_of(plan, a, c, c, 0.5)  # 2 x
         sum_of(plan, b, b, b, 1.0)  # 6 x
@@ -471,7 +471,7 @@ NODE = graph_cache.NODE_BYTES
 def test_an_empty_buffer_is_no_node():
     """Of a rank without tokens: the driver refuses zeros of no bytes."""
     plan, found = Plan(), Edges()
-    x = plan.given(torch.zeros(0, 8))
+    x = plan.input(torch.zeros(0, 8))
     plan.zero(x)
     plan.zero(plan.output(4))
     plan.build(graph_cache.Builder(found, None, [0] * 4))
@@ -547,8 +547,8 @@ def test_a_plans_graphs_go_with_it(monkeypatch):
     made = graph_cache.Graphs()
     with fake_gpu({"sum_kernel": as_sum}, with_graphs=True) as gpu, the_same_memory(monkeypatch) as run:
         plan = Plan(made)
-        x = plan.given(torch.zeros(8))
-        t, out = plan.empty(8), plan.output(8)
+        x = plan.input(torch.zeros(8))
+        t, out = plan.scratch(8), plan.output(8)
         sum_of(plan, x, x, t, 1.0)
         sum_of(plan, t, x, out, 1.0)
         given = torch.randn(8)

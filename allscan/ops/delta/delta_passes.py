@@ -168,7 +168,7 @@ class StatePass:
             if len(self._plans) >= KEPT:  # of calls with ever other scales
                 self._plans.clear()
             plan = Plan(self.comm.graphs)
-            buffers = record(plan, *(x if x is None else plan.given(x) for x in tensors), **fixed)
+            buffers = record(plan, *(x if x is None else plan.input(x) for x in tensors), **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
         plan, order = found
@@ -178,19 +178,19 @@ class StatePass:
     def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, fwd_epoch):
         made = self._chunks(plan, k, u)
         transitions, enters = _words(plan, transitions, enters)
-        leaves = plan.empty(*self.of_states)
+        leaves = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
             self._summaries(plan, k, w, u, g, transitions, leaves)
-        room = self._room(plan.empty, plan.empty, False)
+        room = self._room(plan.scratch, plan.scratch, False)
         self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
         return self._states(plan, k, w, u, g, (enters, *room[1:3]), final, made)
 
     def _turn(self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, fwd_epoch, scale, from_scores):
         made = self._chunks(plan, k, u)
         transitions, entered = _words(plan, transitions, entered)
-        enters, room = plan.output(*self.of_states), self._room(plan.empty, plan.output, True)
+        enters, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
         leaves = self._leaves(plan, q, k, w, g, do, given, dfinal, scale, from_scores)
-        with plan.beside(lambda carrier: carrier.stream()):
+        with plan.side_stream(lambda carrier: carrier.stream()):
             self._carry(plan, transitions, leaves, enters, dfinal, fwd_epoch, True, room)
         self._states(plan, k, w, u, g, (entered, None, None), None, made)
         plan.join()
@@ -219,7 +219,7 @@ class StatePass:
             dv,
             h,
             dh,
-            plan.table(self.layout.chunks),
+            plan.constant(self.layout.chunks),
             *made,
             scale=scale,
             **chunked,
@@ -227,15 +227,15 @@ class StatePass:
         return made
 
     def _total(self, plan: Plan, k, w, u, g):
-        room = self._room(plan.output, plan.empty, False)
-        transitions, leaves, enters = (plan.empty(*x) for x in (self.of_transitions, self.of_states, self.of_states))
+        room = self._room(plan.output, plan.scratch, False)
+        transitions, leaves, enters = (plan.scratch(*x) for x in (self.of_transitions, self.of_states, self.of_states))
         self._summaries(plan, k, w, u, g, transitions, leaves)
         self._through(plan, transitions, leaves, enters, None, False, room)
         return room[0], room[3]
 
     def _total_back(self, plan: Plan, q, k, w, g, do, dv, scale):
-        room = self._room(plan.output, plan.empty, True)
-        transitions, states, enters = (plan.empty(*x) for x in (self.of_transitions, self.of_states, self.of_states))
+        room = self._room(plan.output, plan.scratch, True)
+        transitions, states, enters = (plan.scratch(*x) for x in (self.of_transitions, self.of_states, self.of_states))
         self._summaries(plan, k, w, do, g, transitions, states)
         leaves = self._leaves(plan, q, k, w, g, do, dv, None, scale, from_scores=False)
         self._through(plan, transitions, leaves, enters, None, True, room)
@@ -274,7 +274,7 @@ class StatePass:
             transitions,
             leaves,
             self._segments(plan),
-            plan.table(self.layout.first_segments),
+            plan.constant(self.layout.first_segments),
             outside or leaves,
             enters,
             through or enters,
@@ -294,7 +294,7 @@ class StatePass:
         halves = range(1 + self.zigzag)
         passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
         lead = self.B, len(halves), self.H
-        own, prev, dense = (x if x is None else plan.part(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
+        own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
         carried = Carried(own, prev, fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
@@ -321,7 +321,7 @@ class StatePass:
     def _leaves(self, plan: Plan, q, k, w, g, do, given, dfinal, scale, from_scores: bool):
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
         from zero."""
-        leaves = plan.empty(*self.of_states)
+        leaves = plan.scratch(*self.of_states)
         self._adjoint(
             plan,
             q,
@@ -382,7 +382,7 @@ class StatePass:
         )
 
     def _segments(self, plan: Plan):
-        return plan.table(self.layout.segments)
+        return plan.constant(self.layout.segments)
 
     def _by_segments(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
         grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
@@ -395,7 +395,7 @@ class StatePass:
 
 def _words(plan: Plan, *kept):
     """Of Kept, as the float32 that they are."""
-    return (plan.part(x, 0, *x.shape, dtype=torch.float32) for x in kept)
+    return (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept)
 
 
 def _entering(states, through, prev) -> tuple:

@@ -314,7 +314,7 @@ class _Trace(TorchDispatchMode):
 
     def plan(self, given: list[Tensor], graphs: Graphs | None) -> Plan:
         plan = Plan(graphs)
-        buffers: dict[int, Buffer] = {i: plan.given(x) for i, x in enumerate(given)}
+        buffers: dict[int, Buffer] = {i: plan.input(x) for i, x in enumerate(given)}
         memories = {memory.number: memory for memory in self._memories.values()}
         for place in self._outputs():
             buffers[place.memory] = plan.output(*place.shape, dtype=memories[place.memory].dtype)
@@ -323,11 +323,11 @@ class _Trace(TorchDispatchMode):
         for place in (place for step in self.steps for place in step.places):
             if place.memory not in buffers:
                 memory = memories[place.memory]
-                buffers[place.memory] = plan.empty(*memory.shape, dtype=memory.dtype)
+                buffers[place.memory] = plan.scratch(*memory.shape, dtype=memory.dtype)
 
         def buffer(place: _Place) -> Buffer:
             whole = buffers[place.memory]
-            return whole if whole.shape == place.shape else plan.part(whole, 0, *place.shape)
+            return whole if whole.shape == place.shape else plan.view(whole, 0, *place.shape)
 
         for kernel, grid, fixed, places in self.steps:
             if grid is None:

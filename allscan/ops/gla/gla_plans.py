@@ -572,7 +572,7 @@ class GLAPlan(Plan):
 def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
     """For runs with these tensors, of which initial and final may be None. Makes o."""
     plan = GLAPlan(carrier, shape, scale, layout, False, initial is not None, final is not None)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, initial, final, kept))
+    given = (None if x is None else plan.input(x) for x in (q, k, v, g, initial, final, kept))
     q, k, v, g, initial, final, kept = given
     fwd_epoch, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
     o = plan.output_like(v)
@@ -602,11 +602,11 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     them; with nothing beside them they would be a round of their own.
     """
     plan = GLAPlan(carrier, shape, scale, layout, True, dfinal is not None, dinitial is not None)
-    given = (None if x is None else plan.given(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
+    given = (None if x is None else plan.input(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
     q, k, v, g, do, dfinal, dinitial, kept = given
     dv, *grads = (plan.output_like(x) for x in (v, q, k, g))
     fwd_epoch, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept, grads)
-    dstates, dgates, dprev = (plan.empty(*of) for of, _ in shape.entering(layout.num_segments))
+    dstates, dgates, dprev = (plan.scratch(*of) for of, _ in shape.entering(layout.num_segments))
     if not shape.keeps:
         operands = q, k, g, gate, strong, q_in, k_out, a
         plan.operands(True, *operands)
