@@ -72,19 +72,19 @@ class Plan:
         if graphs is not None:
             weakref.finalize(self, graphs.forget, self.number).atexit = False
 
-    def given(self, like: Tensor) -> Buffer:
+    def input(self, like: Tensor) -> Buffer:
         """The next tensor of a run; all come before anything else is recorded."""
         assert not (self._steps or self.makes)
         self._given += 1
         return self._buffer(self._given - 1, 0, tuple(like.shape), like.dtype)
 
-    def part(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
+    def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
         """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
         parts are the same or do not overlap: where buffers are tensors of their own, so are parts of an empty one."""
         self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()) -> Buffer:
+    def scratch(self, *shape: int, dtype: torch.dtype = torch.float32, before: Sequence[Buffer] = ()) -> Buffer:
         """Uninitialised, until the end of a run. ``before``: outputs that are written only when this is not used any
         more; it lies in one of them, if there is room."""
         size = max(1, math.prod(shape) * dtype.itemsize)
@@ -96,7 +96,7 @@ class Plan:
         offset, self.bytes = self.bytes, self.bytes + _aligned(size)
         return self._buffer(OWN, offset, shape, dtype)
 
-    def table(self, tensor: Tensor) -> Buffer:
+    def constant(self, tensor: Tensor) -> Buffer:
         """A tensor that is the same in all runs."""
         buffer = self._buffer(TABLE, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         self.tables[buffer.number] = tensor
@@ -180,7 +180,7 @@ class Plan:
             self._builds.append(build)
 
     @contextmanager
-    def beside(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
+    def side_stream(self, stream: Callable[[Any], AbstractContextManager[Callable[[], None]]]) -> Iterator[None]:
         """What is recorded inside runs inside of ``stream(context)``, which gives a function that joins it. May be
         inside of another one, and is joined there then."""
         self._add(

@@ -165,15 +165,15 @@ class GLAPlan(Plan):
         sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
         self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
         self.chunks, self.segments, self.first_segments, self.weights = (
-            self.table(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
+            self.constant(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
         )
 
     def per_token(self, width: int, **options) -> Buffer:
-        return self.empty(self.shape.B, self.shape.T, self.H, width, **options)
+        return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
 
     def of_chunks(self, dtype: torch.dtype, **options) -> Buffer:
         """States."""
-        return self.empty(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
+        return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
     def keys_apart(self, carrier: StateCarrier) -> bool:
         """Whether forward makes keys in a kernel of their own, and q_in and A beside the scan: where the scan takes
@@ -267,7 +267,7 @@ class GLAPlan(Plan):
 
     def segment_states(self, x: Buffer, y: Buffer, gate: Buffer, states: Buffer) -> Buffer:
         """Write what each segment leaves into ``states`` [NS, H, K, V]; return the sums of gates [NS, H, K]."""
-        sums = self.empty(self.layout.num_segments, self.H, self.K)
+        sums = self.scratch(self.layout.num_segments, self.H, self.K)
         self._with_state(
             state_kernel,
             min(128, self.BK),
@@ -316,7 +316,7 @@ class GLAPlan(Plan):
         Returns what ``long`` does."""
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
         halves = self.shape.carried, 1 + zigzag, H, K
-        own, decay = self.empty(*halves, V), self.empty(*halves)
+        own, decay = self.scratch(*halves, V), self.scratch(*halves)
         BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
@@ -326,7 +326,7 @@ class GLAPlan(Plan):
         self._enters = behind if reverse else before  # something enters this rank
         first, last = behind and not (before or reverse), before and not (behind or reverse)
         self._joins_last = first
-        out = own if first else self.part(prev, 0, *halves, V)
+        out = own if first else self.view(prev, 0, *halves, V)
 
         def segments() -> None:
             self.launch(
@@ -350,12 +350,12 @@ class GLAPlan(Plan):
 
         if first:
             segments()
-        with self.beside(lambda carrier: carrier.stream()):
+        with self.side_stream(lambda carrier: carrier.stream()):
             if not (first or last):
                 segments()
             made = None
             if long:
-                with self.beside(lambda carrier: carrier.stream(LONG)):
+                with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     made = long()
             if before or behind:
                 carrier.record(self, Carried(own, out, fwd_epoch, decay), reverse, zigzag)
@@ -407,7 +407,7 @@ class GLAPlan(Plan):
         whole = self.BK <= 128
         BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
         dstates = self.of_chunks(self.dtype)
-        passed = self.empty(*self.by_chunks, cdiv(self.V, self.blocks(BK, chosen)[0]), self.K)
+        passed = self.scratch(*self.by_chunks, cdiv(self.V, self.blocks(BK, chosen)[0]), self.K)
         if whole:
             self._with_state(
                 output_kernel,
@@ -492,7 +492,7 @@ class GLAPlan(Plan):
     def score_gradients(self, v: Buffer, do: Buffer):
         """(dA, its diagonal): see da_kernel and load_da."""
         da = self.per_token((2 if self.narrow else 1) * self.BT, dtype=self.dtype)
-        diagonal = self.empty(self.shape.B, self.shape.T, self.H)
+        diagonal = self.scratch(self.shape.B, self.shape.T, self.H)
         self.launch(
             da_kernel,
             self.by_chunks,
@@ -561,9 +561,9 @@ class GLAPlan(Plan):
         ``grads``, which it writes last."""
         stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
-        parts = [self.part(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
+        parts = [self.view(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
         made = parts[4:] or [
-            self.empty(*shape, dtype=dtype, before=grads if i > 1 else ())
+            self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ())
             for i, (shape, dtype) in enumerate(self.shape.made(self.num_chunks, self.reverse))
         ]
         return parts[0], parts[1:4], *made[:2], made[2:]
