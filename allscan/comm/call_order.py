@@ -22,7 +22,7 @@ from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 from .compile_watch import give_up
-from .host_exchange import GRACE_S, LOST, REFUSED, Excuse, Refused, Rendezvous, by_rank, differing
+from .host_exchange import GRACE_S, LOST, REFUSED, Excuse, Refused, StoreExchange, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
 
@@ -37,8 +37,8 @@ class Order:
     given up.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout: float, record: Any) -> None:
-        self.rendezvous, self._timeout, self._record = rendezvous, timeout, record
+    def __init__(self, store_exchange: StoreExchange, timeout: float, record: Any) -> None:
+        self.store_exchange, self._timeout, self._record = store_exchange, timeout, record
         self.generation = -1  # how often restart() was called
         self.restart()
 
@@ -69,7 +69,7 @@ class Order:
         others = self.refusals_of_others()
         kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
         rank, neighbour, tile, expected, seen = found
-        job_ranks = self.rendezvous.ranks[rank], self.rendezvous.ranks[neighbour]
+        job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
         if kind == wait.OUT_OF_STEP.value:
             return self.told(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
         return self.told(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
@@ -102,7 +102,7 @@ class Order:
         """The same, in words; the first time."""
         if not self._told:
             self._told = True
-            self.rendezvous.tell_fault(why)
+            self.store_exchange.tell_fault(why)
 
     def failed(self, reverse: bool, error: BaseException) -> None:
         """A call has ended with an ``error``: remember that if this rank alone has it."""
@@ -111,13 +111,13 @@ class Order:
             self.made[reverse] -= 1
         elif stops_recomputation(error):
             pass  # torch's activation checkpointing has what it wants, and the call was made
-        elif self.rendezvous.size > 1 and not self._record[_SET]:
+        elif self.store_exchange.size > 1 and not self._record[_SET]:
             self._refuse(error)
 
     def _refuse(self, error: BaseException) -> None:
         self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
         self._refusals = [*self._refusals[-1:], self.refused]
-        self.rendezvous.post("refused", self._refusals)
+        self.store_exchange.post("refused", self._refusals)
 
     def settle(self) -> None:
         """After a call that this rank has refused: go on if every rank has refused it."""
@@ -125,40 +125,40 @@ class Order:
         number, why = self.refused
         deadline = time.monotonic() + min(SETTLE_S, self._timeout)
         while True:
-            if self._refused_by_all(number, self.rendezvous.posted("refused")):
+            if self._refused_by_all(number, self.store_exchange.posted("refused")):
                 self.refused = None
                 return
             if time.monotonic() > deadline:
                 break
             time.sleep(2e-2)
         raise self.out_of_step(
-            f"rank {self.rendezvous.rank} has refused its call {number} ({why}), and not all ranks have; it would pair "
+            f"rank {self.store_exchange.rank} has refused its call {number} ({why}), and not all ranks have; it would pair "
             f"its calls with others of theirs. {REMEDY}."
         )
 
     def _refused_by_all(self, number: int, refused: dict[int, Any]) -> bool:
-        return sum(any(number == n for n, _ in some) for some in refused.values()) == self.rendezvous.size
+        return sum(any(number == n for n, _ in some) for some in refused.values()) == self.store_exchange.size
 
     def _refused_by_another(self) -> str | None:
         """Who has refused the call that this rank is in, and why."""
         number = sum(self.made)
-        for rank, of_a_rank in self.rendezvous.posted("refused").items():
+        for rank, of_a_rank in self.store_exchange.posted("refused").items():
             why = next((why for n, why in of_a_rank if n == number), None)
-            if why is not None and rank != self.rendezvous.rank:
+            if why is not None and rank != self.store_exchange.rank:
                 return f"rank {rank} has refused this call: {why}"
         return None
 
     def refusals_of_others(self) -> str:
         """What other ranks have refused last, and not all have, as sentences; "" for nothing."""
-        refused = self.rendezvous.posted("refused")
-        last = {p: of_a_rank[-1] for p, of_a_rank in refused.items() if p != self.rendezvous.rank}
+        refused = self.store_exchange.posted("refused")
+        last = {p: of_a_rank[-1] for p, of_a_rank in refused.items() if p != self.store_exchange.rank}
         return _sentences({p: some for p, some in last.items() if not self._refused_by_all(some[0], refused)})
 
     def fault(self) -> str | None:
         """Why this rank or another one, as far as it has said so, makes no further calls."""
         if self._record[_SET]:
-            return f"rank {self.rendezvous.rank} has waited in vain for another one"
-        return self.rendezvous.fault()
+            return f"rank {self.store_exchange.rank} has waited in vain for another one"
+        return self.store_exchange.fault()
 
     def _excuse(self, _: Callable[[], int]) -> str | None:
         """Of an exchange that is part of a call, or a call by itself: nobody comes after a fault."""
@@ -183,8 +183,8 @@ class Order:
             fault = self.fault()
             if fault is None and self.refused is not None:
                 number, why = self.refused
-                if not self._refused_by_all(number, self.rendezvous.posted("refused")):
-                    fault = f"rank {self.rendezvous.rank} has refused its call {number}: {why}"
+                if not self._refused_by_all(number, self.store_exchange.posted("refused")):
+                    fault = f"rank {self.store_exchange.rank} has refused its call {number}: {why}"
             if fault is None:
                 known = None
                 return None
@@ -202,7 +202,7 @@ class Order:
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
             mine = value, tuple(self.made), self.refused, self.reverse if self.inside else None
-            answers = self.rendezvous.exchange(mine, what, self._excuse)
+            answers = self.store_exchange.exchange(mine, what, self._excuse)
         except Refused:
             raise  # this rank refuses the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
@@ -235,7 +235,7 @@ class Order:
         self.launches += 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            answers = self.rendezvous.exchange(what, f"launch {self.launches}", self._excuse)
+            answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse)
         except Refused:
             self.launches -= 1  # this rank refuses the call, too
             raise

@@ -24,7 +24,7 @@ from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
 from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
-from .host_exchange import FAILED, LOST, Abandoned, Refused, Rendezvous, StoreGone, by_rank, differing
+from .host_exchange import FAILED, LOST, Abandoned, Refused, StoreExchange, StoreGone, by_rank, differing
 from .memory import Line, Memory
 from .topology import Topology, check_algorithm, reach
 
@@ -124,8 +124,8 @@ class Communicator(Calls):
         self._timeout = float(timeout)
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self.group = _process_group(group)
-        rendezvous = Rendezvous((0,) if self.group is None else dist.get_process_group_ranks(self.group))
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        store_exchange = StoreExchange((0,) if self.group is None else dist.get_process_group_ranks(self.group))
+        self.rank, self.size = store_exchange.rank, store_exchange.size
         self.transport = resolve_transport(transport)
         if self.rank == 0:
             versions.warn_of_newer(*versions.ALL, *["NVSHMEM"] * (self.transport == "nvshmem"))
@@ -139,7 +139,7 @@ class Communicator(Calls):
             heap = symmetric_heap(self)
             if heap.device != self.device:
                 raise ValueError(f"the arena lies on {heap.device}, the current device is {self.device}")
-            pes = [heap.pes[rank] for rank in rendezvous.ranks]
+            pes = [heap.pes[rank] for rank in store_exchange.ranks]
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
         self._max_ctas = processors // 2 if max_ctas is None else max_ctas
         self.memory = Memory(heap, self.device)
@@ -167,7 +167,7 @@ class Communicator(Calls):
             problem = f"{type(error).__name__}: {error}"
         chosen = ("nodes", given), ("algorithm", algorithm), ("debug", bool(self.debug))
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, chosen, problem
-        transports, reaches, hosts, choices, problems = zip(*rendezvous.exchange(mine, "Communicator"), strict=True)
+        transports, reaches, hosts, choices, problems = zip(*store_exchange.exchange(mine, "Communicator"), strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         if any(problems):
@@ -176,7 +176,9 @@ class Communicator(Calls):
             raise ValueError(f"ranks differ in {differing(choices)}")
         self.topology = Topology(reaches, given, hosts, self._algorithm)
         self.mapped = all(self.topology.mapped_links)
-        self.order = Order(rendezvous.private() if self.size > 1 else rendezvous, self._timeout, self.host_record)
+        self.order = Order(
+            store_exchange.private() if self.size > 1 else store_exchange, self._timeout, self.host_record
+        )
         self._closed = False
         if self.size > 1:
             watch(self)
@@ -189,7 +191,7 @@ class Communicator(Calls):
     @property
     def gone(self) -> bool:
         """Whether torch.distributed was ended, or begun anew, since this communicator was made."""
-        return self.order.rendezvous.gone
+        return self.order.store_exchange.gone
 
     @property
     def broken(self) -> bool:
@@ -261,22 +263,22 @@ class Communicator(Calls):
         self._drain()
         excuse = self.order.excuse_after_fault(FAILED, 2)
         scans = sorted(self.collectives, key=lambda scan: scan.number)
-        rendezvous = self.order.rendezvous
+        store_exchange = self.order.store_exchange
         while True:
             # another rank may just have learnt of it in another call: it comes next
             with contextlib.suppress(AllScanOutOfStep, Refused):
-                specs = rendezvous.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync", excuse)
+                specs = store_exchange.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync", excuse)
                 break
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
-        rendezvous.take_back("refused")
-        rendezvous.forget_fault()
+        store_exchange.take_back("refused")
+        store_exchange.forget_fault()
         self.memory.reset()
         for scan in scans:
             scan.reset()
         self._drain()
         self.order.restart()
-        rendezvous.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
+        store_exchange.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this and its device work so far is done.
@@ -319,7 +321,7 @@ class Communicator(Calls):
         self.graphs.close()
         self._closed = True
         if self.order.has_refused:
-            self.order.rendezvous.take_back("refused")
+            self.order.store_exchange.take_back("refused")
         if len(set(made)) > 1:
             lost = "the ranks have made different numbers of calls: " + by_rank(made)
         if lost is not None and self.order.lost is None:
@@ -333,12 +335,12 @@ class Communicator(Calls):
             return () if broken else (order.calls_made(),)
         if broken:
             order.tell("has closed its communicator alone, after an error")
-            order.rendezvous.abandon("close", "is broken")
+            order.store_exchange.abandon("close", "is broken")
             return ()
         why = f", refused {order.refused[0]}" if order.refused else ""
         try:
             excuse = order.excuse_after_fault(LOST, 1)
-            return tuple(order.rendezvous.exchange(order.calls_made() + why, "Communicator.close", excuse, "close"))
+            return tuple(order.store_exchange.exchange(order.calls_made() + why, "Communicator.close", excuse, "close"))
         except Abandoned:
             return ()
 

@@ -23,7 +23,7 @@ from ..bindings.shared_memory import SharedMemoryHeap
 from ..bindings.transport import SymmetricHeap
 from ..bindings.triton_compat import interpreting
 from ..shmem_kernels.scan import scan_kernel
-from .host_exchange import Rendezvous
+from .host_exchange import StoreExchange
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +79,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         if transport != _heap.transport:
             raise ValueError(f"this process already uses transport {_heap.transport!r}")
         return
-    everybody = Rendezvous(range(dist.get_world_size()))
+    everybody = StoreExchange(range(dist.get_world_size()))
 
     def exchange(value):
         return everybody.exchange(value, "allscan.init, collective over the job")
@@ -138,7 +138,7 @@ def finalize() -> None:
 def _all_come() -> bool:
     """Whether all ranks of the job are at finalize()."""
     try:
-        Rendezvous(range(dist.get_world_size())).exchange(None, "allscan.finalize, collective over the job")
+        StoreExchange(range(dist.get_world_size())).exchange(None, "allscan.finalize, collective over the job")
     except RuntimeError:
         return False
     return True

@@ -30,7 +30,7 @@ _DONE, FAILED, REFUSED, LOST, ABANDONED = "done ", "failed ", "refused ", "lost 
 Excuse = Callable[[Callable[[], int]], str | None]  # of which rank has not come: how to decide without it, if at all
 
 _world: Any = None  # torch.distributed's default group that the following are of
-_exchanges: dict[str, int] = {}  # name of a rendezvous -> how many exchanges it has had: equal on all its ranks
+_exchanges: dict[str, int] = {}  # name of a StoreExchange -> how many exchanges it has had: equal on all its ranks
 _absent: set[int] = set()  # global ranks that have not come to the last exchange that they were expected at
 
 
@@ -67,7 +67,7 @@ def differing(answers: Sequence[Iterable[tuple[str, Any]]]) -> str:
     return ". ".join(lines)
 
 
-class Rendezvous:
+class StoreExchange:
     """Where some ranks of the job meet. Those who meet make the same exchanges in the same order.
 
     ranks: global ranks, in the group's order; this process is one of them.
@@ -88,10 +88,10 @@ class Rendezvous:
         if self.size > 1:
             self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
 
-    def private(self) -> Rendezvous:
+    def private(self) -> StoreExchange:
         """Another one of the same ranks, whose exchanges meet no others'. After an exchange of this one, whose number
         makes the name."""
-        return Rendezvous(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
+        return StoreExchange(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
 
     def _next_topic(self, store, what: str) -> str:
         """The number of the next exchange that has not failed yet."""
@@ -110,7 +110,7 @@ class Rendezvous:
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
         with REFUSED they raise Refused, with LOST AllScanOutOfStep. last: the name of the last exchange in the life of
-        this rendezvous, behind which processes may end.
+        this StoreExchange, behind which processes may end.
         Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
         compiles, or is interrupted; Abandoned if one has called :meth:`abandon`."""
         if self.size == 1:
@@ -257,7 +257,7 @@ class Rendezvous:
 
     @property
     def gone(self) -> bool:
-        """Whether this rendezvous belongs to a job that has ended: torch.distributed was, or was begun anew."""
+        """Whether this StoreExchange belongs to a job that has ended: torch.distributed was, or was begun anew."""
         return self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world)
 
     @property
@@ -265,7 +265,7 @@ class Rendezvous:
         return f"allscan/{self.name}/"
 
     def _store(self):
-        """Raises StoreGone if this rendezvous belongs to a job that has ended."""
+        """Raises StoreGone if this StoreExchange belongs to a job that has ended."""
         if self.gone:
             raise StoreGone("torch.distributed was ended, or begun anew, since this communicator was made")
         return default_store()

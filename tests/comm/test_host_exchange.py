@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 import allscan
 from allscan.comm import host_exchange
-from allscan.comm.host_exchange import Rendezvous
+from allscan.comm.host_exchange import StoreExchange
 from support.values import raised
 
 pytestmark = pytest.mark.cpu
 
 
 class Store:
-    """What a rendezvous uses of torch.distributed's store; counts requests."""
+    """What a StoreExchange uses of torch.distributed's store; counts requests."""
 
     def __init__(self):
         self.words, self.lock, self.requests, self.longest_key = {}, threading.Lock(), 0, 0
@@ -69,7 +69,7 @@ class Store:
             return self.words.pop(key, None) is not None
 
 
-class ThreadRank(Rendezvous):
+class ThreadRank(StoreExchange):
     """A rank that is a thread."""
 
     def __init__(self, rank, size, store):
@@ -210,7 +210,7 @@ def test_a_dead_store_is_named_as_such():
 
 def interrupted_case():
     """Ctrl-C on rank 1 while it waits: the others do not go on without it, and the next exchange is right."""
-    everybody = Rendezvous(range(3))
+    everybody = StoreExchange(range(3))
     everybody.exchange(None, "begin")
     rank = dist.get_rank()
     if rank == 1:

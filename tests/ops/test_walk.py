@@ -143,8 +143,8 @@ def test_warm_calls(fresh, name):
 def first_case():
     """(functions that the first call went through, its exchanges, its milliseconds) of this rank."""
     comm, exchanges = allscan.Communicator(), []
-    exchange = comm.order.rendezvous.exchange
-    comm.order.rendezvous.exchange = lambda *args: exchanges.append(args) or exchange(*args)
+    exchange = comm.order.store_exchange.exchange
+    comm.order.store_exchange.exchange = lambda *args: exchanges.append(args) or exchange(*args)
     state, decay = torch.randn(2, 16, 16), torch.rand(2, 16)
     comm.barrier()
     exchanges.clear()
