@@ -9,15 +9,15 @@ if not _os.path.isdir(_os.path.join(__path__[0], "bindings")):  # a checkout wit
 
 from .bindings import versions as _versions  # noqa: E402
 
-_refused = _versions.refusal(*_versions.ALL)
+_rejected = _versions.rejection(*_versions.ALL)
 _cause: Exception | None = None
-if not _refused:
+if not _rejected:
     try:
         import torch as _torch  # noqa: F401
         import triton as _triton  # noqa: F401
     except Exception as error:  # OSError of libraries that are not there, for one
-        _refused, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
-if not _refused:
+        _rejected, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
+if not _rejected:
     from . import device, zigzag
     from .base.errors import AllScanOutOfStep, AllScanTimeout
     from .comm.communicator import Communicator
@@ -56,8 +56,8 @@ _ON_DEMAND = "integrations", "reference", "tools"  # modules that take their tim
 
 
 def __getattr__(name: str) -> Any:
-    if _refused and name[:2] != "__":  # `allscan doctor` works all the same
-        raise ImportError(f"allscan {__version__} does not run here: {_refused}") from _cause
+    if _rejected and name[:2] != "__":  # `allscan doctor` works all the same
+        raise ImportError(f"allscan {__version__} does not run here: {_rejected}") from _cause
     if name in ("zeco_gated_delta_rule", "zeco_kda"):
         from .ops import delta
 

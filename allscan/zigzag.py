@@ -119,9 +119,9 @@ def _all_to_all(received, send, come, leave, comm) -> None:
     try:
         work.wait(timedelta(seconds=comm.timeout))
     except RuntimeError as error:
-        raise comm.order.out_of_step(  # and so is the process group
+        raise comm.order.desynchronized(  # and so is the process group
             f"to_zigzag has waited {comm.timeout:g} s for other ranks ({error}): one is late, has ended or makes other "
-            f"calls. {comm.order.refusals_of_others()}{REMEDY}."
+            f"calls. {comm.order.rejections_of_others()}{REMEDY}."
         ) from error
 
 

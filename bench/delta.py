@@ -7,13 +7,13 @@ should cost; fla's own context parallelism (``cp_context=``); the same with alls
 also timed with every rank doing a middle rank's work: an initial state on the first and a gradient of the final state
 on the last, so that transitions are made and applied everywhere; and, at a rule's first shape, with tokens in the
 zigzag layout, as it takes them natively, and moved to rank order and back. All gates but the first kind are measured at
-the first shape of the first rule. fla refuses the backward of Gated DeltaNet on Hopper with this Triton: there ours is
+the first shape of the first rule. fla rejects the backward of Gated DeltaNet on Hopper with this Triton: there ours is
 measured, over ours on one rank (``zeco, one rank``). ``times_one_rank`` is over the row of its point whose method is
 "..., one rank". At last, on one rank, what is between the chunks, beside fla's two kernels for it.
 
 Calls from Python, in turns whose order is drawn anew each time; a time is the median over samples of CALLS calls in a
 row, of the slowest rank. ``graph_us``: the same as a replayed CUDA graph, where the method can be captured. Every
-method is checked first against the whole sequence on one rank, at an eighth of the tokens: by fla, or where fla refuses
+method is checked first against the whole sequence on one rank, at an eighth of the tokens: by fla, or where fla rejects
 by the recurrence in float64, of at most REFERENCE tokens a rank. It is proven afterwards by the kernels of one more
 call (torch's profiler; column ``proof``, of rank 0). What fails is named, the rest goes on, and the program ends with
 status 1.

@@ -9,7 +9,7 @@ take the memory), random weights, bfloat16, T tokens a rank, DistributedDataPara
 * kimi_linear: KDA, 16 heads of 128; MLA, 16 heads, latents of 512. --mla 128: keys of 96 + 32, values of 128; 192:
   Kimi's own, keys of 128 + 64.
 * qwen3_next: Gated DeltaNet, 16 heads of 128 for keys and 32 for values; gated softmax, 16 heads of 256, 2 of them for
-  keys and values. fla refuses its rule's backward on Hopper before Triton 3.7.1: where a rank computes it alone, that
+  keys and values. fla rejects its rule's backward on Hopper before Triton 3.7.1: where a rank computes it alone, that
   is All-Scan's operator on one rank, and column ``rule`` says so.
 
 Beside each other:
@@ -111,7 +111,7 @@ class Hybrid(NamedTuple):
         return kimi if self.mla else ("Qwen3NextGatedDeltaNet", "Qwen3NextAttention")
 
     def alone(self, device) -> bool:
-        """Whether All-Scan's operator, on one rank, computes where fla refuses to."""
+        """Whether All-Scan's operator, on one rank, computes where fla rejects to."""
         return not self.mla and device.type == "cuda"
 
     def config(self, layers, width, heads, head, vocabulary):

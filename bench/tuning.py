@@ -101,7 +101,7 @@ class Job(NamedTuple):
         calls = [lambda *x: operator(*x[:5], **options)]
         if self.kind == "one rank":
             calls.append(lambda *x: operator(*x[:5], initial_state=x[5], output_final_state=True))
-        with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", refused):
+        with mock.patch("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", rejected):
             for call in calls:
                 step(call, given, do, state, self.rule == "kda" or self.kind == "one rank")
 
@@ -119,8 +119,8 @@ class Job(NamedTuple):
         chunk_gla(*leaves, **packed)[0].backward(do)
 
 
-def refused(*, q, k, w, g, **_):
-    """In place of the kernel that fla refuses to run."""
+def rejected(*, q, k, w, g, **_):
+    """In place of the kernel that fla rejects to run."""
     return tuple(torch.zeros_like(x) for x in (q, k, w, g))
 
 

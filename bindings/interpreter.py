@@ -85,7 +85,7 @@ def _let_blocks_be_loop_bounds(interpreter) -> None:
 
 def _keep_masks_bool(interpreter) -> None:
     """A scalar condition that is spread to a block stays boolean. As int32, as Triton has it, it makes masks that the
-    loads and stores of Triton 3.9 refuse."""
+    loads and stores of Triton 3.9 reject."""
     builder = interpreter.InterpreterBuilder
     splat = builder.create_splat
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .arena import Arena, arena_bytes, check_alike
-from .versions import refusal
+from .versions import rejection
 
 INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # what an error advises
 _INITIALIZED = 2  # nvshmemx_init_status: NVSHMEM_STATUS_IS_INITIALIZED; larger values are initialised too
@@ -53,8 +53,8 @@ class _CudaArray:
 
 def load() -> types.ModuleType:
     """nvshmem4py's thin bindings with the host library loaded. Raises RuntimeError naming what to install."""
-    if refused := refusal("NVSHMEM", "nvshmem4py"):
-        raise RuntimeError(refused)
+    if rejected := rejection("NVSHMEM", "nvshmem4py"):
+        raise RuntimeError(rejected)
     try:
         import nvshmem.bindings as bindings
         from cuda.pathfinder import load_nvidia_dynamic_lib

@@ -11,7 +11,7 @@ import triton
 
 from .nvshmem_host import INSTALL, initialized_modules, load
 from .triton_compat import module_of
-from .versions import device_library_refusal
+from .versions import device_library_rejection
 
 DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
 
@@ -26,8 +26,8 @@ def device_library() -> str:
         import nvidia.nvshmem as package
     except ImportError:
         raise RuntimeError(f"NVSHMEM's device library is missing: {INSTALL}") from None
-    if refused := device_library_refusal():
-        raise RuntimeError(refused)
+    if rejected := device_library_rejection():
+        raise RuntimeError(rejected)
     folder = os.path.join(list(package.__path__)[0], "lib")
     for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_90.bc"):
         if os.path.exists(os.path.join(folder, name)):

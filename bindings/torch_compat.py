@@ -78,7 +78,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 # A tensor of another shape with the same memory, which torch does not know for a view: a custom operator may not return
-# one, and autograd would refuse to let its caller write to it
+# one, and autograd would reject to let its caller write to it
 unsafe_view: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = torch.ops.aten._unsafe_view.default
 
 

@@ -1,7 +1,7 @@
 """Which versions of other packages this one was tested with: the only table of them.
 
 `allscan doctor` compares it with what is installed, a first Communicator warns of what is newer, and what is too old is
-refused. docs/limits.md#versions shows it. Tests compare both, and setup.py, with it and with what has run.
+rejected. docs/limits.md#versions shows it. Tests compare both, and setup.py, with it and with what has run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Package(NamedTuple):
 
     name: str
     distributions: tuple[str, ...]  # on the package index, the first that is installed counts
-    least: str  # older ones are refused
+    least: str  # older ones are rejected
     on_gpus: tuple[str, ...]  # what the suite, or the tests that need it, ran with on GPUs
     on_cpus: tuple[str, ...]  # the same on CPUs: tests/matrix/results.json
     below: str = ""  # where pip is to stop: of packages whose inner functions are called
@@ -106,7 +106,7 @@ def number(version: str) -> tuple[int, int]:
 
 
 class State(NamedTuple):
-    """``kind``: "missing", "refused", "tested on GPUs", "tested on CPUs", "expected" or "newer"."""
+    """``kind``: "missing", "rejected", "tested on GPUs", "tested on CPUs", "expected" or "newer"."""
 
     kind: str
     version: str | None
@@ -123,7 +123,7 @@ def state_of(name: str) -> State:
     here = number(version)
     if here < number(known.least):
         way = f"pip install '{known.requirement}'" if known.distributions else f"take {known.least} or later"
-        return State("refused", version, f"too old, {known.least} is the oldest: {way}")
+        return State("rejected", version, f"too old, {known.least} is the oldest: {way}")
     if here > number(known.newest) and (known.on_gpus or known.on_cpus):
         advice = f"newer than {known.newest}, the last that was tested: allowed. If something fails, take that"
         return State("newer", version, advice)
@@ -140,20 +140,20 @@ def state_of(name: str) -> State:
 
 
 @functools.cache
-def refusal(*names: str) -> str:
+def rejection(*names: str) -> str:
     """Why nothing works that needs packages of these names, or "": those that are too old, and of ALL those that are
     missing."""
     found = []
     for name in names:
         kind, version, advice = state_of(name)
-        if kind == "refused":
+        if kind == "rejected":
             found.append(f"{name} {version} is {advice}")
         elif kind == "missing" and name in ALL:
             found.append(f"{name} is missing: {advice}")
     return "; ".join(found)
 
 
-def device_library_refusal() -> str:
+def device_library_rejection() -> str:
     """Why Triton cannot link NVSHMEM's device library, as far as their versions say it, or ""."""
     triton, nvshmem = version_of("Triton") or "", nvshmem_version() or ""
     if not triton or number(triton) >= (3, 7) or not nvshmem or number(nvshmem) < (3, 8):

@@ -6,7 +6,7 @@ atomic addition of 0, which Triton compiles to a load, and the block shares what
 at by all threads and reduced over the block.
 
 **Faults.** Every wait ends after ``timeout`` by the clock, and later where another rank compiles; a tile
-that arrives from a rank that is out of step (channel.py) is not taken. The first fault of a communicator writes the
+that arrives from a rank that is desynchronized (channel.py) is not taken. The first fault of a communicator writes the
 record below, in memory that the host can read; later waits of the communicator give up at once.
 """
 

@@ -145,7 +145,7 @@ def direction_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_adjoint_in_the_direction_of_its_forward_launch(run, size):
-    """The forward epoch of a launch is refused as adjoint_of in the same direction."""
+    """The forward epoch of a launch is rejected as adjoint_of in the same direction."""
     for found, number in run(size, direction_case):
         for reverse, answer in zip((False, True), found):
             assert answer is not None and answer[0] == "ValueError", answer

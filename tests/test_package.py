@@ -262,7 +262,7 @@ def test_a_missing_package_is_named(module, missing, package, tmp_path):
 
 
 @pytest.mark.cpu
-def test_a_forgotten_init_process_group_is_refused(tmp_path):
+def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     """Processes that torchrun has started are not ranks of one, each by itself."""
     code = "import allscan; allscan.Communicator(transport='shm')"
     assert python(code, tmp_path).returncode == 0

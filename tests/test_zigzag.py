@@ -348,7 +348,7 @@ def test_halo(run, size, reverse):
     run(size, halo_case, tokens, [0, 1, 5, 5, sum(tokens) // 2, sum(tokens) - 2, sum(tokens)], reverse)
 
 
-def refused_case(group):
+def rejected_case(group):
     with allscan.Communicator(group) as comm:
         x = torch.ones(1, 7, 1, 16, device=comm.device)
         state = torch.ones(1, 4, 4, device=comm.device)
@@ -376,11 +376,11 @@ def refused_case(group):
         return answers, o[0, :, 0, 0].tolist()
 
 
-def test_what_is_refused(run):
+def test_what_is_rejected(run):
     words = ["even T", '"contiguous" or "zigzag"', "even T", "pairs", "neither", "one shape"]
     words += ["per_document=True is for"] * 2 + ["multiples of 4"] * 2 + ["each rank has 6 of 12 tokens", "first_token"]
     words.append("per_document: True on rank 0")
-    for rank, (answers, o) in enumerate(run(2, refused_case)):
+    for rank, (answers, o) in enumerate(run(2, rejected_case)):
         for (_, message), word in zip(answers, words, strict=True):
             assert word in message
         places = (0, 1, 6, 7) if rank == 0 else (2, 3, 4, 5)

@@ -54,7 +54,7 @@ def check_saveable(saved: Iterable[object], inputs: Iterable[object]) -> None:
 
 class Function(torch.autograd.Function):
     """torch's, whose ``apply`` takes 2 us less: default arguments are not for it, nor functorch's transforms, which
-    Communicator.call refuses, and what is not a tensor or None is one argument, the first."""
+    Communicator.call rejects, and what is not a tensor or None is one argument, the first."""
 
     _apply: Callable[..., Any]  # of torch's base class, bound to this one
 
@@ -89,7 +89,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-def refuse_second_derivative(name: str) -> None:
+def reject_second_derivative(name: str) -> None:
     """Raise RuntimeError in a backward pass that is to be differentiated; within Communicator.call, so that the other
     ranks hear of it."""
     if torch.is_grad_enabled():
@@ -176,14 +176,14 @@ def _custom_operator(
 
         return call
 
-    def refuse(*inputs: Any) -> None:
+    def reject(*inputs: Any) -> None:
         raise RuntimeError(f"allscan cannot be compiled with torch {torch.__version__}, which orders no effects")
 
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)
     schema = f"{arguments}, Tensor? after=None) -> ({results.strip('()')}, Tensor)"
     name, effects = f"{name}_{REVISION}", compiled_effects()
     operator = torch.library.custom_op(name, extended(function), mutates_args=(), schema=schema, tags=tags)
-    operator.register_fake(refuse if effects is None else extended(fake))
+    operator.register_fake(reject if effects is None else extended(fake))
     if effects is not None:
         effects.order(name)
         for mode in effects.modes:

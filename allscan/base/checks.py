@@ -62,11 +62,11 @@ def boundaries(cu_seqlens: object) -> Tensor:
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [N + 1], got {tuple(cu_seqlens.shape)}")
     if not torch.compiler.is_compiling():
-        refuse_in_capture(cu_seqlens)
+        reject_in_capture(cu_seqlens)
     return cu_seqlens
 
 
-def refuse_in_capture(cu_seqlens: Tensor) -> None:
+def reject_in_capture(cu_seqlens: Tensor) -> None:
     """Raise ValueError for one on the GPU if the current stream is captured: what follows from its values is worked out
     on the host, and would be the same at each replay, whatever is in it then."""
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -3,7 +3,7 @@
 All ranks of a communicator make the same calls in the same order. A rank can leave that order in three ways, and each
 must be found before a number of another call is taken for one's own:
 
-* it *refuses* a call: an argument is wrong there, or the call runs out of memory. :class:`Order` remembers it, and the
+* it *rejects* a call: an argument is wrong there, or the call runs out of memory. :class:`Order` remembers it, and the
   rank's next calls raise instead of computing.
 * it *never enters* a call, because an exception came before it. The tags that travel with every tile show it at once
   where the ranks call ``Communicator.step()``; else the counts that are compared wherever the host meets the others.
@@ -22,12 +22,12 @@ from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 from .compile_watch import give_up
-from .host_exchange import GRACE_S, LOST, REFUSED, Excuse, Refused, StoreExchange, by_rank, differing
+from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, Rejected, StoreExchange, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
 
 _SET = wait.RECORD_SET.value
-SETTLE_S = 10.0  # how long a rank that has refused a call waits to hear whether all have
+SETTLE_S = 10.0  # how long a rank that has rejected a call waits to hear whether all have
 
 
 class Order:
@@ -51,14 +51,14 @@ class Order:
         self.inside = False  # in a call; what it calls is part of it
         self.reverse = False  # the direction of the present call
         self.everywhere = False  # the error that ends the present call is raised on all ranks alike
-        self.refused: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
-        # the last two: a rank that has settled one may refuse the next before others have settled it
-        self._refusals: list[tuple[int, str]] = []
-        self.lost: str | None = None  # why this rank is out of step for certain
+        self.rejected: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
+        # the last two: a rank that has settled one may reject the next before others have settled it
+        self._rejections: list[tuple[int, str]] = []
+        self.lost: str | None = None  # why this rank is desynchronized for certain
         self._told = False  # the others, that this rank makes no further calls
 
     def check(self) -> None:
-        """Raise AllScanTimeout if a wait has timed out so far, AllScanOutOfStep if this rank is out of step."""
+        """Raise AllScanTimeout if a wait has timed out so far, AllScanOutOfStep if this rank is desynchronized."""
         if self._record[_SET]:
             raise self._found()
         if self.lost is not None:
@@ -66,7 +66,7 @@ class Order:
 
     def _found(self) -> Exception:
         """What the fault record says; the others hear of it."""
-        others = self.refusals_of_others()
+        others = self.rejections_of_others()
         kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
         rank, neighbour, tile, expected, seen = found
         job_ranks = self.store_exchange.ranks[rank], self.store_exchange.ranks[neighbour]
@@ -75,9 +75,9 @@ class Order:
         return self.told(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
 
     @property
-    def has_refused(self) -> bool:
-        """Whether this rank has posted a refusal, settled or not."""
-        return bool(self._refusals)
+    def has_rejected(self) -> bool:
+        """Whether this rank has posted a rejection, settled or not."""
+        return bool(self._rejections)
 
     def calls_made(self) -> str:
         return f"{self.made[0]} forward and {self.made[1]} reverse"
@@ -87,7 +87,7 @@ class Order:
         self.everywhere = True
         return error
 
-    def out_of_step(self, why: str) -> AllScanOutOfStep:
+    def desynchronized(self, why: str) -> AllScanOutOfStep:
         """The error that this rank raises from now on."""
         self.lost = why
         return self.told(AllScanOutOfStep(why))
@@ -112,47 +112,47 @@ class Order:
         elif stops_recomputation(error):
             pass  # torch's activation checkpointing has what it wants, and the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
-            self._refuse(error)
+            self._reject(error)
 
-    def _refuse(self, error: BaseException) -> None:
-        self.refused = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
-        self._refusals = [*self._refusals[-1:], self.refused]
-        self.store_exchange.post("refused", self._refusals)
+    def _reject(self, error: BaseException) -> None:
+        self.rejected = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
+        self._rejections = [*self._rejections[-1:], self.rejected]
+        self.store_exchange.post("rejected", self._rejections)
 
     def settle(self) -> None:
-        """After a call that this rank has refused: go on if every rank has refused it."""
-        assert self.refused is not None
-        number, why = self.refused
+        """After a call that this rank has rejected: go on if every rank has rejected it."""
+        assert self.rejected is not None
+        number, why = self.rejected
         deadline = time.monotonic() + min(SETTLE_S, self._timeout)
         while True:
-            if self._refused_by_all(number, self.store_exchange.posted("refused")):
-                self.refused = None
+            if self._rejected_by_all(number, self.store_exchange.posted("rejected")):
+                self.rejected = None
                 return
             if time.monotonic() > deadline:
                 break
             time.sleep(2e-2)
-        raise self.out_of_step(
-            f"rank {self.store_exchange.rank} has refused its call {number} ({why}), and not all ranks have; it would pair "
-            f"its calls with others of theirs. {REMEDY}."
+        raise self.desynchronized(
+            f"rank {self.store_exchange.rank} has rejected its call {number} ({why}), and not all ranks have; it would "
+            f"pair its calls with others of theirs. {REMEDY}."
         )
 
-    def _refused_by_all(self, number: int, refused: dict[int, Any]) -> bool:
-        return sum(any(number == n for n, _ in some) for some in refused.values()) == self.store_exchange.size
+    def _rejected_by_all(self, number: int, rejected: dict[int, Any]) -> bool:
+        return sum(any(number == n for n, _ in some) for some in rejected.values()) == self.store_exchange.size
 
-    def _refused_by_another(self) -> str | None:
-        """Who has refused the call that this rank is in, and why."""
+    def _rejected_by_another(self) -> str | None:
+        """Who has rejected the call that this rank is in, and why."""
         number = sum(self.made)
-        for rank, of_a_rank in self.store_exchange.posted("refused").items():
+        for rank, of_a_rank in self.store_exchange.posted("rejected").items():
             why = next((why for n, why in of_a_rank if n == number), None)
             if why is not None and rank != self.store_exchange.rank:
-                return f"rank {rank} has refused this call: {why}"
+                return f"rank {rank} has rejected this call: {why}"
         return None
 
-    def refusals_of_others(self) -> str:
-        """What other ranks have refused last, and not all have, as sentences; "" for nothing."""
-        refused = self.store_exchange.posted("refused")
-        last = {p: of_a_rank[-1] for p, of_a_rank in refused.items() if p != self.store_exchange.rank}
-        return _sentences({p: some for p, some in last.items() if not self._refused_by_all(some[0], refused)})
+    def rejections_of_others(self) -> str:
+        """What other ranks have rejected last, and not all have, as sentences; "" for nothing."""
+        rejected = self.store_exchange.posted("rejected")
+        last = {p: of_a_rank[-1] for p, of_a_rank in rejected.items() if p != self.store_exchange.rank}
+        return _sentences({p: some for p, some in last.items() if not self._rejected_by_all(some[0], rejected)})
 
     def fault(self) -> str | None:
         """Why this rank or another one, as far as it has said so, makes no further calls."""
@@ -162,8 +162,8 @@ class Order:
 
     def _excuse(self, _: Callable[[], int]) -> str | None:
         """Of an exchange that is part of a call, or a call by itself: nobody comes after a fault."""
-        if self.inside and (reason := self._refused_by_another()):
-            return REFUSED + reason
+        if self.inside and (reason := self._rejected_by_another()):
+            return REJECTED + reason
         fault = self.fault()
         return fault and LOST + fault
 
@@ -181,10 +181,10 @@ class Order:
         def excuse(missing: Callable[[], int]) -> str | None:
             nonlocal known
             fault = self.fault()
-            if fault is None and self.refused is not None:
-                number, why = self.refused
-                if not self._refused_by_all(number, self.store_exchange.posted("refused")):
-                    fault = f"rank {self.store_exchange.rank} has refused its call {number}: {why}"
+            if fault is None and self.rejected is not None:
+                number, why = self.rejected
+                if not self._rejected_by_all(number, self.store_exchange.posted("rejected")):
+                    fault = f"rank {self.store_exchange.rank} has rejected its call {number}: {why}"
             if fault is None:
                 known = None
                 return None
@@ -201,29 +201,29 @@ class Order:
         Raises AllScanOutOfStep on every rank if they have not made equally many calls so far, or if one of them has
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
-            mine = value, tuple(self.made), self.refused, self.reverse if self.inside else None
+            mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None
             answers = self.store_exchange.exchange(mine, what, self._excuse)
-        except Refused:
-            raise  # this rank refuses the call, too
+        except Rejected:
+            raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
-            error = self.raised_everywhere(self.out_of_step(self.lost or self._explained(problem)))
+            error = self.raised_everywhere(self.desynchronized(self.lost or self._explained(problem)))
             raise (self._found() if self._record[_SET] else error) from None  # the former says more
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise
-        values, made, refused, reverse = zip(*answers, strict=True)
-        if any(refused):
-            if len({r and r[0] for r in refused}) > 1:
-                found = _sentences({rank: r for rank, r in enumerate(refused) if r})
-                raise self.raised_everywhere(self.out_of_step(f"The ranks are out of step: {found}{REMEDY}."))
-            self.refused = None  # all ranks have refused that call
+        values, made, rejected, reverse = zip(*answers, strict=True)
+        if any(rejected):
+            if len({r and r[0] for r in rejected}) > 1:
+                found = _sentences({rank: r for rank, r in enumerate(rejected) if r})
+                raise self.raised_everywhere(self.desynchronized(f"The ranks are desynchronized: {found}{REMEDY}."))
+            self.rejected = None  # all ranks have rejected that call
         if len(set(made)) > 1:
             if None not in reverse and len({(f + d, r - d) for (f, r), d in zip(made, reverse)}) == 1:  # before this
                 directions = differing([[("reverse", d)] for d in reverse])
                 raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
             counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
             raise self.raised_everywhere(
-                self.out_of_step(
+                self.desynchronized(
                     f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "
                     f"results may be those of other calls. {REMEDY}."
                 )
@@ -236,12 +236,12 @@ class Order:
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
             answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse)
-        except Refused:
-            self.launches -= 1  # this rank refuses the call, too
+        except Rejected:
+            self.launches -= 1  # this rank rejects the call, too
             raise
         except AllScanOutOfStep as problem:  # another rank is not about to launch anything
             why = self._explained(f"{problem}; this rank launches {what}")
-            raise self.raised_everywhere(self.out_of_step(why)) from None
+            raise self.raised_everywhere(self.desynchronized(why)) from None
         except RuntimeError as error:
             raise self.raised_everywhere(RuntimeError(f"{error}; this rank launches {what}")) from error
         if len(set(answers)) > 1:
@@ -258,8 +258,8 @@ class Order:
             raise self.raised_everywhere(RuntimeError(f"{what} has returned NaN: {found}"))
 
 
-def _sentences(refused: dict[int, tuple[int, str]]) -> str:
-    return "".join(f"Rank {p} has refused its call {number}: {why}. " for p, (number, why) in sorted(refused.items()))
+def _sentences(rejected: dict[int, tuple[int, str]]) -> str:
+    return "".join(f"Rank {p} has rejected its call {number}: {why}. " for p, (number, why) in sorted(rejected.items()))
 
 
 def different_tags(

@@ -66,14 +66,14 @@ class _Call(tuple):
         order = comm.order
         if comm._closed or comm.host_record[_SET] or order.lost is not None:
             comm.check()
-        if order.refused is not None:
+        if order.rejected is not None:
             order.settle()
         order.made[reverse] += 1
         order.inside, order.everywhere, order.reverse = True, False, reverse
         if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
-            self._refuse()
+            self._reject()
 
-    def _refuse(self) -> NoReturn:
+    def _reject(self) -> NoReturn:
         if transforms_active():
             why = "allscan does not work inside of torch.func's transforms (vmap, grad, jvp)"
         else:

@@ -24,7 +24,7 @@ from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
 from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
-from .host_exchange import FAILED, LOST, Abandoned, Refused, StoreExchange, StoreGone, by_rank, differing
+from .host_exchange import FAILED, LOST, Abandoned, Rejected, StoreExchange, StoreGone, by_rank, differing
 from .memory import Line, Memory
 from .topology import Topology, check_algorithm, reach
 
@@ -86,7 +86,7 @@ class Communicator(Calls):
     (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
     :meth:`barrier`, in :meth:`close`, in :meth:`resync`, in ``AllScan.close``, and with ``debug`` at every launch. And
-    for a while where something went wrong: up to 10 s after a call that this rank has refused, and for the neighbour's
+    for a while where something went wrong: up to 10 s after a call that this rank has rejected, and for the neighbour's
     next launch after a call with gradients whose backward did not run.
 
     What happens when a rank leaves that order (:class:`allscan.AllScanOutOfStep`, :class:`allscan.AllScanTimeout`):
@@ -249,7 +249,7 @@ class Communicator(Calls):
         self.memory.step.add_(1)
 
     def resync(self) -> None:
-        """Bring the ranks back into step after a call that one of them missed or refused, or after a time-out.
+        """Bring the ranks back into step after a call that one of them missed or rejected, or after a time-out.
 
         Collective: every rank of the group calls it, outside of a CUDA graph's capture. It waits for this rank's
         kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used,
@@ -266,12 +266,12 @@ class Communicator(Calls):
         store_exchange = self.order.store_exchange
         while True:
             # another rank may just have learnt of it in another call: it comes next
-            with contextlib.suppress(AllScanOutOfStep, Refused):
+            with contextlib.suppress(AllScanOutOfStep, Rejected):
                 specs = store_exchange.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync", excuse)
                 break
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
-        store_exchange.take_back("refused")
+        store_exchange.take_back("rejected")
         store_exchange.forget_fault()
         self.memory.reset()
         for scan in scans:
@@ -320,8 +320,8 @@ class Communicator(Calls):
         self.calls.clear()
         self.graphs.close()
         self._closed = True
-        if self.order.has_refused:
-            self.order.store_exchange.take_back("refused")
+        if self.order.has_rejected:
+            self.order.store_exchange.take_back("rejected")
         if len(set(made)) > 1:
             lost = "the ranks have made different numbers of calls: " + by_rank(made)
         if lost is not None and self.order.lost is None:
@@ -337,7 +337,7 @@ class Communicator(Calls):
             order.tell("has closed its communicator alone, after an error")
             order.store_exchange.abandon("close", "is broken")
             return ()
-        why = f", refused {order.refused[0]}" if order.refused else ""
+        why = f", rejected {order.rejected[0]}" if order.rejected else ""
         try:
             excuse = order.excuse_after_fault(LOST, 1)
             return tuple(order.store_exchange.exchange(order.calls_made() + why, "Communicator.close", excuse, "close"))

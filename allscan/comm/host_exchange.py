@@ -24,8 +24,8 @@ GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits
 
 EXCUSE_S = 0.2  # how often a rank that waits looks whether another one has said that it will not come
 
-# How a decision begins. REFUSED, LOST: the call that the exchange is part of, by a rank; the order of calls
-_DONE, FAILED, REFUSED, LOST, ABANDONED = "done ", "failed ", "refused ", "lost ", "abandoned "
+# How a decision begins. REJECTED, LOST: the call that the exchange is part of, by a rank; the order of calls
+_DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "lost ", "abandoned "
 
 Excuse = Callable[[Callable[[], int]], str | None]  # of which rank has not come: how to decide without it, if at all
 
@@ -38,8 +38,8 @@ class Abandoned(RuntimeError):
     """A rank has said that it will not come."""
 
 
-class Refused(RuntimeError):
-    """A rank does not come because it has refused the call that the exchange is part of."""
+class Rejected(RuntimeError):
+    """A rank does not come because it has rejected the call that the exchange is part of."""
 
 
 class StoreGone(RuntimeError):
@@ -109,8 +109,8 @@ class StoreExchange:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
-        with REFUSED they raise Refused, with LOST AllScanOutOfStep. last: the name of the last exchange in the life of
-        this StoreExchange, behind which processes may end.
+        with REJECTED they raise Rejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the life
+        of this StoreExchange, behind which processes may end.
         Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
         compiles, or is interrupted; Abandoned if one has called :meth:`abandon`."""
         if self.size == 1:
@@ -128,7 +128,7 @@ class StoreExchange:
             self._read(store, base, bool(last))
             raise
         self._read(store, base, bool(last))
-        for kind, error_of in ((ABANDONED, Abandoned), (REFUSED, Refused), (LOST, AllScanOutOfStep)):
+        for kind, error_of in ((ABANDONED, Abandoned), (REJECTED, Rejected), (LOST, AllScanOutOfStep)):
             if decision.startswith(kind):
                 raise error_of(f"{what}: {decision.removeprefix(kind)}")
         if decision.startswith(FAILED):

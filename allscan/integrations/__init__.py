@@ -8,16 +8,16 @@ from typing import Any
 
 from ..bindings import versions
 
-if refused := versions.refusal(*versions.ALL):
-    raise ImportError(refused)
+if rejected := versions.rejection(*versions.ALL):
+    raise ImportError(rejected)
 
 
 @contextlib.contextmanager
 def needing(module: str, *packages: str) -> Iterator[None]:
     """Around the imports of ``module`` from ``packages`` of versions.PACKAGES: an ImportError that names what is
     missing or too old, and a warning of what is newer than known."""
-    if refused := versions.refusal(*packages):
-        raise ImportError(f"{module}: {refused}")
+    if rejected := versions.rejection(*packages):
+        raise ImportError(f"{module}: {rejected}")
     versions.warn_of_newer(*packages)
     try:
         yield

@@ -16,7 +16,7 @@ from ..base.checks import boundaries, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..comm.host_exchange import by_rank
 from ..tokens.packing import boundaries_on_host, document_places
-from .softmax import chunks, refuse
+from .softmax import chunks, reject
 
 STAMP = "allscan_cut"  # the argument by which a model's forward is told
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")  # [B, T, ...]
@@ -72,14 +72,14 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_docu
     if x is None:
         x = batch.get("inputs_embeds")
     if not isinstance(x, torch.Tensor) or x.ndim < 2:
-        refuse(comm, "a batch has input_ids [B, T] or inputs_embeds [B, T, H]")
+        reject(comm, "a batch has input_ids [B, T] or inputs_embeds [B, T, H]")
     B, T = x.shape[:2]
     if zigzag and T % (2 * size):
-        refuse(comm, f"in the zigzag layout T must be a multiple of 2 * {size} (twice the ranks), got {T}")
+        reject(comm, f"in the zigzag layout T must be a multiple of 2 * {size} (twice the ranks), got {T}")
     if T < size:
-        refuse(comm, f"a sequence of {T} tokens cannot be cut for {size} ranks")
+        reject(comm, f"a sequence of {T} tokens cannot be cut for {size} ranks")
     if per_document and not zigzag:
-        refuse(comm, f'per_document=True is for layout="zigzag", got {layout!r}')
+        reject(comm, f'per_document=True is for layout="zigzag", got {layout!r}')
     tokens = tokens_of_ranks(T, size)
     with comm.call():
         parts = places_of(batch, T, size, layout, per_document)
@@ -93,15 +93,15 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_docu
     for name, value in batch.items():
         if name == "attention_mask" and isinstance(value, torch.Tensor):
             if value.shape != (B, T) or not value.all():
-                refuse(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
+                reject(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
         elif name in CUT and isinstance(value, torch.Tensor):
             if value.shape[:2] != (B, T) and not (name == "position_ids" and value.shape == (1, T)):
-                refuse(comm, f"{name} must be [{B}, {T}, ...] as the tokens are, got {tuple(value.shape)}")
+                reject(comm, f"{name} must be [{B}, {T}, ...] as the tokens are, got {tuple(value.shape)}")
             found[name] = part_of(value, comm.rank)
         elif name in KEPT or not isinstance(value, torch.Tensor) or not value.ndim:
             found[name] = value
         else:
-            refuse(comm, f"{name} {tuple(value.shape)}: cut_batch does not know how to cut it")
+            reject(comm, f"{name} {tuple(value.shape)}: cut_batch does not know how to cut it")
     digests = others = None
     ids = batch.get("input_ids")
     if ids is not None and (ids.device.type == "cpu" or comm.debug):

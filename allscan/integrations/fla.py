@@ -37,7 +37,7 @@ from .attention import (
 from .batches import DOCUMENTS, STAMP, misfit, read
 from .batches import cut_batch as cut_batch
 from .recurrent import Tokens, of_last_tokens, taken
-from .softmax import Gather, chunks, documents_in_order, masks_nothing, refuse, shifted
+from .softmax import Gather, chunks, documents_in_order, masks_nothing, reject, shifted
 
 with needing(__name__, "flash-linear-attention"):
     from fla.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
@@ -175,11 +175,11 @@ def _layer(
     """The forward of a layer, over this rank's tokens."""
     kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
-        refuse(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
+        reject(comm, "attention_mask masks tokens: pack the sequences, with cu_seqlens, instead of padding them")
     if get_layer_cache(layer, past_key_values) is not None:
-        refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+        reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     if use_cache and cu_seqlens is not None:
-        refuse(comm, "packed sequences leave no cache: pass use_cache=False")
+        reject(comm, "packed sequences leave no cache: pass use_cache=False")
     cache = past_key_values if use_cache else None
     if cache is not None and (cache not in _prefilled or not cache.get_seq_length()):  # the first layer
         _prefilled[cache] = sum(_tokens_of_all(comm, hidden_states, layout, stamp))
@@ -279,15 +279,15 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     comm, cu_seqlens, layout, per_document = (where.get(x) for x in ("comm", "cu_seqlens", "layout", "per_document"))
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
-        refuse(comm, f"the zigzag layout wants an even number of tokens, got {T}")
+        reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     limited = attention.memory is not None
     if limited and (cache is not None or lengths is not None or layer.window_size is not None):
-        refuse(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
-    # always: what follows is the back end's collective, where nobody is refused
+        reject(comm, "caches, packed sequences and windows take all keys at once: attention.memory must be None")
+    # always: what follows is the back end's collective, where nobody is rejected
     tokens = _tokens_of_all(comm, x, DOCUMENTS if per_document else layout, stamp, attention)
     if lengths is not None and sum(tokens) != lengths[-1]:
-        refuse(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
+        reject(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
     if per_document and T:
         with comm.call():
             partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
@@ -314,7 +314,7 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
         if attention.merged and not whole and kernel_for(*given) is not None:
             return layer.o_proj(attend(*given, others).flatten(-2))
         if limited:
-            refuse(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
+            reject(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
         k, v = others.read(others.in_order())
     if cache is not None:
         cache.update(
@@ -381,13 +381,13 @@ _CALLS = {
 
 @dynamo_disabled
 def _read(comm, cu_seqlens):
-    with comm.call():  # so that a rank that refuses it is not waited for
+    with comm.call():  # so that a rank that rejects it is not waited for
         return boundaries_on_host(boundaries(cu_seqlens))
 
 
 def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE):
     """How many each rank has, of one batch."""
-    with comm.call():  # so that a rank that refuses the layer is not waited for
+    with comm.call():  # so that a rank that rejects the layer is not waited for
         told = *x.shape[:2], stamp, list(attention)
         rows, tokens, stamps, kinds = zip(*comm.order.exchange(told, "the tokens of each rank"), strict=True)
         if any(kind != kinds[0] for kind in kinds):

@@ -21,7 +21,7 @@ from ..shmem_kernels.gla_blocks import FIRST
 from ..tokens.packing import CUTS, boundaries_on_host, without_empty
 from . import needing
 from .recurrent import Piece, convolved, delta_rule
-from .softmax import refuse
+from .softmax import reject
 
 with needing(__name__, "megatron-core", "flash-linear-attention"):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -112,7 +112,7 @@ class _Tokens(NamedTuple):
 
 
 class _Mixer:
-    """What both have in common: which tokens they have, and refusals."""
+    """What both have in common: which tokens they have, and rejections."""
 
     comm: Communicator | None
     zigzag: bool
@@ -136,21 +136,21 @@ class _Mixer:
         assert comm is not None
         where: dict[str, Any] = dict(comm=comm, layout="zigzag" if self.zigzag else "contiguous")
         if context is not None or InferenceMode.is_active():
-            refuse(comm, "inference is not covered with context parallelism: use a model without")
+            reject(comm, "inference is not covered with context parallelism: use a model without")
         lengths: Any = None
         if packed is not None:
             if packed.cp_group is not None or packed.local_cp_size is not None:
-                refuse(comm, "packed_seq_params with a context parallel group of their own are not covered")
+                reject(comm, "packed_seq_params with a context parallel group of their own are not covered")
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         # of a format such as "bshd" and without boundaries it says what there is without it
         if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
             halves = [Piece(T - T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
             return _Tokens(halves if self.zigzag else [Piece(T, 0, comm.rank > 0)], where)
         if packed.qkv_format != "thd" or lengths is None:
-            refuse(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
+            reject(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
-            refuse(comm, f"packed sequences must be in a batch of one, got {batch}")
-        with comm.call():  # so that a rank that refuses them is not waited for
+            reject(comm, f"packed sequences must be in a batch of one, got {batch}")
+        with comm.call():  # so that a rank that rejects them is not waited for
             numbers = boundaries_on_host(lengths)
             zigzag = PER_DOCUMENT if self.zigzag and self.per_document else int(self.zigzag)
             first = partition_start(comm, numbers, T, zigzag=zigzag)

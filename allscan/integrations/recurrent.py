@@ -59,7 +59,7 @@ def taken(x, tokens: Tokens, comm, alone: bool = True):
     """(x, these tokens of it [B, numbers, ...], zeros beyond it). In backward theirs is added to the gradient of x, in
     its memory if nobody else has it, ``alone``: a whole tensor of zeros and a sum are what autograd makes of it."""
     if has_tangents((x,)):
-        with comm.call(False, "halo()", (x,)):  # which refuses them
+        with comm.call(False, "halo()", (x,)):  # which rejects them
             pass
     return _Taken.apply(x, tokens, alone)
 
@@ -157,7 +157,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
     first state, give how both depend on it.
     """
     if has_tangents((q, k, v, g, beta)):
-        with comm.call(False, "a delta rule", (q, k, v, g, beta)):  # which refuses them
+        with comm.call(False, "a delta rule", (q, k, v, g, beta)):  # which rejects them
             pass
     q, k, v, g, beta = (t.resolve_neg() for t in (q, k, v, g, beta))  # whose kernels see the memory alone
     (batch, _, HV, V), K, halves = v.shape, k.shape[-1], _halves(pieces)

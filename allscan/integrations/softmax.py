@@ -1,5 +1,5 @@
 """What models of other packages need around a split sequence: in softmax layers keys and values of all ranks, labels
-across the cuts, refusals that all ranks hear."""
+across the cuts, rejections that all ranks hear."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _shifted_documents(labels, ignored, comm, lengths):
     return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
 
 
-def refuse(comm, message: str):
+def reject(comm, message: str):
     """Raise ValueError, so that ranks on which the call goes on hear of it."""
     with comm.call():
         raise ValueError(message)
@@ -232,9 +232,9 @@ def refuse(comm, message: str):
 
 def masks_nothing(mask: torch.Tensor, comm) -> bool:
     """Looking waits for the GPU, once for the mask that all layers are given, see TensorKey; in debug mode each time.
-    Refuses a mask on the GPU in a capture, since replays would not look at it."""
+    Rejects a mask on the GPU in a capture, since replays would not look at it."""
     if mask.is_cuda and comm.streams.capturing():
-        refuse(comm, "attention_mask on the GPU cannot be captured, since replays would not look at it: leave it out")
+        reject(comm, "attention_mask on the GPU cannot be captured, since replays would not look at it: leave it out")
     return bool(mask.all()) if comm.debug or not mask.is_cuda else _masks_nothing(TensorKey(mask))
 
 

@@ -40,7 +40,7 @@ from .attention import (
 from .batches import DOCUMENTS, STAMP, documents_misfit, looked_at, misfit
 from .batches import cut_batch as cut_batch
 from .recurrent import Piece, convolved, delta_rule, of_last_tokens
-from .softmax import Gather, chunks, documents_in_order, masks_nothing, refuse, shifted
+from .softmax import Gather, chunks, documents_in_order, masks_nothing, reject, shifted
 
 with needing(__name__, "transformers"):
     from transformers import AttentionInterface, PreTrainedModel
@@ -348,26 +348,26 @@ def _model(
     """The forward of a text model over this rank's tokens."""
     for name in OPERATORS:
         if not isinstance(vars(sys.modules[home]).get(name), (_Operator, type(None))):
-            refuse(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")
+            reject(comm, f"{home}.{name} was replaced since sequence_parallel: call it again")
     if attention_mask is not None and not (
         isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and masks_nothing(attention_mask, comm)
     ):
-        refuse(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
+        reject(comm, "attention_mask masks tokens: pack the sequences instead of padding them")
     cache = past_key_values if cache is None else cache
     if cache is not None and cache.get_seq_length():
-        refuse(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
+        reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     for name in ("output_attentions", "output_router_logits"):
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
-            refuse(comm, f"{name} is not covered")
+            reject(comm, f"{name} is not covered")
     x = input_ids if inputs_embeds is None else inputs_embeds
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != x.shape[1]):
-        refuse(comm, f"position_ids must be [B, T] with T = {x.shape[1]}, got {tuple(position_ids.shape)}")
+        reject(comm, f"position_ids must be [B, T] with T = {x.shape[1]}, got {tuple(position_ids.shape)}")
     cu_seqlens = options.pop("cu_seq_lens_q", None)
     if cu_seqlens is None and any(options.get(name) is not None for name in ("seq_idx", "cu_seq_lens_k")):
-        refuse(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
+        reject(comm, "packed sequences are given by cu_seq_lens_q or position_ids")
     if attention.memory is not None and use_cache:
-        refuse(comm, "use_cache=True needs all keys at once: attention.memory must be None")
+        reject(comm, "use_cache=True needs all keys at once: attention.memory must be None")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
@@ -389,9 +389,9 @@ def _model(
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         input_ids, inputs_embeds = None, x if x.requires_grad else x.detach().requires_grad_()
     if sequence.lengths is not None and attention.memory is not None:
-        refuse(comm, "packed sequences take all keys at once: attention.memory must be None")
+        reject(comm, "packed sequences take all keys at once: attention.memory must be None")
     if sequence.lengths is not None and use_cache:
-        refuse(comm, "packed sequences leave no cache: pass use_cache=False")
+        reject(comm, "packed sequences leave no cache: pass use_cache=False")
     if not sequence.own:  # one token of padding
         if inputs_embeds is None:
             input_ids = F.pad(input_ids, (0, 1))
@@ -724,14 +724,14 @@ class _Keys:
         if [key.shape, value.shape] != [x.shape for x in self.given]:
             expand = getattr(module, "expand_kv", None)  # which makes them of latents
             if expand is None:
-                refuse(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
+                reject(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
         if not sequence.own:
             query, key, value = (x[:, :, :0] for x in (query, key, value))
         if not dropout and kernel_for(query, key, value) is not None:
             return attend(query, key, value, self.others, scaling, expand, self.given), None, None
         if sequence.attention.memory is not None:
             what = f"no kernel for {query.dtype} on {query.device.type} and a dropout of {dropout}"
-            refuse(sequence.comm, f"attention.memory needs merged blocks: {what}")
+            reject(sequence.comm, f"attention.memory needs merged blocks: {what}")
         key, value = in_order(self.others)
         return None, *((key, value) if expand is None else expand(key, value))
 
@@ -802,7 +802,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         return _padded(found, sequence), None
     query, key, value = cast(query, key, value)
     if key.shape[2] != sum(sequence.tokens):
-        refuse(
+        reject(
             sequence.comm,
             f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
             f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",

@@ -55,7 +55,7 @@ ALIKE = (
     "include_num_input_tokens_seen",
 )
 # arguments that are not covered, unless they are one of these
-REFUSED: dict[str, tuple] = {
+REJECTED: dict[str, tuple] = {
     "label_smoothing_factor": (0, 0.0),
     "neftune_noise_alpha": (None,),
     "auto_find_batch_size": (False,),
@@ -98,7 +98,7 @@ class SequenceParallelTrainer(Trainer):
     processes into groups of one size, processes that were not started as Trainer wants them, arguments that differ
     between ranks, and what is not covered: ``model_init``, ``compute_loss_func``, label smoothing, NEFTune, Liger
     kernels, torch_compile, auto_find_batch_size, grouping by length, FSDP, DeepSpeed, a ``parallelism_config``, batches
-    that accelerate splits or dispatches. Later for batches that cut_batch refuses, padded ones above all.
+    that accelerate splits or dispatches. Later for batches that cut_batch rejects, padded ones above all.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -145,7 +145,7 @@ class SequenceParallelTrainer(Trainer):
         for name in ("model_init", "compute_loss_func"):
             if getattr(self, name, None) is not None:
                 return f"{name} is not covered by SequenceParallelTrainer"
-        for name, covered in REFUSED.items():
+        for name, covered in REJECTED.items():
             value = getattr(self.args, name, covered[0])
             if value not in covered and str(getattr(value, "value", value)) not in covered:
                 return f"{name}={value} is not covered by SequenceParallelTrainer"

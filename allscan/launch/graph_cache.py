@@ -96,7 +96,7 @@ class Graphs:
             kept.graph.launch(current_stream_of(device))
         except RuntimeError as error:  # no memory for it, for one: nothing was launched
             self._gone(kept)
-            self._refused(plan, error)
+            self._rejected(plan, error)
             return launches(context, *args)
         if not kept.used:
             plan.failures = 0
@@ -126,7 +126,7 @@ class Graphs:
                     plan.build(builder)
                     made = graph.instantiate()
             except Exception as error:  # no memory for it; a kernel that cannot be a node; an old driver
-                self._refused(plan, error)
+                self._rejected(plan, error)
             else:
                 self.built += 1
                 self.bytes += nbytes
@@ -151,7 +151,7 @@ class Graphs:
         kept.graph.destroy()
         self.bytes -= kept.nbytes
 
-    def _refused(self, plan: Buildable, error: Exception) -> None:
+    def _rejected(self, plan: Buildable, error: Exception) -> None:
         plan.failures = FAILURES if isinstance(error, NotImplementedError) else plan.failures + 1
         self.failed += 1
         self.why = f"{type(error).__name__}: {error}"

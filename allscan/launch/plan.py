@@ -156,7 +156,7 @@ class Plan:
         """Fill a buffer with zeros."""
         _, memory, offset, shape, dtype = x
         nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes:  # of a rank without tokens; a node of no bytes is refused
+        if not nbytes:  # of a rank without tokens; a node of no bytes is rejected
             return
         self._add(
             lambda run: run.tensor(x.number).zero_(),

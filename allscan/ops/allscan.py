@@ -13,7 +13,7 @@ from ..base.autograd import (
     Function,
     check_saveable,
     product,
-    refuse_second_derivative,
+    reject_second_derivative,
     wants_gradient,
 )
 from ..base.checks import (
@@ -287,7 +287,7 @@ class _AllScan(Function):
             pending.run()
         factor, prev = saved_tensors(ctx, lambda: comm, not reverse)
         with comm.call(not reverse, "the backward of allscan()", (dprev,)):
-            refuse_second_derivative("allscan()")
+            reject_second_derivative("allscan()")
             if shape is None:
                 given, transition = number, None
             else:
@@ -388,7 +388,7 @@ def _backward(
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
         dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, fwd_epoch)
         grads = dstate, *_gradients(comm, dstate, inputs, prev, reverse, (of_decay, of_transition, of_initial))
-        refuse_second_derivative("allscan()")
+        reject_second_derivative("allscan()")
         dstate, *rest = (
             dprev.new_empty(0) if x is None else x.clone() if x is dprev else x.contiguous() for x in grads
         )  # an operator may not return what it is given

@@ -86,7 +86,7 @@ def halo(
 
 
 def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
-    """Whether nothing has to be refused, and the layout is contiguous."""
+    """Whether nothing has to be rejected, and the layout is contiguous."""
     alike = xs and all(
         isinstance(x, Tensor)
         and x.ndim >= 2

@@ -153,7 +153,7 @@ class AllScan:
         """Give the symmetric memory back. Collective: every rank closes it at the same place in its order of calls.
 
         Waits for this rank's kernels and for the other ranks. CUDA graphs that hold it must not be replayed any more.
-        Where the communicator is broken or out of step the memory stays taken until that is closed.
+        Where the communicator is broken or desynchronized the memory stays taken until that is closed.
         Raises AllScanOutOfStep if the ranks have not made equally many calls, RuntimeError if one does not come.
         """
         comm, rails = self.comm, self.launcher.rails
@@ -273,7 +273,7 @@ class AllScan:
             others = {tile: epoch for tile, epoch in enumerate(epochs) if epoch != usual}
             if others:
                 some = ", ".join(f"tile {tile} {epoch}" for tile, epoch in [*others.items()][:4])
-                raise self.comm.order.out_of_step(
+                raise self.comm.order.desynchronized(
                     f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
                     f"once. They have had {usual} launches so far, but {some}{', ...' * (len(others) > 4)}. {REMEDY}."
                 )

@@ -16,7 +16,7 @@ AT_ONCE = 64  # that are allocated
 
 
 def new_fwd_epochs(comm: Communicator, *shape: int) -> torch.Tensor:
-    """Where there are torch dispatch modes they do not see it. Selective activation checkpointing refuses operators in
+    """Where there are torch dispatch modes they do not see it. Selective activation checkpointing rejects operators in
     a recomputation that forward did not call, and FakeTensorMode's tensors have no memory."""
     new_empty = comm.memory.step.new_empty  # half the time of torch.empty
     if num_dispatch_modes() == 0:

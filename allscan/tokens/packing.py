@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from ..base.autograd import ordered
-from ..base.checks import PER_DOCUMENT, boundaries, refuse_in_capture
+from ..base.checks import PER_DOCUMENT, boundaries, reject_in_capture
 from ..base.tiling import cdiv, next_power_of_2
 from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
 from ..comm.communicator import Communicator
@@ -255,7 +255,7 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     """cu_seqlens as Python's numbers; see :class:`TensorKey`. Raises ValueError for one on the GPU in a capture."""
     if cu_seqlens.device.type == "cpu":
         return tuple(cu_seqlens.tolist())
-    refuse_in_capture(cu_seqlens)
+    reject_in_capture(cu_seqlens)
     return _read_boundaries(TensorKey(cu_seqlens))
 
 

@@ -32,7 +32,7 @@ def main() -> int:
         print(USAGE, file=sys.stderr)
         return 2
     needs = report_versions()
-    if versions.refusal(*versions.ALL):
+    if versions.rejection(*versions.ALL):
         return 1
     try:
         needs += report()
@@ -54,7 +54,7 @@ def report_versions() -> list[str]:
         use = f" (optional: for {known.use})" if known.use else ""
         about = f"missing{use}" if version is None else f"{version}, {kind}" + (f": {advice}" if advice else "")
         print(f"{known.name:<11} {about}")
-        if kind in ("missing", "refused") and known.name in versions.ALL:
+        if kind in ("missing", "rejected") and known.name in versions.ALL:
             needs.append(advice)
     return needs
 
@@ -79,7 +79,7 @@ def report() -> list[str]:
         )
         cuda = (torch.version.cuda or "13").partition(".")[0]
         wanted = [versions.package(name) for name in ("nvshmem4py", "NVSHMEM")]
-        absent = [p for p in wanted if versions.state_of(p.name).kind in ("missing", "refused")]
+        absent = [p for p in wanted if versions.state_of(p.name).kind in ("missing", "rejected")]
         if gpus > 1 and absent:
             names = " ".join(f"'{p.requirement.replace('cu13', f'cu{cuda}')}'" for p in absent)
             needs.append(f"pip install {names}      # for more than one GPU")

@@ -11,7 +11,7 @@ from allscan.bindings.interpreter import prepare_interpreter
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 FOUND = []
-# a number that is no int32, which Triton refuses beside one from 3.9 on
+# a number that is no int32, which Triton rejects beside one from 3.9 on
 BEYOND = tl.constexpr(3000000000 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 2147483647)
 
 

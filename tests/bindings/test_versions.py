@@ -53,24 +53,24 @@ def install(monkeypatch):
         }
         monkeypatch.setattr(versions, "installed_version", lambda *names: next(filter(None, map(of.get, names)), None))
         monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
-        versions.refusal.cache_clear()
+        versions.rejection.cache_clear()
         versions.warn_of_newer.cache_clear()
 
     yield install
-    versions.refusal.cache_clear()
+    versions.rejection.cache_clear()
     versions.warn_of_newer.cache_clear()
 
 
 @pytest.mark.parametrize("name", OLD)
 def test_too_old(name, install, capsys):
-    """Refused, by the doctor and where it is used, with what to install."""
+    """Rejected, by the doctor and where it is used, with what to install."""
     install(GOOD | {name: OLD[name]})
     least = re.escape(versions.package(name).least)
     assert re.fullmatch(
-        rf"{name} .* is too old, {least} is the oldest: pip install '.*>={least}.*'", versions.refusal(name)
+        rf"{name} .* is too old, {least} is the oldest: pip install '.*>={least}.*'", versions.rejection(name)
     )
     needs = doctor.report_versions()
-    assert f"{OLD[name]}, refused: too old" in capsys.readouterr().out
+    assert f"{OLD[name]}, rejected: too old" in capsys.readouterr().out
     assert len(needs) == (name in versions.ALL)
 
 
@@ -78,7 +78,7 @@ def test_too_old(name, install, capsys):
 def test_newer_than_known(name, install, capsys):
     """Allowed, and warned of once."""
     install(GOOD | {name: NEW[name]})
-    assert not versions.refusal(name) and not versions.refusal(*versions.ALL)
+    assert not versions.rejection(name) and not versions.rejection(*versions.ALL)
     with pytest.warns(UserWarning, match=rf"{name} .* is newer than {versions.package(name).newest}") as caught:
         for _ in range(2):
             versions.warn_of_newer(*dict.fromkeys((*versions.ALL, name)))
@@ -100,20 +100,20 @@ def test_the_triton_of_a_torch(torch, triton, install, capsys):
 def test_missing(missing, install, capsys):
     install({name: version for name, version in GOOD.items() if name != missing})
     needs = doctor.report_versions()
-    assert (missing in versions.ALL) == bool(needs) == bool(versions.refusal(*versions.ALL))
+    assert (missing in versions.ALL) == bool(needs) == bool(versions.rejection(*versions.ALL))
     assert re.search(rf"^{missing} +missing", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_device_library_that_triton_cannot_read(install):
     install({"Triton": "3.6.0", "NVSHMEM": "3.8.0"})
-    assert "pip install 'nvidia-nvshmem-cu13<3.8'" in versions.device_library_refusal()
+    assert "pip install 'nvidia-nvshmem-cu13<3.8'" in versions.device_library_rejection()
     for good in (
         {"Triton": "3.6.0", "NVSHMEM": "3.7.2"},
         {"Triton": "3.7.1", "NVSHMEM": "3.8.0"},
         {"NVSHMEM": "3.8.0"},
     ):
         install(good)
-        assert not versions.device_library_refusal()
+        assert not versions.device_library_rejection()
 
 
 def python(code, tmp_path, **installed):

@@ -1,4 +1,4 @@
-"""A rank that refuses, misses or ignores a call: never a number of another call, and every rank hears of it."""
+"""A rank that rejects, misses or ignores a call: never a number of another call, and every rank hears of it."""
 
 from __future__ import annotations
 
@@ -112,18 +112,18 @@ def shifted_case(group, how, step, options=None):
 
 
 @pytest.mark.parametrize("how, size", [*product(["allscan", "zigzag", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
-def test_a_call_that_one_rank_refuses(run, size, how):
+def test_a_call_that_one_rank_rejects(run, size, how):
     """No rank gets a number of another call, all ranks get an error, and resync() brings them back."""
     answers = run(size, shifted_case, how, False)
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
             assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
         assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
-    refusing = answers[-1]
-    assert refusing[0][3] in ("TypeError", "ValueError") and set(refusing[0][4:]) == {"AllScanOutOfStep"}, refusing
-    assert "has refused its call 4" in refusing[2][1]
+    rejecting = answers[-1]
+    assert rejecting[0][3] in ("TypeError", "ValueError") and set(rejecting[0][4:]) == {"AllScanOutOfStep"}, rejecting
+    assert "has rejected its call 4" in rejecting[2][1]
     said = [end[1] for _, _, end, _ in answers[:-1]]
-    assert any(f"Rank {size - 1} has refused its call 4" in text for text in said), said
+    assert any(f"Rank {size - 1} has rejected its call 4" in text for text in said), said
 
 
 def other_shape_case(group, options):
@@ -160,7 +160,7 @@ def test_a_rank_that_is_at_another_call_does_not_go_on(run, size):
 @pytest.mark.parametrize("kernel", ["state_kernel", "scan_kernel", "output_kernel"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_call_that_ends_between_two_launches(run, size, kernel):
-    """Before the rank's scan, and behind it: as a call that it refuses."""
+    """Before the rank's scan, and behind it: as a call that it rejects."""
     answers = run(size, shifted_case, f"zeco_gla halfway {kernel}", False)
     for rank, (found, right, end, again) in enumerate(answers):
         for got, wanted in zip(found, right):
@@ -168,7 +168,7 @@ def test_a_call_that_ends_between_two_launches(run, size, kernel):
         assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
     found, right, end, _ = answers[-1]
     assert found[:4] == [*right[:3], "OutOfMemoryError"] and set(found[4:]) == {"AllScanOutOfStep"}, found
-    assert "has refused its call 4" in end[1]
+    assert "has rejected its call 4" in end[1]
 
 
 @pytest.mark.quick
@@ -221,8 +221,8 @@ def test_a_call_left_out_before_closing(run):
         assert "rank 0: 2 forward and 0 reverse; rank 1: 1 forward and 0 reverse" in answer[1]
 
 
-def all_refuse_case(group):
-    """A call that all ranks refuse alike changes nothing."""
+def all_reject_case(group):
+    """A call that all ranks reject alike changes nothing."""
     with allscan.Communicator(group) as comm:
         state = torch.ones(1, 2, device=comm.device)
         scan = allscan.AllScan(comm, (1, 2))
@@ -234,12 +234,12 @@ def all_refuse_case(group):
 
 
 @pytest.mark.quick
-def test_a_call_that_all_ranks_refuse(run, pool):
-    assert all(run(min(3, pool.size), all_refuse_case))
+def test_a_call_that_all_ranks_reject(run, pool):
+    assert all(run(min(3, pool.size), all_reject_case))
 
 
 def known_fault_case(group, kind, where, key):
-    """The last rank refuses a call, or times out; rank 0, which has not heard of it, calls what all ranks would."""
+    """The last rank rejects a call, or times out; rank 0, which has not heard of it, calls what all ranks would."""
     store = dist.distributed_c10d._get_default_store()
     comm = allscan.Communicator(group, timeout=2.0)
     state, last = torch.ones(1, 16, device=comm.device), comm.rank == comm.size - 1
@@ -253,13 +253,13 @@ def known_fault_case(group, kind, where, key):
         times.append(time.monotonic() - start)
 
     if last:
-        call(allscan.allscan, state.double() if kind == "refused" else state, comm=comm)
+        call(allscan.allscan, state.double() if kind == "rejected" else state, comm=comm)
         if comm.device.type == "cuda":
             torch.cuda.synchronize()
         call(allscan.allscan, state, comm=comm)
         call(comm.barrier)
         store.set(f"{key}0", b"")
-    elif kind == "refused":
+    elif kind == "rejected":
         allscan.allscan(state, comm=comm)
     store.wait([f"{key}0"], timedelta(seconds=60))
     if not last:
@@ -280,25 +280,25 @@ def known_fault_case(group, kind, where, key):
 
 
 @pytest.mark.parametrize("where", ["barrier", "first call", "AllScan.close", "close", "resync"])
-@pytest.mark.parametrize("kind", ["refused", "late"])
+@pytest.mark.parametrize("kind", ["rejected", "late"])
 def test_nobody_waits_longer_than_the_time_out_after_a_fault(run, kind, where, size=2):
     """Neither the rank that has raised nor the others, which hear why."""
     (found, times, after), (of_last, times_of_last, after_last) = run(
         size, known_fault_case, kind, where, uuid.uuid4().hex, timeout=100.0
     )
     assert after and after_last
-    last = "AllScanOutOfStep" if kind == "refused" else "AllScanTimeout"
+    last = "AllScanOutOfStep" if kind == "rejected" else "AllScanTimeout"
     assert of_last[1][0] == of_last[2][0] == last, of_last
     # on GPUs a call that times out has long returned
     assert (of_last[0] or [last])[0] in ("TypeError", "AllScanTimeout"), of_last
     assert times_of_last[2] < 1.0 and max(times_of_last) < 2 + 5 + 3, times_of_last
-    reason = "has refused its call 2 (TypeError" if kind == "refused" else "AllScanTimeout: rank 1 waited 2 s"
+    reason = "has rejected its call 2 (TypeError" if kind == "rejected" else "AllScanTimeout: rank 1 waited 2 s"
     assert found[0][0] == ("RuntimeError" if where == "resync" else "AllScanOutOfStep") and reason in found[0][1], found
     assert times[0] < {"close": 2 + 5, "resync": 4 + 5}.get(where, 0.0) + 3, times
 
 
 def compared_case(group):
-    """In debug mode the others wait for a rank before each launch: they hear that it refuses the call."""
+    """In debug mode the others wait for a rank before each launch: they hear that it rejects the call."""
     with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
         state = torch.ones(1, 16, device=comm.device)
         scan = allscan.AllScan(comm, (1, 16))  # whose arguments are not compared before the launch
@@ -311,21 +311,21 @@ def compared_case(group):
         return answer, seconds, right
 
 
-def test_debug_hears_of_a_refused_call(run):
+def test_debug_hears_of_a_rejected_call(run):
     for rank, (answer, seconds, right) in enumerate(run(2, compared_case)):
-        assert answer[0] == ("TypeError" if rank else "Refused") and seconds < 3 and right == [True, True], answer
-        assert rank or "rank 1 has refused this call: TypeError" in answer[1]
+        assert answer[0] == ("TypeError" if rank else "Rejected") and seconds < 3 and right == [True, True], answer
+        assert rank or "rank 1 has rejected this call: TypeError" in answer[1]
 
 
 def settled_case(group):
-    """All ranks refuse calls, each at its own pace, and go on; later one rank leaves a call out."""
+    """All ranks reject calls, each at its own pace, and go on; later one rank leaves a call out."""
     comm = allscan.Communicator(group, timeout=2.0)
     chance, state = random.Random(comm.rank), torch.ones(1, 16, device=comm.device)
     allscan.allscan(state, comm=comm)
-    refused = []
+    rejected = []
     for _ in range(6):
         time.sleep(chance.uniform(0, 0.3))
-        refused.append(raised(allscan.allscan, state.double(), comm=comm)[0])
+        rejected.append(raised(allscan.allscan, state.double(), comm=comm)[0])
     right = [(allscan.allscan(i * state, comm=comm) == i * comm.rank).all().item() for i in range(1, 5)]
     comm.barrier()
     missed = None
@@ -336,13 +336,13 @@ def settled_case(group):
             missed = raised(comm.check)
     dist.barrier(group)
     comm.close()
-    return refused, right, missed
+    return rejected, right, missed
 
 
-def test_a_time_out_names_no_call_that_all_ranks_refused(run):
-    for rank, (refused, right, missed) in enumerate(run(3, settled_case)):
-        assert refused == ["TypeError"] * 6 and right == [True] * 4
-        assert rank == 0 or (missed[0] == "AllScanTimeout" and "refused" not in missed[1]), missed
+def test_a_time_out_names_no_call_that_all_ranks_rejected(run):
+    for rank, (rejected, right, missed) in enumerate(run(3, settled_case)):
+        assert rejected == ["TypeError"] * 6 and right == [True] * 4
+        assert rank == 0 or (missed[0] == "AllScanTimeout" and "rejected" not in missed[1]), missed
 
 
 def training(comm, i, ignores, validate=False, how="allscan"):
@@ -417,7 +417,7 @@ def test_validation_without_backward(run, pool):
 
 
 def checkpoint_case(group):
-    """Activation checkpointing recomputes a call in backward, and stops there: nothing is refused or dropped."""
+    """Activation checkpointing recomputes a call in backward, and stops there: nothing is rejected or dropped."""
     from torch.utils.checkpoint import checkpoint
 
     with allscan.Communicator(group, timeout=TIMEOUT) as comm:
@@ -431,7 +431,7 @@ def checkpoint_case(group):
             prev = checkpoint(call, state, use_reentrant=False)
             (prev * i).sum().backward()
             found.append((state.grad / state.cos()).item())
-            assert comm.order.refused is None
+            assert comm.order.rejected is None
             assert not any(any(scan.launcher.backwards.dropped) for scan in comm.collectives)
         return max(abs(x - i * (comm.size - 1 - comm.rank)) for i, x in enumerate(found, 1))
 
@@ -721,7 +721,7 @@ def test_out_that_shares_memory_and_decays_that_are_no_numbers(run):
 
 
 def transforms_case(group):
-    """torch.func's transforms are refused by name, and the next call is right."""
+    """torch.func's transforms are rejected by name, and the next call is right."""
     with allscan.Communicator(group, timeout=TIMEOUT) as comm:
         x = torch.ones(2, 1, 3, 1, 2, device=comm.device)
         calls = {
@@ -760,5 +760,5 @@ def forward_mode_case(group):
         return first[0], second[0]
 
 
-def test_forward_mode_derivatives_are_refused(run):
+def test_forward_mode_derivatives_are_rejected(run):
     assert run(1, forward_mode_case) == [("NotImplementedError", "NotImplementedError")]

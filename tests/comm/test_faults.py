@@ -354,7 +354,7 @@ def one_rank_wrong_case(group):
             start = time.monotonic()
             late = raised(call, comm, wrong)
             answers.append((first, late, time.monotonic() - start))
-            comm.resync()  # rank 1 has refused a call that rank 0 has made
+            comm.resync()  # rank 1 has rejected a call that rank 0 has made
     return answers
 
 
@@ -453,7 +453,7 @@ def test_an_arena_of_the_same_size_is_no_second_one(fresh):
     assert fresh(1).run(same_size_case) == ["ValueError"]
 
 
-def refused_case(group, kind, name):
+def rejected_case(group, kind, name):
     """Rank 1 gives an argument that is wrong in an odd way at a first call. All ranks raise soon, and go on."""
     import numpy as np
 
@@ -520,7 +520,7 @@ def refused_case(group, kind, name):
     + [("halo", n) for n in ("nested cu_seqlens", "float cu_seqlens", "cu_seqlens on one rank", "n")],
 )
 def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):
-    answers = run(3, refused_case, kind, name)
+    answers = run(3, rejected_case, kind, name)
     for rank, (answer, seconds, after) in enumerate(answers):
         assert answer is not None and seconds < 5.0, (rank, answer, seconds)
         assert after is None, after
@@ -646,7 +646,7 @@ def test_a_first_call_checks_before_it_asks(run, kind):
 
 
 def later_call_case(group, kind):
-    """The same at a call that comes again, which asks nobody: until the last rank has refused it."""
+    """The same at a call that comes again, which asks nobody: until the last rank has rejected it."""
     found, rank, size = {}, dist.get_rank(), dist.get_world_size(group)
     function, right = arguments_of(kind)
     with allscan.Communicator(group, timeout=1.0) as comm:
@@ -665,18 +665,18 @@ def later_call_case(group, kind):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_call_that_one_rank_refuses(run, kind):
+def test_a_later_call_that_one_rank_rejects(run, kind):
     """As the documentation has it: that rank raises at once, and AllScanOutOfStep at its next call; the others end, at
     barrier() at the latest, with an error that names rank, call and reason."""
     first, second = run(2, later_call_case, kind)
     for name, (number, answer, seconds, after, end) in second.items():
         assert answer is not None and not answer[0].startswith("AllScan") and seconds < 0.8, (name, answer, seconds)
-        assert after[0] == end[0] == "AllScanOutOfStep" and f"has refused its call {number}" in end[1], (name, after)
+        assert after[0] == end[0] == "AllScanOutOfStep" and f"has rejected its call {number}" in end[1], (name, after)
         assert answer[1][:40] in end[1], (name, answer, end)
         for other in first[name][1::2]:
             assert other is None or other[0] in ("AllScanTimeout", "AllScanOutOfStep"), (name, other)
         other = first[name][-1]
-        assert other is not None and f"ank 1 has refused its call {number}" in other[1], (name, other)
+        assert other is not None and f"ank 1 has rejected its call {number}" in other[1], (name, other)
         assert answer[1][:40] in other[1], (name, answer, other)
 
 

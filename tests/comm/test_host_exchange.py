@@ -181,17 +181,17 @@ def test_who_did_not_come_is_not_waited_for_as_long_again(monkeypatch):
 
 @pytest.mark.quick
 def test_what_is_read_executes_nothing():
-    """A word that is not JSON is refused, whoever has written it."""
+    """A word that is not JSON is rejected, whoever has written it."""
     store = Store()
     ranks = [ThreadRank(rank, 2, store) for rank in range(2)]
-    store.words["allscan/name/refused/any"] = b""
-    store.words["allscan/name/refused/0"] = b"__import__('os').system('true')"
+    store.words["allscan/name/rejected/any"] = b""
+    store.words["allscan/name/rejected/0"] = b"__import__('os').system('true')"
     with pytest.raises(ValueError, match="Expecting value"):
-        ranks[1].posted("refused")
+        ranks[1].posted("rejected")
 
 
 @pytest.mark.quick
-def test_an_answer_without_ones_own_word_is_refused():
+def test_an_answer_without_ones_own_word_is_rejected():
     store = Store()
     store.words["allscan/name/1/decision"] = b'done [["what", "another"], ["what", 5]]'
     with pytest.raises(RuntimeError, match="the answer is of another exchange"):
@@ -241,8 +241,8 @@ def new_job_case():
     """A default group that is begun anew: said so, and after finalize() everything works in the new one."""
     comm = allscan.Communicator()
     store = dist.distributed_c10d._get_default_store()
-    refused = raised(allscan.finalize)
-    assert refused[0] == "RuntimeError" and "open communicators" in refused[1] and "size=2" in refused[1]
+    rejected = raised(allscan.finalize)
+    assert rejected[0] == "RuntimeError" and "open communicators" in rejected[1] and "size=2" in rejected[1]
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=1 - rank, world_size=2)
@@ -391,10 +391,10 @@ def keys_case(group):
     for i in range(3):
         with allscan.Communicator(group) as comm:
             allscan.allscan(torch.ones(2, 4 + i, 8), comm=comm)
-            refused = raised(allscan.allscan, torch.ones(2), comm=comm)
-            assert refused[0] == "ValueError"
+            rejected = raised(allscan.allscan, torch.ones(2), comm=comm)
+            assert rejected[0] == "ValueError"
             comm.barrier()
-            if i:  # close() alone takes back what was refused, too
+            if i:  # close() alone takes back what was rejected, too
                 comm.resync()
     return keys() - before
 

@@ -105,7 +105,7 @@ def gated_case(group, tokens, kind, dtype, cuts):
     ],
 )
 def test_gated_delta_rule(run, size, kind, dtype, cuts):
-    """Whose backward fla refuses on Hopper with Triton before 3.7.1: gradients are held against float64 alone."""
+    """Whose backward fla rejects on Hopper with Triton before 3.7.1: gradients are held against float64 alone."""
     for ours, theirs in run(size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts):
         assert all(ours[name] <= 1.1 * theirs[name] + 1e-5 for name in NAMES[:2]), (ours, theirs)
         assert max(ours.values()) < (1.2e-2 if dtype == BF16 else 2e-3), ours

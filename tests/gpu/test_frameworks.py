@@ -1,7 +1,7 @@
 """transformers' models and Megatron-core's mixers over the GPUs of this machine, against one rank.
 
 One rank runs transformers' own functions in torch, or the recurrence in float64 (Megatron-core), and not fla's kernels:
-they are another program, need no compilation, and fla refuses Gated DeltaNet's backward on Hopper with Triton before
+they are another program, need no compilation, and fla rejects Gated DeltaNet's backward on Hopper with Triton before
 3.7.1. mamba_ssm, causal_conv1d and Transformer Engine are not needed: in their place run transformers' functions in
 torch, or fla's convolution and the stand-ins of support/megatron.py. fla's kernels round float32 to TF32 (triangular
 systems always), so that one rank with the operators that the ranks run is 1e-3 from torch's functions. So errors are

@@ -519,16 +519,16 @@ def captured_lengths_case(group):
                 torch.cuda.current_stream().wait_stream(side)
                 on_gpu = lengths.to(comm.device)
                 comm.barrier()
-                graph, refused = torch.cuda.CUDAGraph(), None
+                graph, rejected = torch.cuda.CUDAGraph(), None
                 with torch.cuda.graph(graph):
                     try:
                         call(on_gpu)
                     except ValueError as error:
-                        refused = str(error)
+                        rejected = str(error)
                     result = call(lengths)[0]
                 graph.replay()
                 torch.cuda.synchronize()
-                answers[name] = refused, torch.equal(result, expected)
+                answers[name] = rejected, torch.equal(result, expected)
         comm.barrier()
         return answers
 
@@ -536,8 +536,8 @@ def captured_lengths_case(group):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_capture_has_lengths_of_the_host(run, size):
     for answers in run(size, captured_lengths_case):
-        for name, (refused, same_bits) in answers.items():
-            assert refused is not None and "cannot be captured" in refused and same_bits, (name, refused, same_bits)
+        for name, (rejected, same_bits) in answers.items():
+            assert rejected is not None and "cannot be captured" in rejected and same_bits, (name, rejected, same_bits)
 
 
 def dropped_work_case(group, replays):

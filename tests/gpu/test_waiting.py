@@ -281,7 +281,7 @@ def proof_case(group):
             try:
                 answers.append(method.prove("all_gather", before, 3, 1, True, graph.replay))
             except AssertionError as problem:
-                answers.append(f"refused: {problem}")
+                answers.append(f"rejected: {problem}")
         comm.barrier()
         return answers
 
@@ -289,4 +289,4 @@ def proof_case(group):
 def test_a_row_is_of_the_method_that_it_names(run):
     for honest, fraud in run(2, proof_case):
         assert "AllGather" in honest and "0 scans of All-Scan" in honest, honest
-        assert fraud.startswith("refused") and "All-Scan made (3, 3) scans" in fraud, fraud
+        assert fraud.startswith("rejected") and "All-Scan made (3, 3) scans" in fraud, fraud

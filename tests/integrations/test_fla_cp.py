@@ -196,7 +196,7 @@ def kernel_case(group, name, cuts):
         leaves[2] *= factor
         leaves = [leaf.requires_grad_() for leaf in leaves]
         o = operator(*leaves, **options)[0]
-        if name == "Gated DeltaNet":  # whose gradients fla refuses with Triton before 3.7.1 on Hopper
+        if name == "Gated DeltaNet":  # whose gradients fla rejects with Triton before 3.7.1 on Hopper
             return [o.detach()]
         return [o.detach(), *torch.autograd.grad(o, leaves, weights[:, part].to(o.dtype))]
 

@@ -94,7 +94,7 @@ def of_first(comm, call, fla, kind, model, whole, **options):
 
 def model_case(group, tokens, kind, choices, packed, layout, attention=()):
     """Errors of logits, loss and each gradient: against the recurrence, and on GPUs against fla's kernels, but where
-    fla refuses their backward (Gated DeltaNet's on Hopper)."""
+    fla rejects their backward (Gated DeltaNet's on Hopper)."""
     fla = import_fla()
     from allscan.integrations.attention import Attention
     from allscan.integrations.fla import sequence_parallel
@@ -109,8 +109,8 @@ def model_case(group, tokens, kind, choices, packed, layout, attention=()):
         if layout == "documents":
             documents = [2 * comm.size * n for n in DOCUMENTS]
             lengths = torch.tensor(documents, dtype=torch.int32).to(comm.device)
-        refused = on_gpu and kind == "gated_deltanet" and torch.cuda.get_device_capability()[0] == 9
-        calls = [RECURRENCES[kind]] if refused or not on_gpu else [RECURRENCES[kind], None]
+        rejected = on_gpu and kind == "gated_deltanet" and torch.cuda.get_device_capability()[0] == 9
+        calls = [RECURRENCES[kind]] if rejected or not on_gpu else [RECURRENCES[kind], None]
         labels = whole.clone()
         if documents:  # of which the layout keeps labels apart
             labels[:, [a for a in documents if a < sum(tokens)]] = -100
@@ -274,7 +274,7 @@ class Other(torch.nn.Module):
 
 
 def options_case(group):
-    """Prefills of other lengths, also on one rank alone, also of a cache that was used; criteria; what is refused."""
+    """Prefills of other lengths, also on one rank alone, also of a cache that was used; criteria; what is rejected."""
     fla = import_fla()
     from allscan.integrations.fla import sequence_parallel
 
@@ -323,7 +323,7 @@ def test_options(run):
         assert lengths == [16, 14, 15, 11] and error < 1e-5
 
 
-def test_other_layers_are_refused():
+def test_other_layers_are_rejected():
     from fla.layers import DeltaNet, GatedLinearAttention
 
     from allscan.integrations.fla import sequence_parallel

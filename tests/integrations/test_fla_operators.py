@@ -42,7 +42,7 @@ def operators(fast):
     def fast_linear_attn(q, k, v, **o):
         return linear_attn.chunk_linear_attn(q, k, v, normalize=False, **o)
 
-    def fast_simple_gla(q, k, v, g, **o):  # in chunks, fla refuses gradients as those of Gated DeltaNet (below)
+    def fast_simple_gla(q, k, v, g, **o):  # in chunks, fla rejects gradients as those of Gated DeltaNet (below)
         return simple_gla.fused_recurrent_simple_gla(q, k, v, g, **o)
 
     def fast_hgrn(x, g, **o):
@@ -113,7 +113,7 @@ def operator_case(group, name):
                 for n, x in given.items()
             ]
             o = call(*leaves)
-            if on_gpu and name == "Gated DeltaNet":  # whose gradients fla refuses with Triton before 3.7.1 on Hopper
+            if on_gpu and name == "Gated DeltaNet":  # whose gradients fla rejects with Triton before 3.7.1 on Hopper
                 return {"o": o.detach()}
             gradients = torch.autograd.grad(o, leaves, weights[:, part].reshape(o.shape).to(o.dtype))
             return {"o": o.detach()} | {n: x for n, x in zip(names, gradients, strict=True) if n != "u"}

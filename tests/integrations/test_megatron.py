@@ -304,13 +304,13 @@ def test_bfloat16(run, layout, size=2):
 
 def not_packed_case(group):
     """packed_seq_params of a format that is not packed and without boundaries are none; with a group of their own they
-    are refused."""
+    are rejected."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from allscan.integrations.megatron import sequence_parallel
 
     with stand_ins(), allscan.Communicator(group) as comm:
-        made, equal, refused = model(sequence_parallel(specification(), comm=comm), group), [], []
+        made, equal, rejected = model(sequence_parallel(specification(), comm=comm), group), [], []
         for mixer, mask in zip(mixers(made), ({}, dict(attention_mask=None)), strict=True):
             x = torch.randn(8, 2, WIDTH)
             expected, _ = mixer(x, **mask)
@@ -318,16 +318,16 @@ def not_packed_case(group):
                 found, _ = mixer(x, **mask, packed_seq_params=PackedSeqParams(qkv_format=kind))
                 equal.append(torch.equal(found, expected))
             own = PackedSeqParams(qkv_format="bshd", local_cp_size=1)
-            refused.append(raised(mixer, x, **mask, packed_seq_params=own))
-        return equal, refused
+            rejected.append(raised(mixer, x, **mask, packed_seq_params=own))
+        return equal, rejected
 
 
 def test_packed_seq_params_that_are_none(run, size=2):
-    for equal, refused in run(size, not_packed_case):
-        assert all(equal) and all("parallel group of their own" in text for _, text in refused), (equal, refused)
+    for equal, rejected in run(size, not_packed_case):
+        assert all(equal) and all("parallel group of their own" in text for _, text in rejected), (equal, rejected)
 
 
-def refusals_case(group):
+def rejections_case(group):
     """(what is raised by bad calls of each mixer on this rank, whether a good call is right behind them)."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -362,7 +362,7 @@ def refusals_case(group):
         return answers, built, made(None, None, None, decoder_input=x).isfinite().all()
 
 
-def test_what_is_refused(run, size=2):
+def test_what_is_rejected(run, size=2):
     words = [
         "inference",
         "'thd'",
@@ -373,7 +373,7 @@ def test_what_is_refused(run, size=2):
         "differs between ranks",
         "even",
     ]
-    for answers, built, good in run(size, refusals_case):
+    for answers, built, good in run(size, rejections_case):
         assert good
         for word, (kind, message) in zip(words * 2, answers, strict=True):
             assert kind == "ValueError" and word in message, (word, message)

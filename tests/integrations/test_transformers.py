@@ -411,7 +411,7 @@ def documents_case(group):
         odd, ids = lengths + torch.tensor([0, 2, 0, 0]), dict(input_ids=part["input_ids"])
         starts = torch.cat([torch.arange(b - a) for a, b in pairwise(lengths.tolist())])[places][None]
         rows = cut_batch(batch, comm=comm, layout="zigzag")
-        refused = {
+        rejected = {
             f"multiples of {2 * comm.size}": ids | dict(cu_seq_lens_q=odd),
             "differs between ranks": ids | dict(cu_seq_lens_q=odd if last else lengths),
             "told by cu_seq_lens_q": ids | dict(position_ids=starts),
@@ -419,7 +419,7 @@ def documents_case(group):
             "a batch of one": dict(input_ids=whole[:, places], cu_seq_lens_q=lengths),
             "but the model has 1 rows, tokens [16, 16], zigzag, per_document=True": rows,
         }
-        answers = {text: raised(model, **wrong) for text, wrong in refused.items()}
+        answers = {text: raised(model, **wrong) for text, wrong in rejected.items()}
         wrong = dict(comm=comm, layout="zigzag", per_document=True)
         answers["must be multiples"] = raised(cut_batch, batch | dict(cu_seq_lens_q=odd), **wrong)
         answers["is for layout"] = raised(cut_batch, batch, **wrong | dict(layout="contiguous"))
@@ -432,7 +432,7 @@ def documents_case(group):
         return errors, answers
 
 
-def test_cut_documents_and_what_is_refused(run, size=2):
+def test_cut_documents_and_what_is_rejected(run, size=2):
     for errors, answers in run(size, documents_case):
         assert max(errors) < 1e-5
         for text, answer in answers.items():
@@ -868,7 +868,7 @@ def flash(query, key, value, attention_mask, query_length, is_causal, softmax_sc
 
 
 def options_case(group):
-    """FlashAttention, by a stand-in; a given number of labels; what is refused, and that calls go on after that."""
+    """FlashAttention, by a stand-in; a given number of labels; what is rejected, and that calls go on after that."""
     from transformers.integrations import flash_attention
 
     from allscan.integrations.transformers import sequence_parallel
@@ -890,7 +890,7 @@ def options_case(group):
         errors += [relative(found.logits, want.logits[:, mine]), relative(share, want.loss)]
         found.loss.backward()
         past = made("qwen3_next")(input_ids=whole, use_cache=True).past_key_values
-        refused = {
+        rejected = {
             "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
             "must be empty": dict(past_key_values=past),
             "leave no cache": dict(cu_seq_lens_q=torch.tensor([0, 8, 20]), use_cache=True),
@@ -906,7 +906,7 @@ def options_case(group):
             "batch of one": dict(input_ids=part.expand(2, -1), cu_seq_lens_q=torch.tensor([0, 8, 20])),
         }
         with torch.no_grad():
-            for text, wrong in refused.items():
+            for text, wrong in rejected.items():
                 answers[text] = raised(model, **dict(input_ids=part) | wrong)
             again = model(input_ids=part, attention_mask=torch.ones_like(part))
         errors.append(relative(again.logits, found.logits))
@@ -931,7 +931,7 @@ def options_case(group):
 
 
 def zigzag_case(group):
-    """FlashAttention, by a stand-in, and offset positions; what is refused in the zigzag layout."""
+    """FlashAttention, by a stand-in, and offset positions; what is rejected in the zigzag layout."""
     from transformers.integrations import flash_attention
 
     from allscan.integrations.transformers import sequence_parallel
@@ -950,7 +950,7 @@ def zigzag_case(group):
         errors = [relative(model(input_ids=part, **how).logits, want) for how in ({}, dict(position_ids=shifted))]
         model.model.forward, last = ordinary, comm.rank == comm.size - 1
         contiguous = torch.arange(12)[None] + 12 * comm.rank
-        refused = {
+        rejected = {
             "begin with 0, got (0, 9) of the whole at positions [0, 1]": dict(
                 position_ids=torch.where(mine < 9, mine, mine - 8)[None]
             ),
@@ -961,7 +961,7 @@ def zigzag_case(group):
             "pack the sequences": dict(attention_mask=torch.zeros_like(part)),
         }
         with torch.no_grad():
-            for text, wrong in refused.items():
+            for text, wrong in rejected.items():
                 answers[text] = raised(model, **dict(input_ids=part) | wrong)
             errors.append(relative(model(input_ids=part).logits, want))
             sequence_parallel(model, comm=comm, layout="contiguous" if last else "zigzag")
@@ -973,14 +973,14 @@ def zigzag_case(group):
 
 
 @pytest.mark.parametrize("case", [options_case, zigzag_case])
-def test_options_and_what_is_refused_when_called(run, case, size=2):
+def test_options_and_what_is_rejected_when_called(run, case, size=2):
     for error, answers in run(size, case):
         assert error < 1e-5
         for text, answer in answers.items():
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
 
 
-def refused_case(group):
+def rejected_case(group):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from allscan.integrations import attention
@@ -1007,7 +1007,7 @@ def refused_case(group):
     sharing = modeling.Qwen3NextForCausalLM(shared.config)
     with allscan.Communicator(group) as comm:
         sequence_parallel(shared, comm=comm)
-        refused = {
+        rejected = {
             "got ['LlamaForCausalLM', 'LlamaModel']": other,
             "got none": torch.nn.Linear(2, 2),
             "got ['Qwen3NextForSequenceClassification']": modeling.Qwen3NextForSequenceClassification(config),
@@ -1020,7 +1020,7 @@ def refused_case(group):
             "was replaced": changed(forward=lambda *_: None),
             "has the same config": sharing,
         }
-        answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in refused.items()}
+        answers = {text: raised(sequence_parallel, model, comm=comm) for text, model in rejected.items()}
         for text, function, given in (
             ('is for merged=True and the function "sdpa"', "eager", attention.Attention(memory=1000)),
             ("got Attention(merged=False, memory=1000)", "sdpa", attention.Attention(False, 1000)),
@@ -1034,7 +1034,7 @@ def refused_case(group):
         return answers
 
 
-def test_what_is_refused_before(run):
-    for answers in run(1, refused_case):
+def test_what_is_rejected_before(run):
+    for answers in run(1, rejected_case):
         for text, answer in answers.items():
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)

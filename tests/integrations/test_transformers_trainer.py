@@ -310,8 +310,8 @@ def test_as_the_ordinary_trainer_on_gpus(fresh, tmp_path, size=2):
             assert not list(different(found[case], expected[case], 1e-3)), (case, found[case], expected[case])
 
 
-def refused_case(folder):
-    """{what must be said: what is} of this rank, for what SequenceParallelTrainer refuses."""
+def rejected_case(folder):
+    """{what must be said: what is} of this rank, for what SequenceParallelTrainer rejects."""
     from allscan.integrations.transformers import SequenceParallelTrainer, sequence_parallel
 
     mesh, rank, answers = begin(1), dist.get_rank(), {}
@@ -326,7 +326,7 @@ def refused_case(folder):
             given |= {} if "model_init" in given else dict(model=model)
             return SequenceParallelTrainer(args=arguments(folder, 2, **options), **given)
 
-        refused = {
+        rejected = {
             "not split": dict(split=False),
             "model_init": dict(model_init=lambda: sequence_parallel(made("qwen3_5"), comm=comm)),
             "compute_loss_func": dict(compute_loss_func=lambda *_, **__: 0),
@@ -340,7 +340,7 @@ def refused_case(folder):
             "rank 0: None; rank 1: label_smoothing_factor": dict(label_smoothing_factor=0.1 * rank),
             "compute_metrics differs": dict(compute_metrics=_Seen() if rank else None),
         }
-        for text, options in refused.items():
+        for text, options in rejected.items():
             answers[text] = raised(make, **options)
         other = rows(4, True, seed=rank)
         padded = [row | dict(attention_mask=torch.arange(LENGTH).ge(i)) for i, row in enumerate(rows(4, True))]
@@ -372,9 +372,9 @@ def refused_case(folder):
 
 
 @pytest.mark.cpu
-def test_what_is_refused(fresh, tmp_path, size=2):
+def test_what_is_rejected(fresh, tmp_path, size=2):
     """Kind: what would give other numbers than the ordinary Trainer, or other ones on each rank."""
-    for answers in fresh(size).run(refused_case, str(tmp_path)):
+    for answers in fresh(size).run(rejected_case, str(tmp_path)):
         for text, answer in answers.items():
             text = text[0] if isinstance(text, tuple) else text
             assert answer is not None and answer[0] == "ValueError" and text in answer[1], (text, answer)
@@ -448,7 +448,7 @@ def cut_case(group, layout):
         errors = [relative(share(part), want), relative(share(cut()), want), float((joined != whole).sum())]
         dealt = torch.randint(1, VOCABULARY, (2, T), generator=torch.Generator().manual_seed(rank))
         last, other = rank == size - 1, comm.size > 1
-        refused = {
+        rejected = {
             "rows differ between ranks": {
                 n: x[:1] if last and n != "use_cache" else x
                 for n, x in part.items()
@@ -460,7 +460,7 @@ def cut_case(group, layout):
             "but the model has 2 rows": part | dict(input_ids=whole, labels=whole, position_ids=torch.arange(T)[None]),
             "but the model has 1 rows": {n: x[:1] if n in ("input_ids", "labels") else x for n, x in part.items()},
         }
-        for text, wrong in refused.items() if other else ():
+        for text, wrong in rejected.items() if other else ():
             answers[text] = raised(model, **wrong)
         wrong = {
             "input_ids [B, T]": dict(input_ids=None),

@@ -469,7 +469,7 @@ NODE = graph_cache.NODE_BYTES
 
 
 def test_an_empty_buffer_is_no_node():
-    """Of a rank without tokens: the driver refuses zeros of no bytes."""
+    """Of a rank without tokens: the driver rejects zeros of no bytes."""
     plan, found = Plan(), Edges()
     x = plan.input(torch.zeros(0, 8))
     plan.zero(x)

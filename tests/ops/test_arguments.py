@@ -329,7 +329,7 @@ def gates_case(group, call, value, how, debug):
     "name, how, debug",
     [(name, how, False) for name in BAD for how in WAYS] + [(name, "contiguous", True) for name in BAD],
 )
-def test_gates_that_are_refused(run, name, call, how, debug):
+def test_gates_that_are_rejected(run, name, call, how, debug):
     """Gates that kernels make NaN or noise of, in every operator that has any; zeco_gla is exact for strong ones."""
     value, words = BAD[name]
     if call is gla and name[0] == "-":
@@ -491,7 +491,7 @@ def test_a_later_move_that_differs(fresh):
     """With other tokens on one rank than before: no rank returns, and none waits longer than the time-out."""
     known, new = fresh(2).run(later_move_case, timeout=60.0)
     assert known[0] == "AllScanOutOfStep" and "waited 2 s" in known[1], known
-    assert new[0] == "Refused" and "rank 0 has refused this call" in new[1], new
+    assert new[0] == "Rejected" and "rank 0 has rejected this call" in new[1], new
 
 
 def compiled_move_case(group):

@@ -275,7 +275,7 @@ def in_nested_regions(x):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("function", [in_a_branch, in_nested_regions])
-def test_what_torch_does_not_order_is_refused(function):
+def test_what_torch_does_not_order_is_rejected(function):
     torch._dynamo.reset()
     LOG.clear()
     _, message = raised(torch.compile(function, backend="aot_eager", fullgraph=True), torch.ones(3))

@@ -120,7 +120,7 @@ def test_saved_tensors_that_come_back_in_another_way(run, size):
         assert max(found.values()) < 1, {name: e for name, e in found.items() if e >= 1}
 
 
-def refused_saved_case(group, kind, only, names):
+def rejected_saved_case(group, kind, only, names):
     """What a rank says of a hook that gives back tensors of another dtype, shape or device on rank ``only``, or on all
     if it is None; and whether the calls behind are right."""
     change = dict(
@@ -156,7 +156,7 @@ OPERATORS = "allscan", "zeco_gla", "zeco_kda", "zeco_gated"  # halo saves nothin
 @pytest.mark.parametrize("kind", ["half", "double", "integers", "shorter", "flat", "elsewhere"])
 def test_saved_tensors_that_are_others(run, kind):
     names = OPERATORS[1:] if kind == "integers" else OPERATORS
-    for found in run(2, refused_saved_case, kind, None, names):
+    for found in run(2, rejected_saved_case, kind, None, names):
         assert len(found) >= 10
         for name, (error_name, why) in found.items():
             assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, error_name, why)
@@ -164,16 +164,18 @@ def test_saved_tensors_that_are_others(run, kind):
 
 @pytest.mark.cpu  # where a wait that ends is found in the call itself
 def test_all_ranks_hear_of_saved_tensors_that_are_others(run):
-    waits, refuses = run(2, refused_saved_case, "half", 1, ("zeco_gla, contiguous", "zeco_kda, contig", "allscan, dec"))
+    waits, rejects = run(
+        2, rejected_saved_case, "half", 1, ("zeco_gla, contiguous", "zeco_kda, contig", "allscan, dec")
+    )
     assert len(waits) == 4
     for name in waits:
-        assert refuses[name][0] == "RuntimeError" and "saved_tensors_hook" in refuses[name][1], refuses[name]
+        assert rejects[name][0] == "RuntimeError" and "saved_tensors_hook" in rejects[name][1], rejects[name]
         assert waits[name][0] == "AllScanTimeout" and "saved_tensors_hook" in waits[name][1], waits[name]
 
 
 def compiled_hooks_case(group):
-    """The same where torch.compile makes the backward: (largest error, what others are refused by)."""
-    worst_error, refusals = 0.0, {}
+    """The same where torch.compile makes the backward: (largest error, what others are rejected by)."""
+    worst_error, rejections = 0.0, {}
     with allscan.Communicator(group) as comm:
         for name, (function, shapes) in calls().items():
             if not name.startswith(("allscan", "halo", "zeco_gla", "zeco_kda")) or "zigzag" in name or "packed" in name:
@@ -191,14 +193,14 @@ def compiled_hooks_case(group):
             leaves = [x.clone().requires_grad_() for x in tensors]
             with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double()):
                 results = as_tuple(compiled(*leaves))
-            refusals[name] = raised(torch.autograd.grad, results, leaves, [torch.ones_like(y) for y in results])
-    return worst_error, refusals
+            rejections[name] = raised(torch.autograd.grad, results, leaves, [torch.ones_like(y) for y in results])
+    return worst_error, rejections
 
 
 def test_saved_tensors_of_compiled_functions(run, size=2):
-    for worst_error, refusals in run(size, compiled_hooks_case):
-        assert worst_error < 1e-5 and len(refusals) >= 5  # compiled, torch's own functions are others
-        for name, (error_name, why) in refusals.items():
+    for worst_error, rejections in run(size, compiled_hooks_case):
+        assert worst_error < 1e-5 and len(rejections) >= 5  # compiled, torch's own functions are others
+        for name, (error_name, why) in rejections.items():
             assert error_name == "RuntimeError" and "saved_tensors_hook" in why, (name, why)
 
 
@@ -239,7 +241,7 @@ def tangents_case(group, only):
     return found, right
 
 
-def test_forward_mode_derivatives_are_refused(run, size=2):
+def test_forward_mode_derivatives_are_rejected(run, size=2):
     for found, right in run(size, tangents_case, None):
         assert len(found) > 100 and set(right.values()) == {None}
         for name, answer in found.items():
@@ -268,10 +270,10 @@ def tangents_of_gradients_case(group):
     return found
 
 
-def test_forward_mode_derivatives_of_gradients_are_refused(run, size=2):
+def test_forward_mode_derivatives_of_gradients_are_rejected(run, size=2):
     for found in run(size, tangents_of_gradients_case):
         for name, answer in found.items():
-            word = "forward AD" if "ssd" in name else "forward-mode"  # torch refuses silu's before ours is reached
+            word = "forward AD" if "ssd" in name else "forward-mode"  # torch rejects silu's before ours is reached
             assert answer and answer[0] == "NotImplementedError" and word in answer[1], (name, answer)
 
 

@@ -148,7 +148,7 @@ def test_neighbour_shift(run, size):
 
 
 def autograd_case(group):
-    """What autograd does beside a first gradient: it is told of writes, autocast is kept out, more is refused."""
+    """What autograd does beside a first gradient: it is told of writes, autocast is kept out, more is rejected."""
     with allscan.Communicator(group) as comm:
         x = torch.ones(1, 2, 2, device=comm.device, requires_grad=True)
         decay = torch.full((1, 2), 0.5, device=comm.device, requires_grad=True)
@@ -476,8 +476,8 @@ def test_arrays_of_other_libraries(run):
 
 
 def read_only_case(group):
-    """Arrays that must not be written are read, but refused as ``out``, also where out is the state itself; and where
-    one rank alone refuses its first call, the others hear of it."""
+    """Arrays that must not be written are read, but rejected as ``out``, also where out is the state itself; and where
+    one rank alone rejects its first call, the others hear of it."""
     with allscan.Communicator(group) as comm:
         state = np.ones((2, 4, 8), np.float32)
         frozen = state.copy()
@@ -513,7 +513,7 @@ class Awaited(torch.Tensor):
 
 
 def subclasses_case(group):
-    """What a functional collective returns is refused with the method that gives a tensor with memory."""
+    """What a functional collective returns is rejected with the method that gives a tensor with memory."""
     import torch.distributed._functional_collectives as functional
 
     with allscan.Communicator(group) as comm:
@@ -529,7 +529,7 @@ def test_tensors_of_functional_collectives(run):
 
 def inference_case(group, operator):
     """A gradient that torch cannot save for: in enable_grad inside of inference_mode, and of tensors made there. Each
-    operator refuses it before anything is launched, on one rank alone too; then all go on."""
+    operator rejects it before anything is launched, on one rank alone too; then all go on."""
     if operator in ("zeco_kda", "zeco_gated_delta_rule"):
         import_fla(models=False)
     with allscan.Communicator(group, timeout=5.0) as comm:
@@ -587,7 +587,7 @@ def test_gradients_of_inference_tensors(run, operator):
 
 
 def memory_case(group):
-    """What an AllScan takes is what size_hint says, and comes back: by close(), by ``with``, and after a refusal."""
+    """What an AllScan takes is what size_hint says, and comes back: by close(), by ``with``, and after a rejection."""
     with allscan.Communicator(group) as comm:
         arena, shape = comm.memory.heap.arena, (3, 40, 24)
         free, buffers = arena.free_bytes, len(comm.memory._buffers)

@@ -85,7 +85,7 @@ def test_gradients(run, decay_shape, algorithm):
             assert max(errors) < 1e-5, errors
 
 
-def test_a_call_that_one_rank_refuses_or_never_enters(run):
+def test_a_call_that_one_rank_rejects_or_never_enters(run):
     given = options("rails", (2, 2))
     for how, step in (("allscan", False), ("skipped", True)):
         for rank, (found, right, end, again) in enumerate(run(4, shifted_case, how, step, given)):
@@ -187,7 +187,7 @@ def arguments_case(group):
         answers.append(raised(scan.channel))
         answers.append(raised(scan.launch, None, (1,)))
         answers.append(raised(scan.scan, torch.ones(2, 4), transition=torch.ones(2, 2)))
-        answers.append(raised(scan.scan, torch.ones(2, 4).double()))  # which all refuse
+        answers.append(raised(scan.scan, torch.ones(2, 4).double()))  # which all reject
         decay = (None, 0.5, torch.tensor([1.0, 0.0]), 0)[comm.rank]
         given = [torch.ones(2), torch.full((2,), 0.5), torch.tensor([1.0, 0.0]), torch.zeros(2)]
         for reverse in (False, True):

@@ -141,7 +141,7 @@ def test_transitions(K, one):
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
 
 
-def test_a_tile_too_small_for_its_warps_is_refused():
+def test_a_tile_too_small_for_its_warps_is_rejected():
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=1, BV=64)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
     values = {
@@ -283,7 +283,7 @@ class NoCarrier:
         return 1.0
 
 
-def refused_on_sm_100(kernel):
+def rejected_on_sm_100(kernel):
     """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/limits.md."""
     return kernel is delta.adjoint_kernel and VERSION < (3, 9)
 
@@ -315,7 +315,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
             other = Compiled(kernel, arguments, options, **launch, capability=100)
             assert other.shared <= 227 << 10, (kernel, options)
             assert other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (kernel, options)
-            assert other.tensor_memory <= 512 or other.tensor_memory == 544 and refused_on_sm_100(kernel), kernel
+            assert other.tensor_memory <= 512 or other.tensor_memory == 544 and rejected_on_sm_100(kernel), kernel
         yield kernel, compiled
 
 

@@ -402,8 +402,8 @@ def captured_case(group):
         return answers, right
 
 
-def test_a_capture_refuses_cu_seqlens_on_the_gpu(run, size=2):
-    """Contents that a graph's replays would not see: refused on every rank, before anything is launched."""
+def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, size=2):
+    """Contents that a graph's replays would not see: rejected on every rank, before anything is launched."""
     for answers, right in run(size, captured_case):
         assert all(right)
         for name, answer in answers.items():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...base.autograd import Operator, check_saveable, refuse_second_derivative
+from ...base.autograd import Operator, check_saveable, reject_second_derivative
 from ...base.checks import (
     check_for_an_operator,
     check_halves,
@@ -23,7 +23,7 @@ from ...base.checks import (
 )
 from ...base.errors import DeferredError
 from ...bindings.torch_compat import unsafe_view
-from ...bindings.versions import refusal
+from ...bindings.versions import rejection
 from ...comm.backwards import recomputing, saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ...scan.fwd_epochs import FWD_EPOCHS
@@ -192,7 +192,7 @@ def zeco_gated_delta_rule(
 
     The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, and comm=. g: [B, T, HV], natural
     logarithm of the decay of a head; dt_bias: [HV]. All else as in :func:`zeco_kda`. Trains on Hopper with
-    Triton 3.6 too, where fla refuses this rule's backward.
+    Triton 3.6 too, where fla rejects this rule's backward.
     Source: Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
 
         >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
@@ -424,8 +424,8 @@ def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag):
 
 
 def _import_fla() -> None:
-    if refused := refusal("flash-linear-attention"):
-        raise ImportError(refused)
+    if rejected := rejection("flash-linear-attention"):
+        raise ImportError(rejected)
     try:
         import fla.ops.kda  # noqa: F401
     except Exception as error:  # a package that is there in part raises anything
@@ -561,7 +561,7 @@ def _backward(
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     comm = communicator_of(handle)
     with comm.call(True, f"the backward of zeco_{rule}", (do, dfinal)):
-        refuse_second_derivative("a delta rule")
+        reject_second_derivative("a delta rule")
         if q.ndim != 4:
             raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
         given = q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do

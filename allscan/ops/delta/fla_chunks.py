@@ -220,7 +220,7 @@ class GatedDeltaNet:
         dv = fla(chunk_bwd_dv_local, q=q, k=k, g=sums, do=do, scale=scale, **options)
         h, v_new, entering = states.turn(q, k, w, u, sums, do, None, dfinal, scale, kept, dv=dv)
         dh, dv = states.backward(q, k, w, sums, do, dv, scale, entering, dinitial)
-        # fla refuses its own kernel for this on Hopper before Triton 3.7.1
+        # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = states.gradients(q, k, v_new, w, sums, do, dv, h, dh, scale)
         dk2, dv, dbeta, dg2 = fla(prepare_wy_repr_bwd, k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
         dq, dk = (_of_heads(x, q.shape[2]) for x in (dq, dk))

@@ -148,11 +148,11 @@ class _Calls:
                 trace.forget()
                 return function(**arguments)
             trace.returns(result)
-            if not trace.refused and trace.is_same(self._trace):
+            if not trace.rejected and trace.is_same(self._trace):
                 try:
                     self._compare(trace, function, arguments, tensors)
                 except Exception as error:  # no memory for a second result, for one
-                    self._plan, trace.refused = None, f"{type(error).__name__}: {error}"
+                    self._plan, trace.rejected = None, f"{type(error).__name__}: {error}"
             trace.forget()
             self._trace = trace
             return result
@@ -209,7 +209,7 @@ class _Step(NamedTuple):
     places: tuple[_Place, ...]
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     pass
 
 
@@ -220,7 +220,7 @@ class _Trace(TorchDispatchMode):
         super().__init__()
         self._thread = threading.get_ident()
         self.steps: list[_Step] = []
-        self.refused = ""  # why there is no plan of it
+        self.rejected = ""  # why there is no plan of it
         self._memories: dict[int, _Memory] = {}  # by address
         self._kept: list[Tensor] = []  # so that no address comes twice
         self._result: list[_Place | None] = []
@@ -238,9 +238,9 @@ class _Trace(TorchDispatchMode):
         """The tensor must be an argument, or one that was made during the trace, whole."""
         memory = self._memories.get(x.data_ptr())
         if memory is None or memory.dtype != x.dtype or not x.is_contiguous():
-            raise _Refused("a tensor that is neither an argument nor made here, or a part of one")
+            raise _Rejected("a tensor that is neither an argument nor made here, or a part of one")
         if x.numel() != self._kept[memory.number].numel():
-            raise _Refused("a part of a tensor")
+            raise _Rejected("a part of a tensor")
         return _Place(memory.number, tuple(x.shape))
 
     def _step(self, kernel: Any, grid: Any, fixed: dict[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -253,7 +253,7 @@ class _Trace(TorchDispatchMode):
         try:
             yield
         except Exception as error:
-            self.refused = self.refused or f"{type(error).__name__}: {error}"
+            self.rejected = self.rejected or f"{type(error).__name__}: {error}"
 
     def launched(self, kernel: Any, grid: Any, args: tuple, options: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -265,7 +265,7 @@ class _Trace(TorchDispatchMode):
             grid = tuple(grid(bound.arguments) if callable(grid) else grid)
             fixed = {name: x for name, x in (bound.arguments | options).items() if not isinstance(x, Tensor)}
             if not all(isinstance(x, CONSTANTS) for x in fixed.values()):
-                raise _Refused("an argument of a kernel that is neither a tensor nor a constant")
+                raise _Rejected("an argument of a kernel that is neither a tensor nor a constant")
             self._step(kernel, grid, fixed, [x for x in bound.arguments.values() if isinstance(x, Tensor)])
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -279,16 +279,16 @@ class _Trace(TorchDispatchMode):
             elif function is aten.sum.dim_IntList and {*kwargs} <= {"dtype"}:
                 x, *where = args
                 if x.numel() > MOST_SUMMED * made.numel():
-                    raise _Refused("a sum of many")
+                    raise _Rejected("a sum of many")
                 self._add(made)
                 keep = len(where) > 1 and where[1]
                 self._step(_sum, None, dict(dims=tuple(where[0]), keepdim=keep, dtype=made.dtype), [x, made])
             elif function is aten.add_.Tensor and not kwargs and isinstance(args[1], Tensor):
                 if self._place(args[0]).memory < self._given:
-                    raise _Refused("an argument that is changed")
+                    raise _Rejected("an argument that is changed")
                 self._step(_add, None, {}, args)
             elif not function.is_view:
-                raise _Refused(str(function))
+                raise _Rejected(str(function))
         return made
 
     def returns(self, result: Any) -> None:
@@ -296,7 +296,7 @@ class _Trace(TorchDispatchMode):
         with self._watching():
             self._alone = isinstance(result, Tensor)
             if not self._alone and type(result) is not tuple:
-                raise _Refused("a result that is neither a tensor nor a tuple")
+                raise _Rejected("a result that is neither a tensor nor a tuple")
             self._result = [None if x is None else self._place(x) for x in ([result] if self._alone else result)]
 
     def is_same(self, other: _Trace | None) -> bool:

@@ -14,7 +14,7 @@ from ...base.autograd import (
     CustomOperator,
     Function,
     check_saveable,
-    refuse_second_derivative,
+    reject_second_derivative,
     wants_gradient,
     watched,
 )
@@ -425,7 +425,7 @@ def _run_backward(
 ):
     carrier = carrier_of(handle) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
-        refuse_second_derivative("zeco_gla")
+        reject_second_derivative("zeco_gla")
         if q.ndim != 4:
             raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:

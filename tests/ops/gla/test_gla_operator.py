@@ -346,7 +346,8 @@ def test_custom_operators(run):
 
 
 def watched_case(group):
-    """Under a mode that looks at operators zeco_gla is one; and a second derivative is refused where all hear of it."""
+    """Under a mode that looks at operators zeco_gla is one; and a second derivative is rejected where all hear of
+    it."""
     with allscan.Communicator(group, timeout=4) as comm:
         x = torch.rand(1, 70, 2, 16, device=comm.device)
         with FakeTensorMode() as mode:
@@ -366,7 +367,7 @@ def watched_case(group):
 def test_modes_and_second_derivatives(run):
     (of_first, first), (of_second, second) = run(2, watched_case)
     assert of_first and of_second and first[0] is second[0] is None
-    assert "no second derivative" in second[1][1] and "has refused its call" in first[2][1], (first, second)
+    assert "no second derivative" in second[1][1] and "has rejected its call" in first[2][1], (first, second)
 
 
 def in_place_case(group):
@@ -431,7 +432,7 @@ def bad_input_case(group):
         return answers
 
 
-def test_bad_input_is_refused_on_every_rank(run, size=2):
+def test_bad_input_is_rejected_on_every_rank(run, size=2):
     expected = [
         ("TypeError", "float64"),
         ("ValueError", "q, k, g must be"),
@@ -498,14 +499,14 @@ def calls_that_are_known_case(group):
             dict(scale=Decimal(1)),  # is no number of Python's, although it equals 1
         )
         names = dict(zip("qkvg", tensors, strict=True))
-        refused = [raised(allscan.zeco_gla, comm=comm, **names | change) for change in wrong]
+        rejected = [raised(allscan.zeco_gla, comm=comm, **names | change) for change in wrong]
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
-            refused.append(raised(allscan.zeco_gla, comm=comm, **names | dict(q=dual)))
+            rejected.append(raised(allscan.zeco_gla, comm=comm, **names | dict(q=dual)))
         with FakeTensorMode() as mode:  # neither takes what is kept, nor is kept
             allscan.zeco_gla(*map(mode.from_tensor, tensors), comm=comm)
         assert all(torch.equal(a, b) for a, b in zip(plain, call(), strict=True))
-        return [name for name, _ in refused]
+        return [name for name, _ in rejected]
 
 
 @pytest.mark.parametrize("size", [1, 2])

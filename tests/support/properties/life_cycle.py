@@ -23,7 +23,7 @@ class LifeCycle:
     """
 
     MOST_COMMS, MOST_SCANS = 3, 4
-    TIMEOUT = 5.0  # of communicators on which a rank refuses a call, so that the others wait for it
+    TIMEOUT = 5.0  # of communicators on which a rank rejects a call, so that the others wait for it
 
     def __init__(self, seed):
         self.seed, self.draw = seed, Draw("cycle", seed)
@@ -78,9 +78,9 @@ class LifeCycle:
             close=2,
             barrier=2,
             resync=2,
-            all_refuse=2,
-            first_refused=2,
-            one_refuses=3,
+            all_reject=2,
+            first_rejected=2,
+            one_rejects=3,
             missed=2,
             late_backward=1,
             finalize=1,
@@ -95,7 +95,7 @@ class LifeCycle:
             if len(self.comms) < self.MOST_COMMS:
                 return self.open()
             return None
-        if name in ("one_refuses", "missed"):
+        if name in ("one_rejects", "missed"):
             self.faults += 1
             if self.faults > 2 or len(comm["ranks"]) < 2 or comm["patient"]:
                 return None
@@ -103,7 +103,7 @@ class LifeCycle:
         if not comm["patient"]:
             dist.barrier()  # else a rank of a busy machine may be that late
         getattr(self, "count_step" if name == "step" else name)(comm, Draw(self.seed, name, number))
-        if name == "one_refuses":
+        if name == "one_rejects":
             dist.barrier()  # those who have not waited would wait elsewhere
 
     def open(self):
@@ -252,9 +252,9 @@ class LifeCycle:
                     assert entry["scan"].epochs == (0, 0)
 
     def wrong_call(self, comm, draw):
-        """(a call that is refused, the exception's name, alike on every rank that makes it)"""
+        """(a call that is rejected, the exception's name, alike on every rank that makes it)"""
         kind = draw.choice(["shape", "dtype", "decay", "both"])
-        self.log.append("refused for its " + kind)
+        self.log.append("rejected for its " + kind)
         if not self.member(comm):
             return None
         comm, entry = comm["comm"], draw.choice(comm["scans"])
@@ -268,8 +268,8 @@ class LifeCycle:
             return lambda: scan.scan(state, torch.ones(*state.shape[:-2], K + 1)), "ValueError"
         return lambda: scan.scan(state, 0.5, transition=torch.zeros(*state.shape[:-1], K)), "ValueError"
 
-    def all_refuse(self, comm, draw):
-        """Nothing changes. A rank may refuse several before the others have."""
+    def all_reject(self, comm, draw):
+        """Nothing changes. A rank may reject several before the others have."""
         self.make(comm, draw)
         for _ in range(draw.randint(1, 3)):
             wrong = self.wrong_call(comm, draw)
@@ -284,11 +284,11 @@ class LifeCycle:
     def draw_wait(self, comm):
         return 0.02 * comm["ranks"].index(self.me)
 
-    def first_refused(self, comm, draw):
-        """What is wrong on one rank in a first call is refused on all, and takes nothing."""
+    def first_rejected(self, comm, draw):
+        """What is wrong on one rank in a first call is rejected on all, and takes nothing."""
         odd = draw.choice(comm["ranks"])
         kind = draw.choice(["function", "AllScan", "halo", "full"])
-        self.log.append(f"{kind} refused by rank {odd}")
+        self.log.append(f"{kind} rejected by rank {odd}")
         if not self.member(comm):
             return
         wrong, comm = self.me == odd or comm["comm"].size == 1, comm["comm"]
@@ -308,7 +308,7 @@ class LifeCycle:
             return
         assert answer and answer[0] in ("TypeError", "ValueError"), answer
 
-    def one_refuses(self, comm, draw):
+    def one_rejects(self, comm, draw):
         """It makes no further calls; the others time out or have what is theirs; resync() brings all back."""
         self.make(comm, draw)
         entry = draw.choice(comm["scans"])
@@ -316,7 +316,7 @@ class LifeCycle:
         call = ScanCall(draw, len(comm["ranks"]), entry["shape"], entry["dense"], debug=comm["debug"])
         wrong = self.wrong_call(comm, draw)
         more = draw.happens(0.5)
-        self.log.append(f"rank {odd} refuses {call.text}")
+        self.log.append(f"rank {odd} rejects {call.text}")
         if not self.member(comm):
             return
         comm = comm["comm"]
@@ -325,17 +325,17 @@ class LifeCycle:
                 wrong[0]()
             else:
                 call.scan(comm, entry["scan"])
-            refused = False
+            rejected = False
         except (TypeError, ValueError):
             assert self.me == odd
-            refused = True
+            rejected = True
         except allscan.AllScanTimeout:
             assert not comm.debug and self.me != odd
-            refused = None
+            rejected = None
         except RuntimeError as problem:
             assert comm.debug and self.me != odd, problem
-            refused = None
-        assert refused is not False or self.me != odd
+            rejected = None
+        assert rejected is not False or self.me != odd
         if more and not comm.debug:
             answer = raised(entry["scan"].scan, torch.zeros(entry["shape"]))
             assert self.me != odd or answer[0] == "AllScanOutOfStep", answer
@@ -358,7 +358,7 @@ class LifeCycle:
         comm.resync()
 
     def late_backward(self, comm, draw):
-        """A backward pass of a call before resync() is refused, on all ranks alike, and costs nothing."""
+        """A backward pass of a call before resync() is rejected, on all ranks alike, and costs nothing."""
         if self.member(comm):
             x = torch.ones(2, 3, 4, requires_grad=True)
             found = allscan.allscan(x, comm=comm["comm"])
@@ -368,7 +368,7 @@ class LifeCycle:
         self.function_shape(comm, (2, 3, 4))
 
     def finalize(self, comm=None, draw=None):
-        """Refused while a communicator over several ranks is open, on the ranks that have one; else the arena goes."""
+        """Rejected while a communicator over several ranks is open, on the ranks that have one; else the arena goes."""
         if any(len(c["ranks"]) > 1 for c in self.comms):
             if any(self.member(c) and c["comm"].size > 1 for c in self.comms):
                 answer = raised(allscan.finalize)

@@ -79,7 +79,7 @@ class ScanCall:
     """What all ranks give to one call, and what they are to get."""
 
     def __init__(self, draw, size, shape, dense_allowed, gradients=False, debug=False):
-        """debug: of the communicator's, in which NaN is refused, also where it was given."""
+        """debug: of the communicator's, in which NaN is rejected, also where it was given."""
         self.shape, self.gradients, self.debug = shape, gradients, debug
         dense = [dense_allowed and draw.happens(0.3)] * size
         if not gradients and dense[0] and draw.happens(0.3):
