@@ -129,7 +129,7 @@ def test_packed_delta_rule(run, size, name):
 
 
 def collective_case(group, kind):
-    """Both prefixes and all gradients against the ranks one after the other, several epochs with late ranks."""
+    """Both prefixes and all gradients against the ranks one after the other, several epochs with stragglers."""
     with allscan.Communicator(group) as comm:
         P, K, errors = comm.size, 16, []
         for epoch in range(4):

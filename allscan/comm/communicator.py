@@ -292,7 +292,7 @@ class Communicator(Calls):
 
     def close(self) -> None:
         """Give the workspaces back. Collective, unless the communicator is broken: then close() returns at once. Where
-        it is broken on any rank the memory stays taken on all, because a late rank may still write into it. So it does,
+        it is broken on any rank the memory stays taken on all, because a straggler may still write into it. So it does,
         with a warning, where the ranks cannot hear of each other any more, because torch.distributed was ended.
 
         After a fault that this rank knows of it waits no longer than ``timeout`` for the others.

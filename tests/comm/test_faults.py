@@ -361,9 +361,9 @@ def one_rank_wrong_case(group):
 @pytest.mark.cpu
 def test_what_is_wrong_on_one_rank(run):
     right, wrong = run(2, one_rank_wrong_case)
-    for (first_right, late_right, _), (first, late, seconds) in zip(right, wrong, strict=True):
+    for (first_right, straggle_right, _), (first, late, seconds) in zip(right, wrong, strict=True):
         assert first is not None and first[0] in ("TypeError", "ValueError") and late == first and seconds < 5
-        assert first_right[0] == "ValueError" and first[1] in first_right[1] and late_right is None
+        assert first_right[0] == "ValueError" and first[1] in first_right[1] and straggle_right is None
 
 
 def broken_on_one_rank_case():

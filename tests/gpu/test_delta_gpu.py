@@ -1,4 +1,4 @@
-"""Delta rules on GPUs: beside fla's unsplit operator, both against float64; with late ranks, and in a CUDA graph."""
+"""Delta rules on GPUs: beside fla's unsplit operator, both against float64; with stragglers, and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_layout(comm, tokens, cuts):
     return tokens, lengths, place(comm, tokens, cut, lengths if cut else None), where
 
 
-def same_with_late_ranks(comm, whole, mine, where):
+def same_with_stragglers(comm, whole, mine, where):
     """Ours, of four calls before which one rank or another waits."""
     first = None
     for epoch in range(4):
@@ -52,7 +52,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
         expected = of_rank(whole.reference(), comm, tokens, lengths, sequences, *[bool(where)] * 2)
         theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
         theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        ours = same_with_late_ranks(comm, whole, mine, where)
+        ours = same_with_stragglers(comm, whole, mine, where)
         errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
         return {name: (errors[0][name], errors[1][name]) for name in NAMES}
 
@@ -88,7 +88,7 @@ def gated_case(group, tokens, kind, dtype, cuts):
         with torch.no_grad():
             theirs = [*chunk_gated_delta_rule(*whole.tensors(), **given), *exact[2:]]
         theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        ours = same_with_late_ranks(comm, whole, mine, where)
+        ours = same_with_stragglers(comm, whole, mine, where)
         return [relative_all(NAMES, x, expected) for x in (ours, theirs)]
 
 

@@ -41,7 +41,7 @@ def drawn(comm, shape, generator, kind):
     return states, "decay", torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
 
 
-def long_case(group, epochs, protocol, depth, late_rank, kind="decays"):
+def long_case(group, epochs, protocol, depth, straggler, kind="decays"):
     """Fresh data every epoch, checked every epoch; one rank is late every now and then.
 
     kind: "decays", "transitions", or "hops": the number 0 as decay on all ranks but one, another one each time.
@@ -62,7 +62,7 @@ def long_case(group, epochs, protocol, depth, late_rank, kind="decays"):
                 chained = turns.randrange(comm.size)
                 factors = [x if rank == chained else 0 * x for rank, x in enumerate(factors)]
                 factor = factor if comm.rank == chained else 0
-            if comm.rank == late_rank and chance.random() < 0.02:
+            if comm.rank == straggler and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
             out.fill_(float("nan"))
@@ -73,7 +73,7 @@ def long_case(group, epochs, protocol, depth, late_rank, kind="decays"):
         return worst.item()
 
 
-def zigzag_case(group, epochs, late_rank):
+def zigzag_case(group, epochs, straggler):
     """The same of two states, there and back."""
     with allscan.Communicator(group) as comm:
         shape, P = (4, 16, 32), comm.size
@@ -84,7 +84,7 @@ def zigzag_case(group, epochs, late_rank):
         for _ in range(epochs):
             states = torch.randn(2 * P, *shape, device=comm.device, generator=generator)
             decays = torch.rand(2 * P, *shape[:-1], device=comm.device, generator=generator)
-            if comm.rank == late_rank and chance.random() < 0.02:
+            if comm.rank == straggler and chance.random() < 0.02:
                 torch.cuda.synchronize()
                 time.sleep(chance.uniform(0, 4e-3))
             found = two_way_scan(scan, *(ScanInputs(states[i], decays[i]) for i in places))
@@ -101,7 +101,7 @@ def test_10000_epochs_of_zigzag(run, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_10000_epochs_with_a_late_rank(run, size):
+def test_10000_epochs_with_a_straggler(run, size):
     assert max(run(size, long_case, 10_000, "auto", 3, size - 1)) < 1e-5
 
 

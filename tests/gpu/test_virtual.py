@@ -64,8 +64,8 @@ def wrong_by(found, states, decays, initial=None, reverse=False):
     return (found - expected).abs().max().nan_to_num(nan=1e30)
 
 
-def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, late_us, initials, programs=4):
-    """Fresh data every epoch, programs late by up to ``late_us``; every 50 epochs all are compared."""
+def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, straggler_us, initials, programs=4):
+    """Fresh data every epoch, programs late by up to ``straggler_us``; every 50 epochs all are compared."""
     size = sum(nodes)
     ranks = VirtualRanks(
         size, shape, nodes=nodes, algorithm=algorithm, depth=depth, protocol=protocol, tile=tile, programs=programs
@@ -77,7 +77,7 @@ def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, late_us
     for epoch in range(epochs):
         states, decays = draw(generator, size, shape, kind)
         initial = states[0] / 2 if initials and epoch % 3 == 0 else None
-        late = [16 * chance.randrange(1 + int(late_us * 62.5)) * (chance.random() < 0.3) for _ in range(size)]
+        late = [16 * chance.randrange(1 + int(straggler_us * 62.5)) * (chance.random() < 0.3) for _ in range(size)]
         delays = torch.tensor(late, device="cuda")
         reverse = bool(epoch % 2)
         calls.append((states, decays, initial, reverse, delays))

@@ -125,7 +125,7 @@ def ddp_case(group):
         return bool(torch.stack(losses).isfinite().all())
 
 
-def test_ddp_overlap_beside_late_ranks(run, pool):
+def test_ddp_overlap_beside_stragglers(run, pool):
     assert all(run(pool.size, ddp_case))
 
 
@@ -216,7 +216,7 @@ def delay_kernel(ns):
         backoff(1)
 
 
-def late_backward_case(group, size, us, samples=60):
+def straggler_backward_case(group, size, us, samples=60):
     """Microseconds of a step on this rank, as a CUDA graph, with all ranks on time and with the last one late by
     ``us`` between forward and backward. The ranks begin each step together; what the others then take is not in it."""
     with allscan.Communicator(harness.group_of(size)) as comm:
@@ -248,8 +248,8 @@ def late_backward_case(group, size, us, samples=60):
         return medians
 
 
-def test_backward_has_100_us_of_work_for_a_late_neighbour(run, pool, size=2):
-    *others, last = run(pool.size, late_backward_case, pool.size, 100.0)
+def test_backward_has_100_us_of_work_for_a_straggling_neighbour(run, pool, size=2):
+    *others, last = run(pool.size, straggler_backward_case, pool.size, 100.0)
     print("on time, late:", *others, last)
     assert last[1] - last[0] > 80
     assert all(late - on_time < 15 for on_time, late in others), others

@@ -145,7 +145,7 @@ def test_several_tensors(run, size):
     run(size, several_case, TOKENS[size])
 
 
-def late_case(group, key):
+def straggler_case(group, key):
     """The first rank sends when the last one has its halo: nobody waits for more than the neighbour."""
     store = dist.distributed_c10d._get_default_store()
     with allscan.Communicator(group, timeout=20) as comm:
@@ -163,7 +163,7 @@ def late_case(group, key):
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_rank_waits_for_its_neighbour_only(run, size):
-    assert run(size, late_case, uuid.uuid4().hex) == [[10.0 * rank] for rank in range(size)]
+    assert run(size, straggler_case, uuid.uuid4().hex) == [[10.0 * rank] for rank in range(size)]
 
 
 def border_case(group):

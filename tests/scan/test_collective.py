@@ -61,7 +61,7 @@ def test_special_values(run, pool, protocol):
     assert max(run(size, scan_case, ScanCase((2, 8, 40), (2, 8), protocol=protocol, epochs=4, special=True))) < 1e-6
 
 
-def test_many_epochs_with_late_ranks(run, pool):
+def test_many_epochs_with_stragglers(run, pool):
     size = min(4, pool.size)
     assert max(run(size, scan_case, ScanCase((1, 4, 8), (1, 4), epochs=60, most_ms=4))) < 1e-6
 

@@ -60,7 +60,7 @@ def test_values_of_16_ranks_and_of_uneven_nodes(fresh, nodes, algorithm):
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
 def test_protocols_and_depths(run, algorithm, protocol, depth):
-    """Many calls, with late ranks, in which the others run ahead; decays of several shapes."""
+    """Many calls, with stragglers, in which the others run ahead; decays of several shapes."""
     assert max(run(5, values_case, (2, 1, 2), algorithm, protocol, depth, (2, 3, 10), (2, 3), 8, 4)) < 1e-6
     for decay_shape in ((), (2,), None):
         assert max(run(4, values_case, (2, 2), algorithm, protocol, depth, (2, 3, 9), decay_shape, 1, 0)) < 1e-6
@@ -267,7 +267,7 @@ def ahead_case(group, nodes, algorithm, protocol, depth, sleeper):
         ("recursive_doubling", (2, 2, 2), 3),
     ],
 )
-def test_ranks_ahead_of_a_late_one(run, algorithm, nodes, sleeper):
+def test_ranks_ahead_of_a_straggler(run, algorithm, nodes, sleeper):
     """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
     none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""
     for protocol, depth in (("sentinel", 1), ("put", 2)):

@@ -173,10 +173,10 @@ class LateCopies:
     def there(self):
         copy, to = torch.Tensor.copy_, torch.Tensor.to
 
-        def late_copy(x, host, non_blocking=False):
+        def straggling_copy(x, host, non_blocking=False):
             return (self._copies.append((x, host, self._stream)) or x) if non_blocking else copy(x, host)
 
-        def late_to(x, *where, non_blocking=False, **options):
+        def straggle_to(x, *where, non_blocking=False, **options):
             if not non_blocking:
                 return to(x, *where, **options)
             made = torch.zeros_like(x)
@@ -186,14 +186,14 @@ class LateCopies:
         with (
             mock.patch.object(packing, "torch", self),
             mock.patch.object(packing, "table_stream", lambda _: "tables", create=True),
-            mock.patch.object(torch.Tensor, "copy_", late_copy),
-            mock.patch.object(torch.Tensor, "to", late_to),
+            mock.patch.object(torch.Tensor, "copy_", straggling_copy),
+            mock.patch.object(torch.Tensor, "to", straggle_to),
             mock.patch.object(torch.Tensor, "pin_memory", lambda x: x),
         ):
             yield
 
 
-def late_copies_case(group):
+def straggling_copies_case(group):
     """Which calls differ from those whose tables are copied at once; and the copies."""
     results, gpu = [], LateCopies()
     for there in (contextlib.nullcontext, gpu.there):
@@ -216,7 +216,7 @@ def test_tables_are_there_before_any_stream_reads_them(run, size):
     """Memory shared between calls whose order hangs on a scan being launched first: calls on two streams, one of which
     copies tables that the other one reads, with no order between them. Whatever makes tables waits for the copy, one
     for each layout, on a stream that nothing else is launched on."""
-    for different, made, tables in run(size, late_copies_case):
+    for different, made, tables in run(size, straggling_copies_case):
         assert not different, different
         assert len(made) == tables > 10 and {stream for _, stream in made} == {"tables"}
 

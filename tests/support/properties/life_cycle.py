@@ -82,7 +82,7 @@ class LifeCycle:
             first_rejected=2,
             one_rejects=3,
             missed=2,
-            late_backward=1,
+            straggler_backward=1,
             finalize=1,
             anew=1,
         )
@@ -357,7 +357,7 @@ class LifeCycle:
         assert answer and answer[0] == "AllScanOutOfStep", answer
         comm.resync()
 
-    def late_backward(self, comm, draw):
+    def straggler_backward(self, comm, draw):
         """A backward pass of a call before resync() is rejected, on all ranks alike, and costs nothing."""
         if self.member(comm):
             x = torch.ones(2, 3, 4, requires_grad=True)
