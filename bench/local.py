@@ -71,7 +71,7 @@ def work(B, T, H, K, V) -> dict:
     chunks = B * -(-T // BT) * H * K * V * 2
     key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2
     pass_, within, pairs = 2 * n * K * V, 2 * n * BT * K, 2 * n * BT * V
-    # Backward's A is float32. What enters each chunk takes 3 bytes, the gradient of what leaves it 2.
+    # Backward's A is float32. A chunk's incoming state takes 3 bytes, the gradient of its outgoing state 2.
     turned = (key + value + segments + 2.5 * chunks, pass_), (key + value + 2 * scores, pass_ + pairs)
     found = {
         "operands_kernel": [(2 * (4 * key + gate) + 3 * scores, 4 * within)],

@@ -38,7 +38,7 @@ def recurrence_kernel(p_a, p_x, p_y, p_before, channel, T, D, REVERSE: tl.conste
         offsets += step * D
         t += 1
 
-    b_first = tl.zeros([1, channel.BV], tl.float32)  # what precedes the whole sequence
+    b_first = tl.zeros([1, channel.BV], tl.float32)  # the incoming state of the whole sequence
     b_carry, _ = device_allscan(channel, tile, b_carry, b_decay, b_first)
     tl.store(p_before + d, b_carry, mask=d < D)
 

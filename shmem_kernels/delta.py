@@ -8,15 +8,15 @@ qg = q e^G, G the sums of the chunk's gates) and D = e^G_C:
 
 Forward:
 1. summary_kernel        each segment by itself: what it leaves from zero, R [K, V], and its transition M [K, K]
-2. delta_carry_kernel    through the segments of this rank: what enters each from its own tokens, and by which matrix
-                         that depends on what enters the rank; of the last one, what the rank leaves and its transition
+2. delta_carry_kernel    through the segments of this rank: each one's incoming state from its tokens, and the matrix
+                         by which it depends on the rank's; of the last one, the rank's local state and its transition
 3. All-Scan over the ranks with that transition (transition.py): only a state travels
-4. delta_states_kernel   each segment from what enters it: the state that enters each chunk, and v_new
+4. delta_states_kernel   each segment from its incoming state: that of each chunk, and v_new
 Backward, the same from the last rank to the first with the transposed transitions of forward:
 1. adjoint_kernel        each segment from zero: what it leaves
    (the last one of a sequence from the gradient of its final state, so that its transition is needed nowhere)
 2. delta_carry_kernel, 3. All-Scan with the transposed transition
-4. adjoint_kernel        each segment from what enters it: the gradient of what leaves each chunk, and dv'
+4. adjoint_kernel        each segment from its incoming gradient: that of each chunk's outgoing state, and dv'
 
 Gates G are sums from the chunk's first token on, times log2(e), float32: KDA's [tokens, H, K], or with SCALAR Gated
 DeltaNet's [tokens, H], where k and q come without their decays, from HK heads; then kg = e^(G_C - G) k, as a factor of
@@ -169,9 +169,9 @@ def delta_carry_kernel(
 ):
     """Through the segments of one travelling state and head: X = M X + R. A program has BC columns of one of two X.
 
-    The state, from what this rank's tokens leave: p_enters [NS, H, K, V], what enters each segment; p_own [B, H, K, V],
+    The state, from this rank's local ones: p_enters [NS, H, K, V], each segment's incoming state; p_own [B, H, K, V],
     what the rank leaves. And, if the state enters this rank, the identity without R: p_through [NS, H, K, K], by which
-    what enters the rank comes to each segment; p_dense [B, H, K, K], by which it leaves the rank, if it does.
+    the rank's incoming state comes to each segment; p_dense [B, H, K, K], by which it leaves the rank, if it does.
     p_outside: the states at the beginning of each sequence. REVERSE: from the last segment to the first, M transposed,
     ends for beginnings.
     """
@@ -182,7 +182,7 @@ def delta_carry_kernel(
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     COMES: tl.constexpr = LEFT if REVERSE else ENTERED
-    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # adjoint_kernel began with what enters the last one
+    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # adjoint_kernel began with the last one's incoming state
     stride_i, stride_j = 1 if REVERSE else K, K if REVERSE else 1
     state = i_c < NV
     C = tl.where(state, V, K)
@@ -295,7 +295,7 @@ def delta_states_kernel(
     SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from what enters it: the state that enters each chunk (p_states [NC, H, K, V])
+    """Through the chunks of one segment, from its incoming state: that of each chunk (p_states [NC, H, K, V])
     and v_new [tokens, H, V]; p_final [N, H, K, V], the state behind the last token of a sequence that ends here.
 
     The state is held transposed, [BV, BK]: so it and v_new are left operands of the products, which tensor cores take
@@ -366,7 +366,7 @@ def adjoint_kernel(
 
     From zero, or where its sequence ends from p_outside [N, H, K, V] if there is one, it writes what the segment leaves
     (p_leaves [NS, H, K, V]), unless its sequence begins with it.
-    EVERY_CHUNK: from what enters the segment, it writes the gradient of the state that leaves each chunk (p_dstates
+    EVERY_CHUNK: from the segment's incoming gradient, it writes that of each chunk's outgoing state (p_dstates
     [NC, H, K, V]) and dv' [tokens, H, V]; with HAS_FINAL, p_leaves [N, H, K, V] takes the gradients of the states
     before the first token of each sequence that begins here. FROM_SCORES: p_dv is Aqk [tokens, H, BT] instead.
     """

@@ -8,9 +8,9 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
     keys_kernel       in its place where the scan takes long: k_out and the sum alone; operands_kernel then makes the
                       rest beside the scan
     state_kernel      each segment alone, from a zero state: what it leaves, and the sum of its gates
-    carry_kernel      what enters each segment from this rank's own tokens; what the rank leaves of them
-    scan_kernel       (scan.py) All-Scan of that over the ranks: what enters this rank
-    output_kernel     a segment at a time, its state in registers, beginning with what enters it from this rank and,
+    carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
+    scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state
+    output_kernel     a segment at a time, its state in registers, beginning with its incoming state from this rank and,
                       decayed, from the others:
                       o = A v + scale * q_in S,  then  S = exp(the chunk's gates) S + k_out^T v
 
@@ -32,13 +32,13 @@ The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS,
 (first token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that travel over the ranks
 (B is 1 for packed sequences).
 
-Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; what enters a segment
+Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
 as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
 (float16 could not hold the small end of a decay). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and
-what enters a chunk are stored as bfloat16, the last with 8 bits more beside it; A as bfloat16 where it is used for o
-alone, and as float32 where it is used for dv.
+incoming states of chunks are stored as bfloat16, the last with 8 bits more beside it; A as bfloat16 where it is used
+for o alone, and as float32 where it is used for dv.
 Source: ZeCO, arXiv 2507.01004, section 3; GLA, arXiv 2312.06635, section 4.
 """
 
@@ -204,9 +204,9 @@ def state_kernel(
     state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
     From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
-    [NS, H, K]). EVERY_CHUNK: from what enters the segment (p_own, p_gates, p_prev), it writes what enters each chunk
-    (p_state [NC, H, K, V], with p_low: see store_split) or, REVERSE, what output_kernel would write to p_dstates and,
-    with p_states and p_low, to p_passed.
+    [NS, H, K]). EVERY_CHUNK: from the segment's incoming state (p_own, p_gates, p_prev), it writes each chunk's
+    incoming state (p_state [NC, H, K, V], with p_low: see store_split) or, REVERSE, what output_kernel would write to
+    p_dstates and, with p_states and p_low, to p_passed.
     """
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
@@ -265,11 +265,11 @@ def carry_kernel(
 ):
     """The states through this rank's segments; one program for BK rows and BV columns of one travelling state and head.
 
-    p_state [NS, H, K, V]: in, what each segment leaves; out, what enters it from this rank's tokens. p_gates
-    [NS, H, K]: out, the gates by which what enters this rank decays up to there, -inf where it does not get there.
+    p_state [NS, H, K, V]: in, each segment's local state; out, its incoming state from this rank's tokens. p_gates
+    [NS, H, K]: out, the gates by which this rank's incoming state decays up to there, -inf where it does not get there.
     For the scan over the ranks: p_own [B, H, K, V], out, what this rank leaves; p_decay [B, H, K], out, by what
-    it multiplies what enters it. p_outside: the states at the beginning of each sequence. p_final: out, those at the
-    end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
+    it multiplies its incoming state. p_outside: the states at the beginning of each sequence. p_final: out, those at
+    the end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
     """
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index, h = i // H, i % H
@@ -322,8 +322,8 @@ def final_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Add what enters this rank (p_prev [B, H, K, V]) to the end of the sequence that comes with it, if it is here:
-    the first segment with which one ends. Arguments and programs as in carry_kernel."""
+    """Add this rank's incoming state (p_prev [B, H, K, V]) to the end of the sequence that comes with it, if it is
+    here: the first segment with which one ends. Arguments and programs as in carry_kernel."""
     i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index, h = i // H, i % H
     k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
@@ -373,10 +373,10 @@ def output_kernel(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from what enters it: o = A y + scale * z S, then S = decay S + x^T y.
+    """Through the chunks of one segment, from its incoming state: o = A y + scale * z S, then S = decay S + x^T y.
 
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A
-    transposed, o is dv, and scale * S the gradient D of what leaves the chunk, which is written to p_dstates
+    transposed, o is dv, and scale * S the gradient D of the chunk's outgoing state, which is written to p_dstates
     [NC, H, K, V]. With what entered the chunk (p_states and p_low, see load_fine) p_passed [NC, H, blocks of V, K]
     becomes decay * sum_v D * states: what dg has from state to state. Where K is above 128 a program's part of the
     state would not fit into registers beside that: state_kernel and value_grad_kernel (gla_bwd.py) do it.

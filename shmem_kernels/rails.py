@@ -1,7 +1,7 @@
 """The exclusive scan over several nodes: a slice of the state for each GPU of a node, slices scanned over the nodes.
 
 A member of a node gives the owner of a slice its part of it, state and decays; the owner folds the parts of its node,
-scans their total over the nodes, along its *rail*, and gives each member what enters it. docs/rails.md says what
+scans their total over the nodes, along its *rail*, and gives each member its incoming state. docs/rails.md says what
 travels, how much memory that takes, and why no rank waits for ever. In short: a launch has the same number of programs
 on all ranks, a program handles the same tiles on all of them, and waits for programs of its own number only, in an
 order that is the same everywhere.
@@ -241,7 +241,7 @@ def rails_kernel(
                 )
 
             tl.debug_barrier()  # before threads read words that others have seen; one warp has had no barrier
-            # once more, from what enters the node
+            # once more, from the node's incoming state
             offsets, inside = tile_offsets(node, tile, K, V)
             member = first
             i = 0
@@ -380,7 +380,7 @@ def _own_part(
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
-    """(state [BK, BV], decay [BK, 1]) of this rank; of the first one what leaves it stands for its state."""
+    """(state [BK, BV], decay [BK, 1]) of this rank; of the first one its outgoing state stands for its state."""
     b_state = load_tile(p_state, node, tile, K, V)
     b_decay = tl.full([node.BK, 1], 1.0, tl.float32)
     if HAS_DECAY:
@@ -401,7 +401,7 @@ def _first(p_initial, node, tile, K: tl.constexpr, V: tl.constexpr, HAS_INITIAL:
 
 @triton.jit
 def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
-    """(What enters this node, whether all is well), where what leaves it is b_product * that + b_sum."""
+    """(This node's incoming state, whether all is well), where its outgoing state is b_product * that + b_sum."""
     b_enters = tl.zeros([rail.BK, rail.BV], tl.float32)
     if (rail.RECV != NONE) & (rail.SEND != NONE):
         stopped = all_decays_zero(b_product)

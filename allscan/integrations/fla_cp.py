@@ -144,7 +144,8 @@ def _parts(context, N) -> list[_Part]:
 
 
 def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given):
-    """The states that enter this rank's sequences [N, HV, K, V]: what precedes the first of a part, else zeros."""
+    """The states that enter this rank's sequences [N, HV, K, V]: the incoming state of the first of a part, else
+    zeros."""
     if initial_state is not None:
         raise ValueError("initial_state must be None with a cp_context")
     N = len(cu_seqlens) - 1

@@ -177,7 +177,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
         states.append(state.float())
     documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states travel together
     left = [states[some[-1]][..., :V] for some in halves]
-    passes = [len(some) == 1 and wide[some[0]] for some in halves]  # of what enters, nothing passes an end
+    passes = [len(some) == 1 and wide[some[0]] for some in halves]  # no incoming state passes an end
     through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]
     prevs: Any
     if documents:

@@ -28,12 +28,12 @@ HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each wo
 
 class Carried(NamedTuple):
     """A state on its way over the ranks: tensors, or the buffers of a plan that stand for them. Each rank multiplies
-    what enters it by its decay or transition; by 0 where there is neither, or where nothing ``passes``.
+    its incoming state by its decay or transition; by 0 where there is neither, or where nothing ``passes``.
 
     In the zigzag layout the second dimension is 2: the first half of a rank's tokens, and the second; else 1."""
 
     state: Any  # [B, 1 or 2, H, K, V]
-    out: Any  # like state: is to hold what the ranks before this one leave
+    out: Any  # like state: the incoming state, when it has come
     fwd_epoch: Any  # int64 [FWD_EPOCHS], see AllScan.channel: written forward, read in reverse
     decay: Any = None  # [B, 1 or 2, H, K]
     transition: Any = None  # [B, 1 or 2, H, K, K]

@@ -124,7 +124,7 @@ def zeco_ssd(
             return states[span] if span not in entering else states[span] + tokens.decay(span) * entering[span]
 
         leaving = [after(span) for span in leave]
-        # what enters the rank passes it if it has no end of a sequence in between
+        # the incoming state passes the rank if it has no end of a sequence in between
         passing = [len(run) == 1 and not run[0].begins for run in runs]
         decays = [
             tokens.decay(run[0])[..., 0, 0] if p else torch.zeros_like(last[..., 0, 0], dtype=torch.float32)

@@ -51,7 +51,8 @@ def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[C
 
 
 def leaves(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:
-    """What leaves a rank that ``prev`` enters, differentiable: decay * prev + state; of a decay that is 0, state."""
+    """The outgoing state of a rank with the incoming state ``prev``, differentiable: decay * prev + state; of a decay
+    that is 0, state."""
     state, decay, transition, *_ = inputs
     if isinstance(decay, Shift):
         rows = -decay.rows if adjoint else decay.rows

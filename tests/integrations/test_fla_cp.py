@@ -39,8 +39,8 @@ def slots(context, size, rank):
 
 
 def summary_case(group, cuts, layout):
-    """Errors of what enters and leaves the sequences of each rank against fla's rule: the chain over the pre_num_ranks
-    before it, or the post_num_ranks behind."""
+    """Errors of the incoming and outgoing states of each rank's sequences against fla's rule: the chain over the
+    pre_num_ranks before it, or the post_num_ranks behind."""
     import_fla()
     from fla.ops.cp import build_cp_context, chunk_delta_h
 

@@ -117,7 +117,7 @@ class StatePass:
         return self._run(self._forward, k, w, u, g, initial, final, *kept)
 
     def turn(self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None):
-        """(h, v_new of forward, made again; what enters each segment from behind, for :meth:`backward`). The scan of
+        """(h, v_new of forward, made again; each segment's incoming gradient, for :meth:`backward`). The scan of
         the gradient runs beside the former. ``dv``, or scores Aqk to make it of. dfinal: [N, H, K, V] or None."""
         given, options = scores if dv is None else dv, dict(scale=scale, from_scores=dv is None)
         h, v_new, *entering = self._run(self._turn, q, k, w, u, g, do, given, dfinal, *kept, **options)
@@ -246,7 +246,7 @@ class StatePass:
         return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
     def _room(self, rank, segments, reverse: bool):
-        """(what the rank leaves; by which matrix what enters the rank comes to each segment; what enters the rank; by
+        """(local state; transition from the rank's entry to each segment; incoming state; by
         which matrix it leaves the rank); None where there is no such thing. ``rank``, ``segments``: what makes memory
         for the first and last of them, and for the other two."""
         states = self.num_states * self.H
@@ -261,8 +261,8 @@ class StatePass:
         self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, leaves, **self.chunked)
 
     def _through(self, plan: Plan, transitions, leaves, enters, outside, reverse, room) -> None:
-        """Fill ``enters`` with what enters each segment from this rank's tokens, of what each leaves; and of ``room``
-        all but what enters the rank."""
+        """Fill ``enters`` with each segment's incoming state from this rank's tokens, of each one's local state; and of
+        ``room`` all but the rank's incoming state."""
         own, through, _, dense = room
         block = self.blocks["carry"]["BC"]
         columns = cdiv(self.V, block) + (0 if through is None else cdiv(self.K, block))

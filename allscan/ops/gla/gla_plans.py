@@ -93,7 +93,7 @@ class Shape:
         return 2 * self.carried if self.zigzag else self.carried
 
     def entering(self, segments: int) -> list[Stored]:
-        """What enters each segment from this rank's tokens; its gates; what enters this rank."""
+        """Each segment's incoming state from this rank's tokens; its gates; this rank's incoming state."""
         state = self.H, self.K, self.V
         shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
         return [(shape, torch.float32) for shape in shapes]
@@ -106,8 +106,8 @@ class Shape:
         return [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32), *operands]
 
     def all_kept(self, segments: int, chunks: int) -> list[Stored]:
-        """What backward takes from forward and does not write to: the numbers of its scans, what enters, and what is
-        made of the chunks, or nothing."""
+        """What backward takes from forward and does not write to: the numbers of its scans, incoming states, and what
+        is made of the chunks, or nothing."""
         fwd_epochs: list[Stored] = [((FWD_EPOCHS,), torch.int64)]
         return fwd_epochs + self.entering(segments) + (self.made(chunks, False) if self.keeps else [])
 
@@ -303,7 +303,7 @@ class GLAPlan(Plan):
     ) -> Any:
         """Through the segments (carry_kernel), then over the ranks, beside what is recorded until :meth:`join_carry`.
 
-        Then ``states`` and ``gates`` are what enters each segment, ``prev`` [states, H, K, V] what enters this rank,
+        Then ``states`` and ``gates`` are each segment's incoming state, ``prev`` [states, H, K, V] this rank's,
         ``final`` the ends of the sequences.
 
         Forward has little to run beside the scan: operands_kernel where keys are made apart, otherwise nothing. So the
@@ -466,8 +466,8 @@ class GLAPlan(Plan):
         return dstates, passed
 
     def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]):
-        """What enters each chunk [NC, H, K, V], as store_split has it; ``entering``: own, gates, prev. ``grads``: what
-        is written behind the last use of the second of the two."""
+        """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``entering``: own, gates, prev.
+        ``grads``: what is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.narrow else states
         self._with_state(
