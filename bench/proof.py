@@ -16,8 +16,8 @@ class Method:
     """One way to compute the operator: a function of q, k, v, g, and what must be seen to run when it is called.
 
     comm: whose All-Scans are counted. scans: how many of All-Scan carry the state in a pass: 0, 1, or 2 in the zigzag
-    layout, there and back. nccl: what the names of the kernels of NCCL, or of the copies, contain by which the method
-    communicates, None for none.
+    layout, ascending and descending. nccl: what the names of the kernels of NCCL, or of the copies, contain by which
+    the method communicates, None for none.
     """
 
     def __init__(self, call, comm, *, scans: int = 0, nccl: str | None = None):

@@ -66,7 +66,7 @@ def zigzag_case(group, T):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("T", [2, 6])
-def test_there_and_back(run, size, T):
+def test_ascending_and_descending(run, size, T):
     run(size, zigzag_case, T)
 
 

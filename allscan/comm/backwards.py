@@ -71,7 +71,7 @@ class PendingBackward:
 
 
 def pending_backwards(backwards: Backwards, zigzag: bool) -> list[PendingBackward]:
-    """For the scan of a call, with ``zigzag`` for those of both halves: there and back."""
+    """For the scan of a call, with ``zigzag`` for those of both halves: ascending and descending."""
     there = PendingBackward(backwards, False)
     return [there, PendingBackward(backwards, True)] if zigzag else [there]
 

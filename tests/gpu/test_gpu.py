@@ -74,7 +74,7 @@ def long_case(group, epochs, protocol, depth, straggler, kind="decays"):
 
 
 def zigzag_case(group, epochs, straggler):
-    """The same of two states, there and back."""
+    """The same of two states, ascending and descending."""
     with allscan.Communicator(group) as comm:
         shape, P = (4, 16, 32), comm.size
         scan = allscan.AllScan(comm, shape)
