@@ -14,10 +14,10 @@ take the memory), random weights, bfloat16, T tokens a rank, DistributedDataPara
 
 Beside each other:
 
-* allscan: allscan.integrations.transformers; a state travels, softmax layers gather their keys and values or latents;
-* allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states travel;
+* allscan: allscan.integrations.transformers; a state is sent, softmax layers gather their keys and values or latents;
+* allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states are sent;
 * heads: all-to-all turns tokens into heads around fla's rule and around attention (Ulysses; as Megatron-core and
-  ms-swift do); gates travel in the model's dtype, and convolutions take the integration's: less than those send;
+  ms-swift do); gates are sent in the model's dtype, and convolutions take the integration's: less than those send;
 * gathered: each recurrent layer has the hidden states of the whole sequence on every rank and keeps its part (as slime
   and NeMo-Automodel do); softmax layers as for allscan;
 * data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers look back at less.

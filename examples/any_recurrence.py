@@ -5,7 +5,7 @@
 Here the operator is a loop over tokens; put your own kernels in its place. All that is needed is what a state that
 comes in is multiplied by over this rank's tokens: nothing (linear attention), a number a head (RetNet, simple GLA,
 Mamba2), a number a head and row (GLA, RWKV6, HGRN2), or a matrix a head (Gated DeltaNet, KDA), which is what the
-operator makes of the identity. Only the state travels, the matrix stays. The operator runs twice, from zero and from
+operator makes of the identity. Only the state is sent, the matrix stays. The operator runs twice, from zero and from
 this rank's incoming state; one whose output is linear in the state may add q S instead. Prints the largest differences
 to the unsplit sequence, of outputs and gradients; above 1e-4 the exit status is 1.
 """

@@ -1,6 +1,6 @@
-"""The channel: one direction between neighbours, along which the tiles of a state travel.
+"""The channel: one direction between neighbours, along which the tiles of a state are sent.
 
-A scan numbers its ranks in the direction of travel: ``prev`` sends to me, I send to ``next``; the first rank has no
+A scan numbers its ranks in the direction of the scan: ``prev`` sends to me, I send to ``next``; the first rank has no
 prev, the last no next. The state is cut into tiles. Each tile has ``DEPTH`` slots in the receiver's inbox and a scan
 number of its own, the *epoch*, which counts 1, 2, 3 ... in device memory: nothing comes from the host, so a CUDA graph
 can replay a scan and ranks may run ahead of each other.

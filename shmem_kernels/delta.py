@@ -10,7 +10,7 @@ Forward:
 1. summary_kernel        each segment by itself: what it leaves from zero, R [K, V], and its transition M [K, K]
 2. delta_carry_kernel    through the segments of this rank: each one's incoming state from its tokens, and the matrix
                          by which it depends on the rank's; of the last one, the rank's local state and its transition
-3. All-Scan over the ranks with that transition (transition.py): only a state travels
+3. All-Scan over the ranks with that transition (transition.py): only a state is sent
 4. delta_states_kernel   each segment from its incoming state: that of each chunk, and v_new
 Backward, the same from the last rank to the first with the transposed transitions of forward:
 1. adjoint_kernel        each segment from zero: what it leaves
@@ -167,7 +167,7 @@ def delta_carry_kernel(
     HAS_OUTSIDE: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Through the segments of one travelling state and head: X = M X + R. A program has BC columns of one of two X.
+    """Through the segments of one sent state and head: X = M X + R. A program has BC columns of one of two X.
 
     The state, from this rank's local ones: p_enters [NS, H, K, V], each segment's incoming state; p_own [B, H, K, V],
     what the rank leaves. And, if the state enters this rank, the identity without R: p_through [NS, H, K, K], by which

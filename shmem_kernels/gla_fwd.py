@@ -29,7 +29,7 @@ other chunks, those of strong decay, are ``strong_decay_kernel``'s.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
-(first token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that travel over the ranks
+(first token, end), ``p_first_segments`` [B + 1]: the first segment of each of the B states that are sent over the ranks
 (B is 1 for packed sequences).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
@@ -263,7 +263,7 @@ def carry_kernel(
     HAS_FINAL: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The states through this rank's segments; one program for BK rows and BV columns of one travelling state and head.
+    """The states through this rank's segments; one program for BK rows and BV columns of one sent state and head.
 
     p_state [NS, H, K, V]: in, each segment's local state; out, its incoming state from this rank's tokens. p_gates
     [NS, H, K]: out, the gates by which this rank's incoming state decays up to there, -inf where it does not get there.

@@ -10,7 +10,7 @@
               other.
 ``NONE``      There is no neighbour on this side.
 
-**Arrival words.** With every tile travels one int64: its epoch in the low half, and in the high half the *tag*, 31 bits
+**Arrival words.** With every tile one int64 is sent: its epoch in the low half, and in the high half the *tag*, 31 bits
 that say which call the sender is in (channel.py). There is one for each slot of each tile, and the receiver waits until
 its low half *equals* the epoch: a put that overtakes another one cannot be taken for it, and a word needs no reset.
 Then the receiver compares the tag with its own, before it uses or forwards anything of the tile.
@@ -110,7 +110,7 @@ def wait_credit(channel, tile, epoch, ok):
 
 @triton.jit
 def post(channel, tile, epoch, word, b_value):
-    """Let the tile [BK, BV] float32 travel to next, with its arrival word."""
+    """Send the tile [BK, BV] float32 to next, with its arrival word."""
     at = _arrival(channel, tile, epoch)
     if channel.SEND == SENTINEL:
         tl.store(channel.next_arrived + at, word)

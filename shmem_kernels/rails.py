@@ -2,7 +2,7 @@
 
 A member of a node gives the owner of a slice its part of it, state and decays; the owner folds the parts of its node,
 scans their total over the nodes, along its *rail*, and gives each member its incoming state. docs/rails.md says what
-travels, how much memory that takes, and why no rank waits for ever. In short: a launch has the same number of programs
+is sent, how much memory that takes, and why no rank waits for ever. In short: a launch has the same number of programs
 on all ranks, a program handles the same tiles on all of them, and waits for programs of its own number only, in an
 order that is the same everywhere.
 
@@ -29,7 +29,7 @@ RAILS = tl.constexpr(3)  # the kind of link of ``node``, by which nothing crosse
 # The table (int64): of this rank
 TABLE_MEMBERS = tl.constexpr(0)  # of this rank's node
 TABLE_POSITION = tl.constexpr(1)  # of this rank among them, in the order of ranks
-TABLE_FIRST = tl.constexpr(2)  # the position of the first of them in the direction of travel
+TABLE_FIRST = tl.constexpr(2)  # the position of the first of them in the direction of the scan
 TABLE_STEP = tl.constexpr(3)  # from one position to the next in that direction: 1 or -1
 TABLE_GIVERS = tl.constexpr(4)  # how many of them give: all but the last rank of all
 TABLE_FIRST_NODE = tl.constexpr(5)  # whether this node is the first in that direction
@@ -180,7 +180,7 @@ def rails_kernel(
     first = tl.load(p_table + TABLE_FIRST).to(tl.int32)
     step = tl.load(p_table + TABLE_STEP).to(tl.int32)
     in_first_node = tl.load(p_table + TABLE_FIRST_NODE) != 0
-    place = (me - first) * step  # in the direction of travel
+    place = (me - first) * step  # in the direction of the scan
     first_of_all = in_first_node & (place == 0)
     begun = _begin(node, rail, p_table, me, members, SLICE, BD, ROUNDS, ROUND_LINK)
     epoch, word, ok = begun

@@ -23,7 +23,7 @@ recv, send = device.recv, device.send
 
 @triton.jit
 def dense_kernel(p_state, p_transition, p_initial, p_out, channel, V, K: tl.constexpr):
-    """R_{p+1} = A_p R_p + S_p with a dense A [K, K]: columns of the state travel whole, rows cannot be cut."""
+    """R_{p+1} = A_p R_p + S_p with a dense A [K, K]: columns of the state are sent whole, rows cannot be cut."""
     tile = tl.program_id(0)
     NV = (V + channel.BV - 1) // channel.BV
     head, v = tile // NV, tile % NV * channel.BV + tl.arange(0, channel.BV)

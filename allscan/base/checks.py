@@ -15,8 +15,8 @@ from ..bindings.torch_compat import forward_ad
 
 
 class Shift(NamedTuple):
-    """In place of a decay, for halo() of a rank with fewer tokens than travel: R_{p+1}[k] = R_p[k + rows] + state_p[k],
-    where there is such a row. Its adjoint shifts the other way."""
+    """In place of a decay, for halo() of a rank with fewer tokens than are sent: R_{p+1}[k] = R_p[k + rows] +
+    state_p[k], where there is such a row. Its adjoint shifts the other way."""
 
     rows: int
 

@@ -239,7 +239,7 @@ class Communicator(Calls):
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
 
-        Counts a word in stream order, so it may be part of a CUDA graph; it travels with every tile, and a rank whose
+        Counts a word in stream order, so it may be part of a CUDA graph; it is sent with every tile, and a rank whose
         neighbour sent a tile in another step raises :class:`AllScanOutOfStep` instead of taking it. So a rank that
         skips the calls of an iteration is found in the next launch.
         """

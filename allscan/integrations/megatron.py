@@ -1,5 +1,5 @@
 """All-Scan in Megatron-core's context parallelism (tested with 0.19.2): Gated DeltaNet and Mamba2 mixers whose state
-travels, where Megatron's own turn heads into tokens by all-to-all."""
+is sent, where Megatron's own turn heads into tokens by all-to-all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sequence_parallel(
     of fla, causal_conv1d or torch, with the tokens before a cut by :func:`allscan.halo`.
 
     Packed sequences (``packed_seq_params``, format "thd") have one scan for all. Where each is cut, each is a multiple
-    of 2P tokens, and the states of all travel in it. Sequences of a row may have any length. As for Megatron,
+    of 2P tokens, and the states of all are sent in it. Sequences of a row may have any length. As for Megatron,
     packed_seq_params of another format and without boundaries are none.
 
     Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made

@@ -151,7 +151,7 @@ def _kept(y) -> bool:
 def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False):
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
-    Of cut documents, see :class:`Piece`, the states of all travel in one scan each way, and there is no final state.
+    Of cut documents, see :class:`Piece`, the states of all are sent in one scan each way, and there is no final state.
     operator: called as fla's are, with initial_state and output_final_state, for each piece. Outputs and last states
     are linear in values and first states together: K columns of zeros behind the values, with the unit matrix for their
     first state, give how both depend on it.
@@ -175,7 +175,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
             o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in tensors)
         outputs.append(o)
         states.append(state.float())
-    documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states travel together
+    documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states are sent together
     left = [states[some[-1]][..., :V] for some in halves]
     passes = [len(some) == 1 and wide[some[0]] for some in halves]  # no incoming state passes an end
     through = [(states[some[0]] if p else zeros)[..., V:] for some, p in zip(halves, passes, strict=True)]

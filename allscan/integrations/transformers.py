@@ -90,7 +90,7 @@ def sequence_parallel(
     per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut. True:
         each sequence is cut into 2P chunks of its own, and a rank has r and 2P - 1 - r of each, one sequence behind the
         other, so that all have the same work whatever the lengths are: multiples of 2P, of which the caller takes care.
-        The states of all sequences travel then.
+        The states of all sequences are sent then.
     attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`.
 
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no

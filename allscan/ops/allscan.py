@@ -79,10 +79,10 @@ def allscan(
         For torch tensors in the contiguous layout.
     Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
 
-    In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` decides how they travel
-    (docs/rails.md). The first call for a shape is collective on the host (it makes an :class:`AllScan`, which ``comm``
-    keeps); later ones only launch one kernel on the current stream. torch.compile takes it as one operator, also with
-    fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
+    In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` decides how they are
+    sent (docs/rails.md). The first call for a shape is collective on the host (it makes an :class:`AllScan`, which
+    ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile takes it as one operator,
+    also with fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
 
     Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport, a first
     call in a CUDA graph's capture), MemoryError (arena full), AllScanTimeout (an earlier call has timed out),

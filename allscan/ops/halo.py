@@ -51,8 +51,8 @@ def halo(
     With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
 
     x: [B, T, ...], this rank's T tokens; T may differ between ranks, and be less than n or 0, other dimensions may not.
-        Floats of at most 32 bits, which travel as float32 (-0.0 may arrive as +0.0), or integers, which travel 16 bits
-        a word and arrive as they are. Or a tuple of such tensors, alike in B and T, which travel together.
+        Floats of at most 32 bits, which are sent as float32 (-0.0 may arrive as +0.0), or integers, which are sent 16
+        bits a word and arrive as they are. Or a tuple of such tensors, alike in B and T, which are sent together.
     cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
         the one at the cut count as none.
     layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second.
@@ -221,7 +221,7 @@ def _decay(T, n, reverse) -> Any:  # float | Shift
 
 
 def _groups(lengths, n: int, T: int) -> list[tuple[int, list[int], int]]:
-    """(tokens of a piece, at most n; the documents with such pieces; how many travel together), alike on all ranks.
+    """(tokens of a piece, at most n; the documents with such pieces; how many are sent together), alike on all ranks.
     Empty documents, of which nobody has a token, are with the longest."""
     counts = [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
     most = min(n, max(counts))
@@ -232,8 +232,8 @@ def _groups(lengths, n: int, T: int) -> list[tuple[int, list[int], int]]:
 
 
 class _Documents(Tables):
-    """Which tokens of x travel, [2, states that travel, n] of the second pieces and of the first, in the order in which
-    they do; which of these there are none of; and where each piece of each document lies among them."""
+    """Which tokens of x are sent, [2, states that are sent, n] of the second pieces and of the first, in the order in
+    which they do; which of these there are none of; and where each piece of each document lies among them."""
 
     def __init__(self, groups, counts: list[int], n: int, reverse: bool, device) -> None:
         starts = [*itertools.accumulate(counts, initial=0)]  # of the pieces in x

@@ -111,7 +111,7 @@ def zeco_ssd(
         y, last = scan(*taken, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
         tokens = _Tokens(x, d, d * A, B, C)
         per_document = zigzag == PER_DOCUMENT
-        # the spans of each state that travels
+        # the spans of each state that is sent
         runs = [[s] for s in spans] if per_document else [_of_half(spans, half) for half in range(1 + zigzag)]
         leave = [run[-1] for run in runs]
         states = {([s for s in leave if s.end > s.start] or leave)[-1]: last.float()}  # of spans' tokens alone

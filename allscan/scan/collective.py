@@ -190,7 +190,7 @@ class AllScan:
         """The channel of one direction, for kernels of your own: see ``allscan.device``.
 
         For a kernel that has a backward pass of its own: ``fwd_epoch``, int64 [1] on the device, takes the number of
-        this launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it travels with that
+        this launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it goes with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
         Raises ValueError where the algorithm is not a chain, for both of them, for a forward epoch that is none, and
         for ``adjoint_of`` in the direction of its forward launch; RuntimeError if this is closed.

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     start: int  # tokens start .. end - 1 of this rank's B * T
     end: int
-    state_index: int  # which of the travelling states is its own: the batch entry, 0 for packed sequences; in the
+    state_index: int  # which of the sent states is its own: the batch entry, 0 for packed sequences; in the
     # zigzag layout twice that, and 1 more for the second half of the rank's tokens; of cut documents twice the
     # sequence, and 1 more for the second of its pieces
     sequence: int  # row of initial_state and final_state
@@ -77,8 +77,8 @@ class Tables:
 
 
 class Layout(Tables):
-    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many travel. ``fla``:
-    with those that fla's functions take of packed sequences, see delta.chunks."""
+    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many are sent.
+    ``fla``: with those that fla's functions take of packed sequences, see delta.chunks."""
 
     def __init__(
         self, pieces: list[Piece], states: int, segment: int, device, BT: int = CHUNK_TOKENS, fla: bool = False
@@ -229,13 +229,13 @@ def document_places(lengths, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def carried_states(B: int, sequences: int, zigzag: int) -> int:
-    """How many states travel over the ranks in each direction. Of cut documents as many as there are, and some that
+    """How many states are sent over the ranks in each direction. Of cut documents as many as there are, and some that
     are nobody's up to a power of 2: each number takes a workspace, of which there are few then."""
     return next_power_of_2(int(sequences)) if zigzag == PER_DOCUMENT else B
 
 
 def together(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of documents' states [1, ...] what travels: [carried_states, ...]."""
+    """Of documents' states [1, ...] what is sent: [carried_states, ...]."""
     missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
     return torch.cat([*states, *[torch.zeros_like(states[0])] * missing])
 

@@ -34,7 +34,7 @@ class Ranks:
     device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` they may be fewer, which ranks then share), "cpu"
         (Triton's interpreter), or "auto".
     backend: of torch.distributed; default nccl on GPUs, gloo without and where ranks share them.
-    Functions and arguments travel by pickle, so functions are defined in importable modules.
+    Functions and arguments are sent by pickle, so functions are defined in importable modules.
 
     Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD: it takes a moment to
     start them. CUDA does not survive a fork, so ranks with GPUs are processes from scratch.

@@ -11,7 +11,7 @@ CUDA has at most 32 hardware queues, in which kernels of different streams follo
 CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts. Calls are launched epoch by epoch, each on all ranks, so that what a
 kernel waits for is never behind it in a queue. All programs of all ranks must fit on the GPU at once.
 
-Without a GPU, in Triton's interpreter, launches run one after another, in the order of travel. That is enough for a
+Without a GPU, in Triton's interpreter, launches run one after another, in the order of the scan. That is enough for a
 chain, and for rails over nodes of one rank.
 """
 

@@ -60,7 +60,7 @@ def test_convolutions(run, size, packed):
         for errors in run(size, convolution_case, TOKENS[size], n, packed, torch.float32):
             assert max(errors) < 1e-5
     for error, _ in run(size, convolution_case, TOKENS[size], 3, packed, torch.bfloat16):
-        assert error < 1e-5  # what travels is exact
+        assert error < 1e-5  # what is sent is exact
 
 
 def label_case(group, tokens):
@@ -115,7 +115,7 @@ def test_integers_arrive_as_they_are(run, size):
 
 
 def several_case(group, tokens):
-    """Tensors of other widths and dtypes, which travel together; with gradients, again and again."""
+    """Tensors of other widths and dtypes, which are sent together; with gradients, again and again."""
     with allscan.Communicator(group) as comm:
         mine = place(comm, tokens)
         for seed in range(5):

@@ -387,7 +387,7 @@ def _state_shape(v, K, cu_seqlens):
 
 
 def _carried_shape(q, v, cu_seqlens, zigzag):
-    """Of what travels over the ranks."""
+    """Of what is sent over the ranks."""
     sequences, HV, K, V = _state_shape(v, q.shape[3], cu_seqlens)
     return carried_states(q.shape[0], sequences, zigzag) * HV, K, V
 

@@ -77,7 +77,7 @@ class StatePass:
     """Forward and backward through the states of this rank's chunks: plans, recorded once for calls that differ in
     their tensors only.
 
-    layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads travel, with ``zigzag``
+    layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads are sent, with ``zigzag``
     twice as many: of the first half of a batch entry's tokens, or of a document's, and of the second. scalar: gates are
     one number a token and head, and k and q, of HK heads, come without them. dtype: of k, w, u.
     """
@@ -97,7 +97,7 @@ class StatePass:
     ) -> None:
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
-        self.alone = comm.size == 1 and not zigzag  # nothing travels
+        self.alone = comm.size == 1 and not zigzag  # nothing is sent
         self.carrier = AllScanCarrier.of(comm, dense=True)
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)

@@ -97,13 +97,13 @@ def zeco_gla(
         tokens follow one another is the caller's word; debug mode compares it.
     layout: "zigzag" where the whole is cut into 2P chunks and rank r has chunk r in the first half of its T tokens and
         chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even. Two states
-        travel instead of one: that of the first halves in ascending order of ranks, then that of the second halves in
+        are sent instead of one: that of the first halves in ascending order of ranks, then that of the second halves in
         descending order. first_token is that of the first half; final_state is rank 0's.
     per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
         wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
         2P - 1 - r of each, one sequence behind the other (:func:`allscan.zigzag.zigzag_positions`): each length is a
         multiple of 2P, T is a P-th of the whole on every rank, and first_token r T / 2. Then the states of all N
-        sequences travel, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
+        sequences are sent, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
     recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False: they
         are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16 inputs, 8 *
         K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either way. Each rank may
@@ -317,7 +317,7 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
 
 
 def _carried_shape(q, v, cu_seqlens, zigzag):
-    """Of what travels over the ranks."""
+    """Of what is sent over the ranks."""
     sequences, H, K, V = _state_shape(q, v, cu_seqlens)
     return carried_states(q.shape[0], sequences, zigzag) * H, K, V
 

@@ -84,12 +84,12 @@ class Shape:
 
     @functools.cached_property
     def carried(self) -> int:
-        """How many states travel in each direction."""
+        """How many states are sent in each direction."""
         return carried_states(self.B, self.sequences, self.zigzag)
 
     @property
     def states(self) -> int:
-        """How many travel."""
+        """How many are sent."""
         return 2 * self.carried if self.zigzag else self.carried
 
     def entering(self, segments: int) -> list[Stored]:
