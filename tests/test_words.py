@@ -1,0 +1,55 @@
+"""Names, comments, docstrings and messages use the field's terms (MPI, NCCL, Triton, PyTorch), one for each thing."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# What is not to be found, and what to write instead. Documentation and CHANGELOG.md are not looked at.
+WORDS = {
+    r"tickets?\b": "fwd_epoch, forward epoch: the epoch of a forward launch, which its adjoint launch finds",
+    r"\bProblem\b": "DeferredError",
+    r"one_hop|ONE_HOP": "neighbour shift",
+    r"nothing_passes|[Nn]othing passes through": "zero decay, the zero-decay fast path",
+    r"(?<!recursive )(?<!recursive_)doubling\b": "recursive doubling",
+    r"free[ _]running": "back to back",
+    r"fine_product|store_fine": "dot_split, store_split",
+    r"\bwidest\b": "BV_max",
+    r"\bTraced\b": "FlaReplay",
+    r"\bRendezvous\b|\brendezvous\b": "StoreExchange",
+    r"(?i)(?<!connection )\brefus(e|es|ed|al|als|ing)\b|_refus(e|es|ed|al)": "reject",
+    r"\bout of step\b|out_of_step": "desynchronized",
+    r"\blate ranks?\b|late_rank": "straggler",
+    r"\b[Ww]hat (enters|leaves)\b|\bwhat precedes\b": "incoming state; local state, outgoing state",
+    r"there[ _]and[ _]back": "ascending and descending scan",
+    r"\btravel": "is sent",
+}
+NAMES_OF_OTHERS = r"_symmetric_memory\.rendezvous|rdzv|_symm.*rendezvous|symm_mem.*rendezvous"
+
+
+def lines():
+    for folder in ("allscan", "shmem_kernels", "bindings", "tests", "bench", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT)
+            linked = str(inside).startswith(("allscan/shmem_kernels", "allscan/bindings"))
+            if path.name == "test_words.py" or linked:
+                continue
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                yield f"{inside}:{number}: {line.strip()}", line
+
+
+@pytest.mark.quick
+@pytest.mark.cpu
+def test_words():
+    found = [
+        f"{where}\n    say {instead}"
+        for where, line in lines()
+        if not re.search(NAMES_OF_OTHERS, line)
+        for word, instead in WORDS.items()
+        if re.search(word, line)
+    ]
+    assert not found, "\n".join(["", *found])
