@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,17 +46,17 @@ def kernel_for(q, k, v) -> Kernel | None:
     return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
 
 
-def tokens_first(x):
+def tokens_first(x) -> torch.Tensor:
     """x [B, H, T, D] with tokens before heads in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _like(x, other):
+def _like(x, other) -> torch.Tensor:
     """x with the strides of ``other``, of the same shape."""
     return x if x.stride() == other.stride() else torch.empty_like(other).copy_(x)
 
 
-def _aligned(x):
+def _aligned(x) -> torch.Tensor:
     """x as kernels for GPUs read it: words of 16 bytes."""
     words = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % words for s in x.stride()[:-1])
@@ -67,13 +67,13 @@ def _aligned(x):
 # and the log-sum-exp: these always follow from q's here, as where PyTorch calls it.
 
 
-def _cudnn_forward(q, k, v, causal, scale):
+def _cudnn_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     found = cudnn(tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale)
     o, lse, *lengths, seed, offset, _ = found
     return o, lse.view(q.shape[:3]), (lse.shape, lengths, (seed, offset))
 
 
-def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale):
+def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
     shape, (cum_q, cum_k, *_), seeds = more
     return cudnn_backward(
         _like(do, o),
@@ -132,14 +132,14 @@ def _half_on_gpu(x, capability) -> bool:
 # FlashAttention 2 as PyTorch has it
 
 
-def _flash_forward(q, k, v, causal, scale):
+def _flash_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     q, k, v = (_aligned(x) for x in (q, k, v))
     found = flash(q, k, v, 0.0, causal, False, scale=scale)
     o, lse, *lengths, seed, offset, _ = found
     return o, lse, (lengths, (seed, offset))
 
 
-def _flash_backward(do, q, k, v, o, lse, more, causal, scale):
+def _flash_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
     lengths, seeds = more
     do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
     return flash_backward(do, q, k, v, o, lse, *lengths, 0.0, causal, *seeds, scale=scale)
@@ -169,13 +169,13 @@ on_cpu_backward = operator(
 )
 
 
-def _cpu_forward(q, k, v, causal, scale):
+def _cpu_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, None]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     return *on_cpu(q, k, v, 0.0, causal, scale=scale), None
 
 
-def _cpu_backward(do, q, k, v, o, lse, _, causal, scale):
+def _cpu_backward(do, q, k, v, o, lse, _, causal, scale) -> tuple[torch.Tensor, ...]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     dq, *others = on_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
@@ -186,7 +186,7 @@ def _cpu_fits(q, k, v) -> bool:
     return q.device.type == "cpu" and None not in (on_cpu, on_cpu_backward)
 
 
-def _wide(*tensors):
+def _wide(*tensors) -> list[torch.Tensor]:
     """The same of one width, a multiple of 8."""
     width = max(x.shape[-1] for x in tensors)
     width += -width % 8
@@ -196,11 +196,11 @@ def _wide(*tensors):
 def _of_one_width(forward, backward) -> tuple[Callable, Callable]:
     """The same where the kernels want q, k and v of one width, a multiple of 8."""
 
-    def forward_of_any(q, k, v, causal, scale):
+    def forward_of_any(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, object]:
         o, lse, more = forward(*_wide(q, k, v), causal, scale)
         return tokens_first(o[..., : v.shape[-1]]), lse, more
 
-    def backward_of_any(do, q, k, v, o, lse, more, causal, scale):
+    def backward_of_any(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
         do, q_, k_, v_, o = _wide(do, q, k, v, o)
         found = backward(do, q_, k_, v_, o, lse, more, causal, scale)
         return tuple(dx[..., : x.shape[-1]] for dx, x in zip(found, (q, k, v), strict=True))
@@ -269,12 +269,12 @@ class Seen(torch.autograd.Function):
     """The keys that a rank's pieces see, of those of the whole [S, ...]. Gradients are added without atomics."""
 
     @staticmethod
-    def forward(ctx, x, seen, where):
+    def forward(ctx, x, seen, where) -> torch.Tensor:
         ctx.where = where
         return x.index_select(0, seen)
 
     @staticmethod
-    def backward(ctx, dx):
+    def backward(ctx, dx) -> tuple[torch.Tensor, None, None]:
         dx = F.pad(dx, (0, 0) * (dx.ndim - 1) + (0, 1))
         first, second = (dx.index_select(0, some) for some in ctx.where)
         return second.add_(first), None, None
@@ -288,7 +288,7 @@ def takes_packed(q, k, v) -> bool:
     return flash_packed is not None and _flash_fits(q, k, v)
 
 
-def packed(q, k, v, comm, parts, lengths, scale=None):
+def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
     """o [1, T, H, V] of this rank's queries [1, H, T, D] to the keys [1, G, S, D] and values of all ranks, in the order
     of the whole. parts: (first token, end) of its tokens, one behind the other; lengths: cu_seqlens of the whole."""
     scale, outputs = q.shape[-1] ** -0.5 if scale is None else scale, []
@@ -315,7 +315,7 @@ def packed(q, k, v, comm, parts, lengths, scale=None):
     return torch.cat(outputs)[None, ..., :width]
 
 
-def packed_documents(q, k, v, comm, lengths, scale=None):
+def packed_documents(q, k, v, comm, lengths, scale=None) -> torch.Tensor:
     """:func:`packed` where each sequence is cut."""
     scale, width, table = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], documents_of(comm, lengths)
     q, k, v = (x[0].transpose(0, 1) for x in _wide(q, k, v))
@@ -367,7 +367,7 @@ class Later:
 
     made: of the tensors, keys are made: of which attend is told. Else the tensors are the keys."""
 
-    def __init__(self, comm, tokens, zigzag, memory, *tensors):
+    def __init__(self, comm, tokens, zigzag, memory, *tensors) -> None:
         self.comm, self.tokens, self.halves, self.memory, self.tensors = comm, tokens, 1 + zigzag, memory, tensors
 
     def ranges(self, *keys) -> list[tuple[int, int]]:
@@ -381,7 +381,7 @@ class Later:
         return [(first, min(first + step, length)) for first in range(0, length, step)]
 
     def gather(self, first=0, end=None, tensors=None) -> Gather:
-        def part(x):
+        def part(x) -> torch.Tensor:
             return x.unflatten(1, (self.halves, x.shape[1] // self.halves))[:, :, first:end].flatten(1, 2)
 
         ends = [n // self.halves if end is None else min(end, n // self.halves) for n in self.tokens]
@@ -389,7 +389,7 @@ class Later:
         return Gather(self.comm, tokens, self.halves == 2, *map(part, self.tensors if tensors is None else tensors))
 
 
-def attend(q, k, v, gather, scale=None, project=None, latents=()):
+def attend(q, k, v, gather, scale=None, project=None, latents=()) -> torch.Tensor:
     """o [B, T, H, V] of a rank's queries to all tokens up to each.
 
     q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: of this rank's tokens, for which kernel_for has a kernel. gather: a
@@ -407,7 +407,8 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()):
     kernel, shared = kernel_for(q, k, v), _Shared()
     q = tokens_first(q)
     if gather is None:
-        tensors, where = later.tensors, copy.copy(later)
+        tensors: Any = later.tensors
+        where: Any = copy.copy(later)
         where.tensors = None  # which are autograd's to keep
         plan = _Plan(where, steps, batch, project, kernel, scale)
         token = _Enter.apply(plan, *tensors)
@@ -425,7 +426,7 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()):
     return o.transpose(1, 2).unflatten(0, (halves, batch)).movedim(0, 1).flatten(1, 2)
 
 
-def causal(q, k, v, scale=None):
+def causal(q, k, v, scale=None) -> torch.Tensor:
     """o [B, T, H, V] of whole sequences, q [B, H, T, D], k and v [B, G, T, ...], by the kernel that blocks have."""
     kernel, shared = kernel_for(q, k, v), _Shared()
     if kernel is None:
@@ -437,7 +438,7 @@ def causal(q, k, v, scale=None):
     return _Others.apply(shared, kernel, scale, [], q.detach(), o, lse).transpose(1, 2)
 
 
-def _rows(gather, q, batch):
+def _rows(gather, q, batch) -> tuple[Sequence[int], list[tuple[slice, slice]]]:
     """(slots to read, [(this half of the queries, sees these of the keys there)])."""
     slots, blocks = reads(gather.comm.rank, gather.comm.size, gather.halves == 2)
     rows = []
@@ -448,13 +449,13 @@ def _rows(gather, q, batch):
     return slots, rows
 
 
-def _keys(found, project, dtype):
+def _keys(found, project, dtype) -> list[torch.Tensor]:
     """[k, v] [B, G, tokens, width] of what has been read."""
     found = [x.transpose(1, 2) for x in found]
     return [x.to(dtype) for x in (found if project is None else project(*found))]
 
 
-def _halved(x, halves):
+def _halved(x, halves) -> torch.Tensor:
     """[B, H, T, D] -> [halves * B, H, T / halves, D], a view where B = 1."""
     if halves == 1:
         return x
@@ -465,7 +466,7 @@ def _halved(x, halves):
 class _Shared:
     """What the own blocks' backward gets from the others': o and its log-sum-exp over all keys, and parts of dq."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.merged, self.parts = None, ()
 
 
@@ -473,7 +474,7 @@ class _Own(torch.autograd.Function):
     """The causal blocks. Their gradients are those of o over all keys, which :class:`_Others` returns."""
 
     @staticmethod
-    def forward(ctx, shared, kernel, scale, q, k, v):
+    def forward(ctx, shared, kernel, scale, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.shared, ctx.kernel, ctx.scale = shared, kernel, scale
         if q.shape[2]:
             o, lse, ctx.more = kernel.forward(q, k, v, True, scale)
@@ -486,7 +487,7 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, _):
+    def backward(ctx, do, _) -> tuple[torch.Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         (o, lse), parts = ctx.shared.merged, ctx.shared.parts
         ctx.shared.merged, ctx.shared.parts = None, ()
@@ -503,7 +504,7 @@ class _Others(torch.autograd.Function):
     them."""
 
     @staticmethod
-    def forward(ctx, shared, kernel, scale, rows, q, o, lse, *keys):
+    def forward(ctx, shared, kernel, scale, rows, q, o, lse, *keys) -> torch.Tensor:
         ctx.shared, ctx.kernel, ctx.scale, ctx.rows = shared, kernel, scale, rows
         ctx.more = _add(kernel, scale, rows, q, o, lse, keys)
         o = o.detach()
@@ -512,7 +513,7 @@ class _Others(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do):
+    def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *keys = ctx.saved_tensors
         do = _like(do, o)
         parts, sums = _gradients(ctx.kernel, ctx.scale, ctx.rows, ctx.more, do, q, o, lse, keys)
@@ -530,9 +531,12 @@ def _add(kernel, scale, rows, q, o, lse, keys) -> list:
     return kept
 
 
-def _gradients(kernel, scale, rows, kept, do, q, o, lse, keys):
+def _gradients(
+    kernel, scale, rows, kept, do, q, o, lse, keys
+) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
     """([(rows, dq)], [dk, dv])."""
-    parts, sums = [], None
+    parts: list[tuple[slice, torch.Tensor]] = []
+    sums: list[torch.Tensor] | None = None
     for (mine, seen), more in reversed(list(zip(rows, kept, strict=True))):  # the first sees all keys
         some = (x[:, :, seen] for x in keys)
         dq, *found = kernel.backward(do[mine], q[mine], *some, o[mine], lse[mine], more, False, scale)
@@ -548,9 +552,12 @@ def _gradients(kernel, scale, rows, kept, do, q, o, lse, keys):
 class _Plan:
     """The steps in which the other ranks' tokens come, and what is done with them."""
 
-    def __init__(self, later, ranges, batch, project, kernel, scale):
+    def __init__(self, later, ranges, batch, project, kernel, scale) -> None:
         self.later, self.ranges, self.batch, self.project, self.kernel = later, ranges, batch, project, kernel
-        self.scale, self.first, self.sums, self.last = scale, None, None, None
+        self.scale = scale
+        self.first: Gather | None = None
+        self.sums: list[torch.Tensor] | None = None
+        self.last: tuple | None = None
 
     def start(self, step, tensors) -> Gather | None:
         return self.later.gather(*self.ranges[step], tensors) if step < len(self.ranges) else None
@@ -569,13 +576,13 @@ class _Enter(torch.autograd.Function):
     """Where this rank's tokens leave for :class:`_Steps`, and in backward their gradients arrive."""
 
     @staticmethod
-    def forward(ctx, plan, *tensors):
+    def forward(ctx, plan, *tensors) -> torch.Tensor:
         ctx.plan = plan
         return tensors[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _):
+    def backward(ctx, _) -> tuple[torch.Tensor | None, ...]:
         plan = ctx.plan
         plan.collect(*plan.last)
         sums, plan.sums, plan.last = plan.sums, None, None
@@ -588,7 +595,7 @@ class _Steps(torch.autograd.Function):
     inputs: the tensors that are gathered, and parameters by which keys are made of them."""
 
     @staticmethod
-    def forward(ctx, shared, plan, q, o, lse, token, count, *inputs):
+    def forward(ctx, shared, plan, q, o, lse, token, count, *inputs) -> torch.Tensor:
         tensors, device = inputs[:count], q.device.type
         ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, count, []
         ctx.autocast = dict(
@@ -611,10 +618,12 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do):
+    def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *inputs = ctx.saved_tensors
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
-        do, total, weights = _like(do, o), torch.zeros_like(q, dtype=torch.float32), [None] * len(sources)
+        do, total = _like(do, o), torch.zeros_like(q, dtype=torch.float32)
+        weights: list[torch.Tensor | None] = [None] * len(sources)
+        gradients: Sequence[torch.Tensor]
         gather = plan.start(0, tensors)
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
@@ -659,18 +668,19 @@ def _leaves(tensors, inputs) -> list:
     return found
 
 
-def _merge(o, lse, more, more_lse):
+def _merge(o, lse, more, more_lse) -> None:
     """Let o [B, H, T, V] and lse [B, H, T] be over the keys of both."""
     dense = all(x.transpose(1, 2).is_contiguous() for x in (o, more)) and lse.is_contiguous()
     if o.is_cuda and dense and lse.dtype == torch.float32:
-        return merge(o, lse, more, more_lse.contiguous())
+        merge(o, lse, more, more_lse.contiguous())
+        return
     both = torch.logaddexp(lse, more_lse)
     weights = ((x - both).exp()[..., None] for x in (lse, more_lse))
     o.copy_(o * next(weights) + more * next(weights))
     lse.copy_(both)
 
 
-def merge(o, lse, more, more_lse):
+def merge(o, lse, more, more_lse) -> None:
     """The same by a kernel, where o and more have tokens before heads in memory."""
     (B, H, T, V), both = o.shape, torch.empty_like(lse)
     width = triton.next_power_of_2(V)

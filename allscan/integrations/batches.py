@@ -8,6 +8,7 @@ import itertools
 import json
 import warnings
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_docu
         parts = places_of(batch, T, size, layout, per_document)
     layout = DOCUMENTS if per_document and _cu_seqlens(batch) is not None else layout
 
-    def part_of(tensor, rank):
+    def part_of(tensor, rank) -> torch.Tensor:
         pieces = [tensor[:, a:b] for a, b in parts[rank]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
@@ -116,7 +117,7 @@ def tokens_of_ranks(T: int, size: int) -> list[int]:
     return [T // size + (rank < T % size) for rank in range(size)]
 
 
-def _cu_seqlens(batch):
+def _cu_seqlens(batch) -> torch.Tensor | Sequence[int] | None:
     return next((batch[name] for name in ("cu_seq_lens_q", "cu_seqlens") if batch.get(name) is not None), None)
 
 

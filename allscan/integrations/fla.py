@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,7 @@ def _of_fla(kind) -> bool:
     return any(base.__module__.startswith("fla.layers.") for base in kind.__mro__)  # FSDP2 makes subclasses
 
 
-def _replace(module, name, function):
+def _replace(module, name, function) -> None:
     """Let the module's method be ``function``, None: that of its class."""
     present = vars(module).get(name)
     if present is not None and getattr(present, "func", None) not in (_layer, _loss, _tokenwise):
@@ -138,13 +139,13 @@ def _replace(module, name, function):
 _TOKENWISE = "fla.modules.norm.", "fla.modules.mlp"
 
 
-def _tokenwise(module, *arguments, **options):
+def _tokenwise(module, *arguments, **options) -> torch.Tensor | tuple:
     """The forward of a module that looks at one token at a time: on a rank without tokens, of one of zeros."""
     forward = functools.partial(type(module).forward, module)
     if not any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[1] for x in (*arguments, *options.values())):
         return forward(*arguments, **options)
 
-    def of_one(x):
+    def of_one(x) -> torch.Tensor:
         padded = isinstance(x, torch.Tensor) and x.ndim > 2
         return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1)) if padded else x
 
@@ -152,7 +153,7 @@ def _tokenwise(module, *arguments, **options):
     return found[:, :0] if isinstance(found, torch.Tensor) else tuple(x if x is None else x[:, :0] for x in found)
 
 
-def _kind(module):
+def _kind(module) -> Any:
     """The class of fla's that a layer is of, or None."""
     return next((kind for kind in _CALLS if isinstance(module, kind)), None)  # FSDP2 makes subclasses
 
@@ -171,7 +172,7 @@ def _layer(
     cu_seqlens=None,
     first_token=None,
     **options,
-):
+) -> tuple:
     """The forward of a layer, over this rank's tokens."""
     kind, stamp = _kind(layer), options.get(STAMP)
     if attention_mask is not None and not masks_nothing(attention_mask, comm):
@@ -199,9 +200,10 @@ def _layer(
     return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
 
-def _mixed(layer, x, cache, where, activation=None):
+def _mixed(layer, x, cache, where, activation=None) -> tuple:
     """(q, k, v with heads, and the layer's convolutions' states) of a recurrent layer."""
-    xs, states = (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), None
+    xs: Any = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+    states: Any = None
     if layer.use_short_conv:
         convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
         xs, states = _convolve(convolutions, xs, cache is not None, **where)
@@ -211,14 +213,14 @@ def _mixed(layer, x, cache, where, activation=None):
     return *(y.unflatten(-1, (-1, width)) for y, width in zip(xs, widths, strict=True)), states
 
 
-def _remember(layer, cache, state, conv_states):
+def _remember(layer, cache, state, conv_states) -> None:
     if cache is not None:
         update_layer_cache(
             layer, cache, recurrent_state=state.contiguous(), conv_state=conv_states, offset=_prefilled[cache]
         )
 
 
-def _gla(layer, x, cache, where):
+def _gla(layer, x, cache, where) -> torch.Tensor:
     q, k, v, conv_states = _mixed(layer, x, cache, where)
     g = layer.gk_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     if layer.num_kv_groups > 1:
@@ -239,7 +241,7 @@ def _gla(layer, x, cache, where):
     return layer.o_proj(o)
 
 
-def _delta_rule(rule, layer, x, cache, where, g, gated, **options):
+def _delta_rule(rule, layer, x, cache, where, g, gated, **options) -> torch.Tensor:
     """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
     q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
     o, state = rule(
@@ -264,17 +266,17 @@ def _delta_rule(rule, layer, x, cache, where, g, gated, **options):
     return layer.o_proj(layer.o_norm(o, *gate).flatten(-2))
 
 
-def _kda(layer, x, cache, where):
+def _kda(layer, x, cache, where) -> torch.Tensor:
     g = layer.f_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     options = dict(safe_gate=layer.safe_gate, lower_bound=layer.lower_bound)
     return _delta_rule(zeco_kda, layer, x, cache, where, g, True, **options)
 
 
-def _gated_delta_net(layer, x, cache, where):
+def _gated_delta_net(layer, x, cache, where) -> torch.Tensor:
     return _delta_rule(zeco_gated_delta_rule, layer, x, cache, where, layer.a_proj(x), layer.use_gate)
 
 
-def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
+def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE) -> torch.Tensor:
     """Softmax attention of this rank's queries to the keys and values up to each."""
     comm, cu_seqlens, layout, per_document = (where.get(x) for x in ("comm", "cu_seqlens", "layout", "per_document"))
     zigzag, T = is_zigzag(layout), x.shape[1]
@@ -289,6 +291,7 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     if lengths is not None and sum(tokens) != lengths[-1]:
         reject(comm, f"cu_seqlens must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}")
     if per_document and T:
+        assert lengths is not None
         with comm.call():
             partition_start(comm, lengths, T, where["first_token"], PER_DOCUMENT)
         return layer.o_proj(_softmax_of_documents(layer, x, comm, lengths, tokens).flatten(-2))
@@ -298,21 +301,22 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     pieces = [pieces_of(comm, *part, lengths or (0, sum(tokens))) for part in own]
     rotated = []
     for y, z, (first, _), part in zip(q.chunk(len(own), 1), k.chunk(len(own), 1), own, pieces, strict=True):
-        packed = dict(seqlen_offset=first)
+        packed: dict[str, Any] = dict(seqlen_offset=first)
         if lengths:
             cu_seqlens, _, offsets = part.of_stream(comm)
             packed = dict(seqlen_offset=offsets, cu_seqlens=cu_seqlens)
         longest = max(part.longest, layer.max_position_embeddings or 0)
         rotated.append(layer.rotary(y, z, max_seqlen=longest, **packed) if T else (y, z))
     queries, keys = zip(*rotated, strict=True)
-    k, others = torch.cat(keys, 1), None
+    k = torch.cat(keys, 1)
+    others: Any = None
     if comm.size > 1 and sum(tokens):
         where = comm, tokens, zigzag
         others = Later(*where, attention.memory, k, v) if limited else Gather(*where, k, v)
         whole = lengths is not None or cache is not None or layer.window_size is not None
         given = [y.transpose(1, 2) for y in (torch.cat(queries, 1), k, v)]
         if attention.merged and not whole and kernel_for(*given) is not None:
-            return layer.o_proj(attend(*given, others).flatten(-2))
+            return layer.o_proj(attend(given[0], given[1], given[2], others).flatten(-2))
         if limited:
             reject(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
         k, v = others.read(others.in_order())
@@ -346,7 +350,7 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE):
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
 
 
-def _projected(layer, x):
+def _projected(layer, x) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v) with heads."""
     q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     return (layer.q_norm(q), layer.k_norm(k), v) if layer.qk_norm else (q, k, v)
@@ -357,7 +361,7 @@ def _causal(layer) -> dict:
     return dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
 
 
-def _softmax_of_documents(layer, x, comm, lengths, tokens):
+def _softmax_of_documents(layer, x, comm, lengths, tokens) -> torch.Tensor:
     """o [1, T, H, D] where each sequence is cut."""
     (q, k, v), table = _projected(layer, x), documents_of(comm, lengths)
     queries, keys, before, *_ = table.of_stream(comm)
@@ -380,12 +384,12 @@ _CALLS = {
 
 
 @dynamo_disabled
-def _read(comm, cu_seqlens):
+def _read(comm, cu_seqlens) -> tuple[int, ...]:
     with comm.call():  # so that a rank that rejects it is not waited for
         return boundaries_on_host(boundaries(cu_seqlens))
 
 
-def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE):
+def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE) -> list[int]:
     """How many each rank has, of one batch."""
     with comm.call():  # so that a rank that rejects the layer is not waited for
         told = *x.shape[:2], stamp, list(attention)
@@ -400,11 +404,15 @@ def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE):
 
 
 @dynamo_disabled
-def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout, per_document=False):
+def _convolve(
+    convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout, per_document=False
+) -> tuple[list[torch.Tensor], tuple]:
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
     # a state has one token more than an output looks back at, of which the last rank may have none itself
     W, T, halves = convolutions[0].kernel_size[0], xs[0].shape[1], 1 + is_zigzag(layout)
-    n, states, sequences = W - (0 if use_cache else 1), [None] * len(xs), None
+    n, sequences = W - (0 if use_cache else 1), None
+    states: Any = [None] * len(xs)
+    ys: Any
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     sizes = None  # of cut documents' pieces, each of which begins with what is before it
     if per_document:
@@ -423,7 +431,7 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
         first = partition_start(comm, lengths, T, first_token, zigzag)
         key = ("convolution", first, T, lengths, zigzag)
 
-        def made_of():
+        def made_of() -> Tables:
             if sizes is None:
                 return Tables(_sequences(first, lengths, T, halves), comm.device)
             cuts = torch.tensor([*itertools.accumulate(sizes, initial=0)], dtype=torch.int32, device="cpu")
@@ -444,20 +452,20 @@ def _convolve(convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout
     return ys, _last_states(states, use_cache, comm, halves)
 
 
-def _last_states(states, wanted, comm, halves):
+def _last_states(states, wanted, comm, halves) -> tuple:
     """Those behind the last token of all ranks, on every rank, of the states of each half."""
     if not wanted:
         return (None,) * len(states)
     return of_last_tokens([x[halves - 1 :: halves] for x in states], comm, halves == 2)
 
 
-def _before(convolutions, xs, n, halves, where, sizes=None):
+def _before(convolutions, xs, n, halves, where, sizes=None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(xs, the n tokens before each half of them, or each piece of these sizes)."""
     comm, T = where["comm"], xs[0].shape[1]
     if T <= halves * n and sizes is None or not T:
         return xs, halo_of_ends(xs, T, n, **where)
     sizes = [T // halves] * halves if sizes is None else sizes
-    ends = zip(itertools.accumulate(sizes), sizes)
+    ends: Any = zip(itertools.accumulate(sizes), sizes)
     numbers = [t for end, size in ends for t in range(end - min(n, size), end)]
     tokens = cached_table(comm, ("ends", n, *sizes), lambda: Tokens(numbers, T, comm.device))
     # who hooks the backward of a convolution may keep the gradient that it gives
@@ -466,7 +474,7 @@ def _before(convolutions, xs, n, halves, where, sizes=None):
     return xs, halo_of_ends(ends, T, n, **where)
 
 
-def _sequences(first, lengths, T, halves):
+def _sequences(first, lengths, T, halves) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens of this rank's tokens, in the zigzag layout of both halves, which are the first of each half)."""
     part, cuts, firsts = T // halves, [0], []
     for half, begin in enumerate((first, lengths[-1] - first - part)[:halves]):
@@ -488,7 +496,7 @@ def _loss(
     shift_labels=None,
     num_items_in_batch=None,
     **options,
-):
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
     penalty = options.get("use_l2warp")
     penalty = getattr(model.config, "use_l2warp", False) if penalty is None else penalty
@@ -518,7 +526,7 @@ def _loss(
     )
 
 
-def _divisor(criterion, labels, counted):
+def _divisor(criterion, labels, counted) -> torch.Tensor | None:
     """What this rank's labels add to the number by which the sum over all ranks is divided, or None for a sum."""
     reduction = getattr(criterion, "reduction", None) if criterion is not None else "mean"
     if reduction == "sum":

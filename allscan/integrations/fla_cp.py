@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,11 +82,11 @@ def _install() -> None:
                     setattr(module, name, function)
 
 
-def _or_fla(name, ours):
+def _or_fla(name, ours) -> Callable:
     """What stands for fla's function ``name``: ``ours`` where a communicator carries the states of its context."""
 
     @functools.wraps(_fla[name])
-    def call(*, context=None, use_graph=False, **given):
+    def call(*, context=None, use_graph=False, **given) -> object:
         comm = _carrier(context, use_graph)
         if comm is None:
             return _fla[name](context=context, use_graph=use_graph, **given)
@@ -94,14 +95,14 @@ def _or_fla(name, ours):
     return call
 
 
-def _carrier(context, use_graph):
+def _carrier(context, use_graph) -> Communicator | None:
     """The communicator that carries the states of this context, or None: fla does it."""
     if context is None or context.group is None or use_graph:
         return None
     return _communicator(context.group)
 
 
-def _communicator(group):
+def _communicator(group) -> Communicator | None:
     comm = _communicators.get(group)
     if comm is not None and comm.closed:
         del _communicators[group]
@@ -111,13 +112,13 @@ def _communicator(group):
     return comm
 
 
-def _convolution(name, reverse):
+def _convolution(name, reverse) -> Callable:
     """What stands for fla's exchange of the tokens that a short convolution looks back at, or of their gradients."""
 
     given = inspect.signature(_fla[name])
 
     @functools.wraps(_fla[name])
-    def call(*arguments, **named):
+    def call(*arguments, **named) -> torch.Tensor:
         x, group = given.bind(*arguments, **named).args
         comm = _communicator(group)
         if comm is None:
@@ -143,7 +144,7 @@ def _parts(context, N) -> list[_Part]:
     return [_Part(0, middle, starts[0], finishes[0]), _Part(middle, N, starts[1], finishes[1])]
 
 
-def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given):
+def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given) -> torch.Tensor:
     """The states that enter this rank's sequences [N, HV, K, V]: the incoming state of the first of a part, else
     zeros."""
     if initial_state is not None:
@@ -167,7 +168,9 @@ def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=Fal
     return _states(found[0], places, N, state_v_first)
 
 
-def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_v_first=False, **given):
+def _backward(
+    comm, context, *, cu_seqlens, dht=None, initial_state=None, state_v_first=False, **given
+) -> tuple[torch.Tensor, None]:
     """(The gradients of the states that leave this rank's sequences: zeros but for the last of a part, None)."""
     if dht is not None:
         raise ValueError("dht must be None with a cp_context")
@@ -178,10 +181,8 @@ def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_
         if not part.starts:  # its first sequence began elsewhere
             passes = _passes(comm, context, cu_seqlens, part.first, given, given["q"], given["do"])
             if passes is not None:
-                tensors = (given[name].contiguous() for name in ("q", "k", "w"))
-                state, transition = passes.total_back(
-                    *tensors, _gates(given), given["do"].contiguous(), given["dv"].contiguous(), given["scale"]
-                )
+                q, k, w, do, dv = (given[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
+                state, transition = passes.total_back(q, k, w, _gates(given), do, dv, given["scale"])
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.first : part.first + 2]
                 chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **given)
@@ -193,7 +194,7 @@ def _backward(comm, context, *, cu_seqlens, dht=None, initial_state=None, state_
     return _states(found[0], places, N, state_v_first), None
 
 
-def _gates(given):
+def _gates(given) -> torch.Tensor | None:
     gates = given.get("gk") if given.get("g") is None else given["g"]
     return None if gates is None else gates.contiguous()
 

@@ -75,7 +75,7 @@ def sequence_parallel(
     mixers = {GatedDeltaNet: AllScanGatedDeltaNet, MambaMixer: AllScanMambaMixer}
     params, found = dict(layout=layout, per_document=per_document, comm=comm), []
 
-    def replaced(x):
+    def replaced(x: Any) -> Any:
         if type(x) in (list, tuple):
             return type(x)(replaced(y) for y in x)
         if isinstance(x, type):
@@ -86,7 +86,10 @@ def sequence_parallel(
         if isinstance(x, ModuleSpec) and (kind := get_module(x)) in mixers:
             found.append(True)
             return dataclasses.replace(x, module=mixers[kind], params={**x.params, **params})
-        return dataclasses.replace(x, **{f.name: replaced(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
+        found_in: Any = x
+        return dataclasses.replace(
+            found_in, **{f.name: replaced(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init}
+        )
 
     spec = replaced(spec)
     if not any(found):
@@ -97,10 +100,10 @@ def sequence_parallel(
 class _Alone:
     """The group of one rank for Megatron's constructors: each rank has all heads."""
 
-    def size(self):
+    def size(self) -> int:
         return 1
 
-    def rank(self):
+    def rank(self) -> int:
         return 0
 
 
@@ -119,13 +122,15 @@ class _Mixer:
     per_document: bool
     gathered: int  # over how many ranks of tensor parallelism the projection gathers tokens
 
-    def __init__(self, config, *arguments, pg_collection, layout="zigzag", per_document=True, comm=None, **options):
+    def __init__(
+        self, config, *arguments, pg_collection, layout="zigzag", per_document=True, comm=None, **options
+    ) -> None:
         group, alone = pg_collection.cp, copy.copy(pg_collection)
         zigzag = is_zigzag(layout)
         if group.size() > 1:
             _check(config, pg_collection, comm)
             alone.cp = _Alone()
-        super().__init__(config, *arguments, pg_collection=alone, **options)
+        super().__init__(config, *arguments, pg_collection=alone, **options)  # type: ignore[call-arg]
         self.zigzag, self.per_document = zigzag, per_document
         self.gathered = pg_collection.tp.size() if config.sequence_parallel else 1
         self.comm = None if group.size() == 1 else comm or _communicator(group)
@@ -163,7 +168,7 @@ class _Mixer:
         return _Tokens(pieces, where)
 
 
-def _check(config, groups, comm):
+def _check(config, groups, comm) -> None:
     problems = {
         "hybrid context parallelism": config.hybrid_context_parallel,
         "CUDA graphs of Megatron": config.cuda_graph_impl != "none",
@@ -175,18 +180,18 @@ def _check(config, groups, comm):
         raise ValueError(f"comm must be of the {groups.cp.size()} ranks of context parallelism, got {comm.size}")
 
 
-def _communicator(group):
+def _communicator(group) -> Communicator:
     if group not in _communicators or _communicators[group].closed:
         _communicators[group] = Communicator(group)
     return _communicators[group]
 
 
-def _rule(operator, tokens, *tensors):
+def _rule(operator, tokens, *tensors) -> torch.Tensor:
     """The gated delta rule ``operator`` over the ranks."""
     if operator is chunk_gated_delta_rule:
         return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
     alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
-    return delta_rule(alone, *tensors, tokens.pieces, comm=tokens.where["comm"])[0]
+    return delta_rule(alone, *tensors, tokens.pieces, comm=tokens.where["comm"])[0]  # type: ignore[misc]
 
 
 class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
@@ -202,7 +207,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         *,
         inference_params=None,
         **options,
-    ):
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = inference_context if inference_context is not None else inference_params
         if self.comm is None:
             return super().forward(
@@ -226,7 +231,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         self.norm_out_checkpoint.discard_output_and_register_recompute(out)
         return out, bias
 
-    def _convolve(self, x):
+    def _convolve(self, x) -> torch.Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias
         if self.config.deterministic_mode:
             y = F.conv1d(x.mT, weight, bias, padding=self.conv1d.padding, groups=len(weight))
@@ -245,7 +250,9 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
 class AllScanMambaMixer(_Mixer, MambaMixer):
     """Megatron-core's MambaMixer; see :func:`sequence_parallel`."""
 
-    def forward(self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None):
+    def forward(
+        self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = inference_context if inference_context is not None else inference_params
         if self.comm is None:
             return super().forward(hidden_states, context, packed_seq_params=packed_seq_params)
@@ -261,7 +268,7 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         y = self._scan(tokens, x, dt, B, C, None if self.rmsnorm else z).flatten(2).transpose(0, 1).contiguous()
         return self.out_proj(self.norm(y, z.flatten(2).transpose(0, 1).contiguous()) if self.rmsnorm else y)
 
-    def _convolve(self, x):
+    def _convolve(self, x) -> torch.Tensor:
         if mamba_mixer.causal_conv1d_fn is None:
             return self.act(self.cp.conv1d(x.mT)[..., : x.shape[1]]).mT
         weight = self.conv1d_weight.squeeze(1)
@@ -269,8 +276,8 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
             x=x.mT.contiguous(), weight=weight, bias=self.conv1d_bias, activation=self.activation, seq_idx=None
         ).mT
 
-    def _scan(self, tokens, x, dt, B, C, z):
-        def chunk_scan(*arguments, **options):
+    def _scan(self, tokens, x, dt, B, C, z) -> Any:
+        def chunk_scan(*arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
             if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
                 options["state_dtype"] = self.mamba_training_ssm_states_dtype
             return mamba_mixer.mamba_chunk_scan_combined(*arguments, **options)

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 @dynamo_disabled
-def convolved(conv: Callable, n: int, x, pieces: list[Piece], *, comm, **where):
+def convolved(conv: Callable, n: int, x, pieces: list[Piece], *, comm, **where) -> torch.Tensor:
     """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins.
 
     The row is convolved as it lies. The first n outputs of each piece, which have not seen what is before it, are made
@@ -55,7 +55,7 @@ def convolved(conv: Callable, n: int, x, pieces: list[Piece], *, comm, **where):
     return _Replaced.apply(y, cuts.outputs, *made.unbind(0))
 
 
-def taken(x, tokens: Tokens, comm, alone: bool = True):
+def taken(x, tokens: Tokens, comm, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, these tokens of it [B, numbers, ...], zeros beyond it). In backward theirs is added to the gradient of x, in
     its memory if nobody else has it, ``alone``: a whole tensor of zeros and a sum are what autograd makes of it."""
     if has_tangents((x,)):
@@ -101,7 +101,7 @@ class _Cuts(Tokens):
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tokens, alone):
+    def forward(ctx, x, tokens, alone) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.tokens, ctx.alone = tokens, alone
         found = x.index_select(1, tokens.numbers)
         if not tokens.inside:
@@ -109,7 +109,7 @@ class _Taken(torch.autograd.Function):
         return x.detach(), found  # no view, which must not be written to; of the same memory
 
     @staticmethod
-    def backward(ctx, dx, dtokens):
+    def backward(ctx, dx, dtokens) -> tuple[torch.Tensor, None, None]:
         # each token once, in a fixed order: atomic additions to the same place give other bits each time
         places = ctx.tokens.places
         padded = F.pad(dtokens, (0, 0) * (dtokens.ndim - 2) + (0, 1))
@@ -124,7 +124,7 @@ class _Replaced(torch.autograd.Function):
     gradient of y stays as it is, whole; what comes of it at these outputs is taken away again by that of ``lost``."""
 
     @staticmethod
-    def forward(ctx, y, outputs, made, lost=None):
+    def forward(ctx, y, outputs, made, lost=None) -> torch.Tensor:
         ctx.outputs = outputs
         if _kept(y):
             y = y.clone()
@@ -132,7 +132,7 @@ class _Replaced(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
         dmade = dy.index_select(1, ctx.outputs)
         return dy, None, dmade, -dmade
 
@@ -148,7 +148,9 @@ def _kept(y) -> bool:
     return hasattr(type(node), "_saved_result")
 
 
-def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False):
+def delta_rule(
+    operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
     Of cut documents, see :class:`Piece`, the states of all are sent in one scan each way, and there is no final state.
@@ -204,7 +206,7 @@ def delta_rule(operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, com
 
 
 @torch.no_grad()
-def of_last_tokens(states, comm, zigzag: bool):
+def of_last_tokens(states, comm, zigzag: bool) -> tuple[torch.Tensor, ...]:
     """Convolutions' states [B, C, W] on every rank, of the one that has the last tokens of all."""
     together = torch.cat([x.float() for x in states], 1)
     if comm.rank != (0 if zigzag else comm.size - 1):
@@ -213,12 +215,12 @@ def of_last_tokens(states, comm, zigzag: bool):
     return tuple(y.to(x.dtype).contiguous() for x, y in zip(states, found, strict=True))
 
 
-def joined(parts):
+def joined(parts) -> torch.Tensor:
     """[B, T, ...] one behind the other."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _split(x, pieces):
+def _split(x, pieces) -> Sequence[torch.Tensor]:
     return x.split([piece.tokens for piece in pieces], 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, document_places
 
 
-def chunks(tokens, zigzag=False):
+def chunks(tokens, zigzag=False) -> list[tuple[int, int, int]]:
     """(rank, first token, end) of the ranks' parts, in the order of the sequence; ``tokens``: how many each has."""
     numbers = [(rank, n // 2 if zigzag else n) for rank, n in enumerate(tokens)]
     numbers += reversed(numbers) if zigzag else ()
@@ -24,7 +25,7 @@ def chunks(tokens, zigzag=False):
     return [(rank, end - n, end) for (rank, n), end in zip(numbers, ends, strict=True)]
 
 
-def gathered(x, chunks, comm):
+def gathered(x, chunks, comm) -> torch.Tensor:
     """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
     if comm.size == 1 or not chunks[-1][2]:
         return x
@@ -44,16 +45,16 @@ class _Order(Tables):
 
 class _Ordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, order, back):
+    def forward(ctx, x, order, back) -> torch.Tensor:
         ctx.back = back
         return x.index_select(1, order)
 
     @staticmethod
-    def backward(ctx, dx):
+    def backward(ctx, dx) -> tuple[torch.Tensor, None, None]:
         return dx.index_select(1, ctx.back), None, None
 
 
-def documents_in_order(comm, lengths, *tensors):
+def documents_in_order(comm, lengths, *tensors) -> list[torch.Tensor]:
     """[B, S, ...] of packed sequences that are each cut, of one rank behind the other, in the order of the whole."""
     table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
     return [_Ordered.apply(x, *table.tensors) for x in tensors]
@@ -72,13 +73,15 @@ class Gather:
     ranks and more in float32.
     """
 
-    def __init__(self, comm, tokens, zigzag, *tensors):
+    def __init__(self, comm, tokens, zigzag, *tensors) -> None:
         self.comm, self.halves, size = comm, 1 + zigzag, comm.size
         self.length = max(tokens) // self.halves
         self.filled = [n // self.halves for n in tokens] * self.halves  # tokens in each slot
         self.starts = [size * (1 - half) * zigzag for half in range(self.halves)]  # slot of each half of rank 0
-        self._work = self._arrived = self._sums = None
-        self._token = _Start.apply(self, *tensors)
+        self._work: Any = None  # which is waited for, and what it fills
+        self._arrived: Any = None
+        self._sums: Any = None
+        self._token: torch.Tensor | None = _Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
         """The slots in the order of the sequence."""
@@ -137,7 +140,7 @@ class Gather:
         self._work = self._sums = None
         return [x.transpose(0, 1) for x in found]
 
-    def _parts(self, slots):
+    def _parts(self, slots) -> list[torch.Tensor]:
         """The slots of all ranks' first halves, and of their second ones."""
         rows = self.comm.size * self.length
         return [slots[start * self.length :][:rows] for start in self.starts]
@@ -158,31 +161,31 @@ IN_FLOAT32 = 8  # ranks
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gather, *tensors):
+    def forward(ctx, gather, *tensors) -> torch.Tensor:
         ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
         gather.start(tensors)
         return tensors[0].new_empty(0)  # by which backward comes here
 
     @staticmethod
-    def backward(ctx, _):
+    def backward(ctx, _) -> tuple[torch.Tensor | None, ...]:
         return None, *(dx.to(dtype) for dx, dtype in zip(ctx.gather.finish_sum(), ctx.dtypes, strict=True))
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gather, slots, token):
+    def forward(ctx, gather, slots, token) -> tuple[torch.Tensor, ...]:
         ctx.gather, ctx.slots = gather, slots
         return gather.finish(slots)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx, *gradients) -> tuple[None, None, torch.Tensor]:
         ctx.gather.start_sum(ctx.slots, gradients)
         return None, None, gradients[0].new_zeros(0)
 
 
-def _together(name, pairs, group):
+def _together(name, pairs, group) -> Any:
     """Collectives (output, input) in one group call of the back end; what to wait for."""
-    function = getattr(dist, f"{name}_single", None)  # from torch 2.13 on
+    function: Any = getattr(dist, f"{name}_single", None)  # from torch 2.13 on
     function = (
         function or {"all_gather": dist.all_gather_into_tensor, "reduce_scatter": dist.reduce_scatter_tensor}[name]
     )
@@ -192,12 +195,12 @@ def _together(name, pairs, group):
     return work
 
 
-def _padded(x, length):
+def _padded(x, length) -> torch.Tensor:
     """x [B, T, ...] with ``length`` tokens."""
     return x if x.shape[1] == length else F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1]))
 
 
-def shifted(labels, ignored, comm, zigzag=False, documents=None):
+def shifted(labels, ignored, comm, zigzag=False, documents=None) -> torch.Tensor:
     """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all. documents: cu_seqlens of
     packed sequences that are each cut, without empty ones; ``ignored`` behind the last of each."""
     if documents is not None:
@@ -208,7 +211,7 @@ def shifted(labels, ignored, comm, zigzag=False, documents=None):
     return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
 
 
-def _shifted_documents(labels, ignored, comm, lengths):
+def _shifted_documents(labels, ignored, comm, lengths) -> torch.Tensor:
     T = labels.shape[1]
     if not T:
         return labels
@@ -216,7 +219,7 @@ def _shifted_documents(labels, ignored, comm, lengths):
     where |= dict(layout="zigzag", per_document=True)
     following = halo(labels - ignored, 1, comm=comm, reverse=True, **where)
 
-    def make():
+    def make() -> Tables:
         sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
         return Tables([torch.tensor([end - 1 for end in itertools.accumulate(sizes)], device="cpu")], comm.device)
 
@@ -224,7 +227,7 @@ def _shifted_documents(labels, ignored, comm, lengths):
     return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
 
 
-def reject(comm, message: str):
+def reject(comm, message: str) -> None:
     """Raise ValueError, so that ranks on which the call goes on hear of it."""
     with comm.call():
         raise ValueError(message)
@@ -240,4 +243,5 @@ def masks_nothing(mask: torch.Tensor, comm) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _masks_nothing(mask: TensorKey) -> bool:
-    return bool(mask.tensor().all())
+    x: Any = mask.tensor()
+    return bool(x.all())

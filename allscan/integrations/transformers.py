@@ -9,6 +9,7 @@ import importlib
 import inspect
 import itertools
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -177,13 +178,13 @@ def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str, boo
     raise ValueError("the model is not split: call sequence_parallel(model, comm=comm) first")
 
 
-def __getattr__(name):
+def __getattr__(name) -> Any:
     if name == "SequenceParallelTrainer":  # transformers' Trainer takes seconds to import
         return importlib.import_module(".transformers_trainer", __package__).SequenceParallelTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _parts(model):
+def _parts(model) -> tuple:
     """(family, text models, causal language models, softmax layers), after all checks."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     families = {name for name in FAMILIES for module in models if _class_of(module, name, (0, 1))}
@@ -200,7 +201,7 @@ def _parts(model):
             raise ValueError(
                 f"the forward of a {type(module).__name__} was replaced: call sequence_parallel before that"
             )
-        if _name_of_cache(type(module)) is None:
+        if _name_of_cache(type(module)) is None:  # type: ignore[arg-type]
             raise ValueError(
                 f"the forward of {type(module).__name__} takes no cache called {' or '.join(CACHES)}: this version of "
                 "transformers is not covered"
@@ -213,7 +214,9 @@ def _parts(model):
             raise ValueError(f"the attention function must be one of {', '.join(INNER)}, got {inner!r}")
         if any(m.use_kernels for m in models):
             raise ValueError("hub kernels (use_kernels) take the place of functions that sequence_parallel calls")
-        if getattr(config, "sliding_window", None) or "sliding_attention" in (getattr(config, "layer_types", 0) or ()):
+        if getattr(config, "sliding_window", None) or "sliding_attention" in (
+            getattr(config, "layer_types", None) or ()
+        ):
             raise ValueError("layers with a sliding window are not covered")
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):
@@ -242,7 +245,7 @@ def _name_of_cache(kind: Any) -> str | None:
     return next((name for name in CACHES if name in parameters), None)
 
 
-def _restore(bases, heads, layers):
+def _restore(bases, heads, layers) -> None:
     for base in bases:
         if "allscan_inner" in vars(base):
             base.set_attn_implementation(vars(base).pop("allscan_inner"))
@@ -344,7 +347,7 @@ def _model(
     per_document=False,
     attention=WHOLE,
     **options,
-):
+) -> Any:
     """The forward of a text model over this rank's tokens."""
     for name in OPERATORS:
         if not isinstance(vars(sys.modules[home]).get(name), (_Operator, type(None))):
@@ -371,7 +374,7 @@ def _model(
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
-    sequence, wanted_by_any = _sequence(
+    sequence, wanted_by_any = _sequence(  # type: ignore[call-arg, misc]
         comm,
         zigzag,
         inner,
@@ -399,7 +402,9 @@ def _model(
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, 1))
         position_ids = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
     elif position_ids is None and zigzag:
-        documents = dict(cu_seqlens=sequence.lengths, per_document=True) if sequence.per_document else {}
+        documents: dict[str, Any] = (
+            dict(cu_seqlens=sequence.lengths, per_document=True) if sequence.per_document else {}
+        )
         position_ids = zigzag_positions(sequence.own, comm=comm, **documents)[None]
     elif position_ids is None:
         position_ids = torch.arange(sequence.first, sequence.first + sequence.own, device=x.device)[None]
@@ -411,7 +416,7 @@ def _model(
         position_ids=position_ids,
         inputs_embeds=inputs_embeds,
         use_cache=bool(use_cache),
-        **{_name_of_cache(type(model)): cache, SEQUENCE: sequence},
+        **{_name_of_cache(type(model)): cache, SEQUENCE: sequence},  # type: ignore[arg-type]
         **options,
     )
     if use_cache:
@@ -419,7 +424,7 @@ def _model(
     return outputs if sequence.own else _without_padding(outputs)
 
 
-def _of_last_tokens(outputs, sequence):
+def _of_last_tokens(outputs, sequence) -> None:
     """Let the cache among a model's outputs have the convolutions' states of the whole."""
     for cache in (x for x in outputs if hasattr(x, "layers")):
         for layer in cache.layers:
@@ -429,7 +434,7 @@ def _of_last_tokens(outputs, sequence):
                         state.copy_(of_last_tokens([state], sequence.comm, sequence.zigzag)[0])
 
 
-def _without_padding(outputs):
+def _without_padding(outputs) -> Any:
     """A model's outputs, or hidden states among them, with no tokens in place of one."""
     if isinstance(outputs, torch.Tensor):
         return outputs[:, :0]
@@ -533,7 +538,7 @@ def _sequence(
         return sequence, any(answer[5] for answer in answers)
 
 
-def _rises(position_ids):
+def _rises(position_ids) -> tuple[list[int], list, list]:
     """(where they do not rise by 1, what each row has there, (the first of each row, the last)); waits for the GPU."""
     breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
     return breaks.tolist(), position_ids[:, breaks].mT.tolist(), position_ids[:, [0, -1]].mT.tolist()
@@ -542,41 +547,41 @@ def _rises(position_ids):
 class _Operator:
     """A function that a model's file calls by its name, in place of it: over the ranks where it is told so."""
 
-    def __init__(self, original, split):
+    def __init__(self, original, split) -> None:
         self.original, self.split = original, split
         functools.update_wrapper(self, original)
 
-    def __call__(self, *arguments, **options):
+    def __call__(self, *arguments, **options) -> Any:
         sequence = options.pop(SEQUENCE, None)
         if sequence is None:
             return self.original(*arguments, **options)
         return self.split(self.original, sequence, *arguments, **options)
 
 
-def _convolution(original, sequence, x, weight, bias=None, activation=None, **_):
+def _convolution(original, sequence, x, weight, bias=None, activation=None, **_) -> torch.Tensor:
     """x [B, channels, tokens], the last of which are this rank's."""
     n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
     if not n:
         return original(x, weight, bias, activation=activation)
 
-    def conv(x):
+    def conv(x) -> torch.Tensor:
         return original(x.mT, weight, bias, activation=activation).mT
 
     y = convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
     return _padded(y, sequence).mT
 
 
-def _own(sequence, *tensors):
+def _own(sequence, *tensors) -> Sequence[torch.Tensor | None]:
     """[B, T, ...] of this rank's tokens, without one of padding."""
     return tensors if sequence.own else [x if x is None else x[:, :0] for x in tensors]
 
 
-def _padded(x, sequence):
+def _padded(x, sequence) -> torch.Tensor:
     """x [B, T, ...] with what the model's layers go on with: on a rank without tokens zeros of one."""
     return x if sequence.own else F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
-def _fused(original, sequence, *_, **__):
+def _fused(original, sequence, *_, **__) -> None:
     """mamba_ssm's kernel of a whole layer: not over ranks; the layer goes on with its parts."""
 
 
@@ -598,8 +603,8 @@ def _state_space(
     return_final_states=False,
     initial_states=None,
     **_,
-):
-    def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
+) -> Any:
+    def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states) -> Any:
         options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
         if seq_idx is None or of_package(original) is not None:
             return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
@@ -630,7 +635,7 @@ def _state_space(
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
 
-def of_package(function):
+def of_package(function) -> Callable | None:
     """fla's or mamba_ssm's function that one of a model's file calls, None where that is transformers' own, in torch:
     only the former take packed sequences in one call."""
     inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
@@ -638,11 +643,11 @@ def of_package(function):
     return None if found is inside.get("torch_function") else found
 
 
-def ours(function, device, options):
+def ours(function, device, options) -> Callable | None:
     """All-Scan's operator in place of a model's delta rule, or None where it is not the same: it is where that is fla's
     on a GPU, and ours knows all options that fla's would be given."""
-    theirs = of_package(function)
-    found = OURS.get(getattr(theirs, "__name__", None))
+    theirs: Any = of_package(function)
+    found: Any = OURS.get(getattr(theirs, "__name__", ""))
     if found is None or not theirs.__module__.startswith("fla.") or not on_gpu(device):
         return None
     known, taken = (inspect.signature(f).parameters for f in (found, theirs))
@@ -667,7 +672,7 @@ def _delta_rule(
     cu_seqlens=None,
     use_qk_l2norm_in_kernel=False,
     **options,
-):
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet and KDA."""
     operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
     if operator is not None:
@@ -681,8 +686,8 @@ def _delta_rule(
             **{name: x for name, x in options.items() if name in taken},
         )
     else:
-        alone = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-        o, state = delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
+        alone: Any = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+        o, state = delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)  # type: ignore[arg-type, misc]
     return _padded(o, sequence), state
 
 
@@ -700,10 +705,11 @@ class _Keys:
     """In place of a softmax layer's cache: what the layer appends its keys and values, or latents, to. It gets those of
     all ranks back; or where :func:`attend` can do with them its own, and those of the others are under way."""
 
-    def __init__(self, sequence, cache):
-        self.sequence, self.cache, self.others = sequence, cache, None
+    def __init__(self, sequence, cache) -> None:
+        self.sequence, self.cache = sequence, cache
+        self.others: Gather | Later | None = None
 
-    def update(self, key, value, layer_idx, *arguments, **options):
+    def update(self, key, value, layer_idx, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
         sequence, self.given = self.sequence, (key, value)
         if sequence.comm.size > 1:
             merged, memory = sequence.attention
@@ -718,7 +724,9 @@ class _Keys:
             self.cache.update(key, value, layer_idx, *arguments, **options)
         return key, value
 
-    def attend(self, module, query, key, value, scaling, dropout):
+    def attend(
+        self, module, query, key, value, scaling, dropout
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
         sequence, expand = self.sequence, None
         if [key.shape, value.shape] != [x.shape for x in self.given]:
@@ -739,7 +747,7 @@ class _Keys:
 OTHER_VERSION = "this version of transformers is not covered"
 
 
-def in_order(gather, documents=None):
+def in_order(gather, documents=None) -> Iterator[torch.Tensor]:
     """[B, H, T, D] of all ranks' tokens. documents: cu_seqlens of sequences that are each cut."""
     found = gather.read(gather.in_order())
     if documents is not None:
@@ -747,39 +755,41 @@ def in_order(gather, documents=None):
     return (x.transpose(1, 2) for x in found)
 
 
-def _softmax(layer, *arguments, past_key_values=None, cache=None, **options):
+def _softmax(layer, *arguments, past_key_values=None, cache=None, **options) -> Any:
     """The forward of a softmax layer, with the keys and values of all ranks."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
     keys = _Keys(sequence, past_key_values if cache is None else cache)
     options[SEQUENCE] = dataclasses.replace(sequence, keys=keys)
-    return type(layer).forward(layer, *arguments, **{_name_of_cache(type(layer)): keys}, **options)
+    return type(layer).forward(layer, *arguments, **{_name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
 
 
 class _Layer:
     """A softmax layer as its former attention function is to see it: with that function's name in its config."""
 
-    def __init__(self, layer, inner):
+    def __init__(self, layer, inner) -> None:
         self._layer, self._inner = layer, inner
 
-    def __getattr__(self, name):
+    def __getattr__(self, name) -> Any:
         return getattr(self._layer, name)
 
     @property
-    def config(self):
+    def config(self) -> _Config:
         return _Config(self._layer.config, self._inner)
 
 
 class _Config:
-    def __init__(self, config, inner):
+    def __init__(self, config, inner) -> None:
         self._config, self._attn_implementation = config, inner
 
-    def __getattr__(self, name):
+    def __getattr__(self, name) -> Any:
         return getattr(self._config, name)
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options):
+def _attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options
+) -> tuple[torch.Tensor, None]:
     """transformers' attention function: this rank's queries [B, H, T, D] to the whole's keys up to each."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
@@ -790,7 +800,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
     device, outputs, found = query.device.type, [], None
 
-    def cast(*tensors):  # autocast does not reach through causal_lower_right
+    def cast(*tensors) -> Sequence[torch.Tensor]:  # autocast does not reach through causal_lower_right
         if inner != "sdpa" or not torch.is_autocast_enabled(device):
             return tensors
         return [t.to(torch.get_autocast_dtype(device)) for t in tensors]
@@ -847,7 +857,7 @@ def _loss(
     ignore_index=-100,
     shift_labels=None,
     **options,
-):
+) -> torch.Tensor:
     """ForCausalLMLoss, with this rank's share."""
     if shift_labels is None:
         documents = options.get("cu_seq_lens_q") if per_document else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,7 @@ class SequenceParallelTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_data_loader = self._prepare_loader
 
-    def _prepare_loader(self, loader, device_placement=None, slice_fn_for_dispatch=None):
+    def _prepare_loader(self, loader, device_placement=None, slice_fn_for_dispatch=None) -> Any:
         """In place of Accelerator.prepare_data_loader, which deals batches to the processes."""
         accelerator = self.accelerator
         if isinstance(loader.worker_init_fn, functools.partial) and "rank" in loader.worker_init_fn.keywords:
@@ -188,20 +188,20 @@ class SequenceParallelTrainer(Trainer):
         accelerator._dataloaders.append(made)
         return made
 
-    def _get_dataloader(self, dataset, description, batch_size, *arguments, **options):
+    def _get_dataloader(self, dataset, description, batch_size, *arguments, **options) -> torch.utils.data.DataLoader:
         return super()._get_dataloader(dataset, description, batch_size * self._groups, *arguments, **options)
 
     def get_total_train_batch_size(self, args) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self._groups
 
-    def _get_num_items_in_batch(self, batch_samples, device):
+    def _get_num_items_in_batch(self, batch_samples, device) -> Any:
         """Of whole batches, after the ranks have compared them; every rank has all that Trainer would add up."""
         self._compare(batch_samples)
         count = super()._get_num_items_in_batch(batch_samples, device)
         processes = self.accelerator.num_processes
         return count if count is None or not self.args.average_tokens_across_devices else count / processes
 
-    def _compare(self, batches):
+    def _compare(self, batches) -> None:
         items = [item for batch in batches for name in sorted(batch) for item in (name, batch[name])]
         steps = self.state.max_steps  # which a data set of another length changes
         mine = torch.tensor([[len(batches), checksum(steps, *items)]], device=self.accelerator.device)
@@ -219,12 +219,12 @@ class SequenceParallelTrainer(Trainer):
         added = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + added // self.accelerator.num_processes
 
-    def floating_point_ops(self, inputs):
+    def floating_point_ops(self, inputs) -> float:  # type: ignore[override]
         return super().floating_point_ops(inputs) / self.accelerator.num_processes  # of whole batches
 
     # Each rank computes its part
 
-    def _rows(self, batch, group):
+    def _rows(self, batch, group) -> tuple[int, int]:
         """(first, end) of a group's rows."""
         rows = _tokens_of(batch).shape[0]
         return rows * group // self._groups, rows * (group + 1) // self._groups
@@ -250,11 +250,11 @@ class SequenceParallelTrainer(Trainer):
                 batch[name] = torch.full_like(batch[name], -100)
         return cut_batch(batch, comm=comm, layout=self._layout, per_document=self._per_document)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         loss = super().training_step(model, self._part(inputs), num_items_in_batch)
         return self.accelerator.reduce(loss, "mean")  # what is logged, and looked at for NaN, is alike on all ranks
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None) -> Any:
         """``inputs``: this rank's part. Its share of the loss, times the ranks that gradients are averaged over."""
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -266,27 +266,30 @@ class SequenceParallelTrainer(Trainer):
 
     # Whole rows again
 
-    def evaluation_loop(self, *arguments, **options):
+    def evaluation_loop(self, *arguments, **options) -> Any:
         self.gather_function = self._gathered_already
         output = super().evaluation_loop(*arguments, **options)
         self._compare([])  # with a rank that has another batch
         return output
 
-    def _gathered_already(self, data, **_):
+    def _gathered_already(self, data, **_) -> Any:
         """In place of Accelerator.gather_for_metrics, which also cuts the loss, repeated for each row of a full batch,
         to the rows of the last one; of a data set without a length only where accelerate dispatches its batches."""
         state = self.accelerator.gradient_state
         rows = state.remainder
         if isinstance(state.active_dataloader.dataset, torch.utils.data.IterableDataset):
-            rows = -1 if self.args.accelerator_config.dispatch_batches is False else self._rows_now
+            config: Any = self.args.accelerator_config
+            rows = -1 if config.dispatch_batches is False else self._rows_now
         if not state.end_of_dataloader or rows <= 0:
             return data
         return recursively_apply(lambda x: x[:rows], data)
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple:
         """(loss, logits, labels) of whole rows, on every rank."""
         if ignore_keys is None:
-            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values", "cache"])
+            ignore_keys = getattr(
+                cast(Any, self.model).config, "keys_to_ignore_at_inference", ["past_key_values", "cache"]
+            )
         labelled, self._rows_now = inputs.get("labels") is not None, _tokens_of(inputs).shape[0]
         count = self._get_num_items_in_batch([inputs], self.args.device)  # compares the batches, too
         part = self._prepare_inputs(self._part(inputs))
@@ -311,7 +314,7 @@ class SequenceParallelTrainer(Trainer):
         labels = self._prepare_input(inputs["labels"]) if labelled else None
         return loss, logits[0] if len(logits) == 1 else logits, labels
 
-    def _whole(self, value, batch):
+    def _whole(self, value, batch) -> Any:
         """``value`` [rows, tokens, ...] of all ranks, a tuple of such one by one."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._whole(x, batch) for x in value)

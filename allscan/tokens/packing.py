@@ -145,7 +145,7 @@ def to_device(tables: Sequence[torch.Tensor], device) -> list[torch.Tensor]:
         return [*tables]
     places = [*itertools.accumulate((cdiv(x.nbytes, ALIGNMENT) * ALIGNMENT for x in tables), initial=0)]
 
-    def there(memory, place, table):
+    def there(memory, place, table) -> torch.Tensor:
         return memory[place : place + table.nbytes].view(table.dtype).view(table.shape)
 
     host = torch.empty(places[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -281,7 +281,7 @@ def _copy(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor]:
     return (_own(cu_seqlens),)
 
 
-def _fake_copy(cu_seqlens):
+def _fake_copy(cu_seqlens) -> tuple[torch.Tensor]:
     return (torch.empty(cu_seqlens.shape, dtype=cu_seqlens.dtype, device="cpu"),)
 
 
@@ -292,17 +292,17 @@ class TensorKey:
     """A tensor as a dictionary key: the same object, not written to since, as far as torch has counted: not by way of
     ``.data``, of other code than torch's, or of a CUDA graph's replay, nor if it was made in torch.inference_mode."""
 
-    def __init__(self, tensor):
+    def __init__(self, tensor) -> None:
         self.tensor = weakref.ref(tensor)
         self.key = (id(tensor), tensor.data_ptr(), tensor.shape, version_of(tensor))
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self.key)
 
-    def __eq__(self, other):
+    def __eq__(self, other) -> bool:
         return self.key == other.key and self.tensor() is other.tensor()
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _read_boundaries(identity):
+def _read_boundaries(identity) -> tuple[int, ...]:
     return tuple(identity.tensor().tolist())  # waits for the GPU, once for each tensor
