@@ -205,12 +205,12 @@ def main(arguments=None) -> int:
         cases.insert(1 + shapes.index(SHAPES[0]), (SHAPES[0], True))
     with Table(options.csv, COLUMNS) as table:
         for shape, packed in cases:
-            for name in METHODS:
-                if options.no_fla and METHODS[name] is theirs:
+            for name, method in METHODS.items():
+                if options.no_fla and method is theirs:
                     continue
                 row = dict(shape="x".join(map(str, shape)), sequences=PACKED if packed else "", method=name)
                 row |= measure(name, comm, shape, packed)
-                if (shape, packed) == cases[0] and METHODS[name] is ours:
+                if (shape, packed) == cases[0] and method is ours:
                     row["first_call_s"], row["second_process_s"] = first_calls(shape)
                 table.write(row)
                 print(

@@ -56,8 +56,8 @@ def load() -> types.ModuleType:
     if rejected := rejection("NVSHMEM", "nvshmem4py"):
         raise RuntimeError(rejected)
     try:
-        import nvshmem.bindings as bindings
         from cuda.pathfinder import load_nvidia_dynamic_lib
+        from nvshmem import bindings
 
         load_nvidia_dynamic_lib("nvshmem_host")
     except Exception as error:  # ImportError, or pathfinder's own errors when the shared library is absent
@@ -69,6 +69,7 @@ def load() -> types.ModuleType:
 
 
 def is_initialized() -> bool:
+    """Whether NVSHMEM is running in this process, whoever has initialised it."""
     return load().init_status() >= _INITIALIZED
 
 

@@ -150,7 +150,7 @@ def compiled_effects() -> Any:
         @staticmethod
         def memory_budget() -> float:
             """Of activations, for the whole graph."""
-            import torch._functorch.config as config
+            from torch._functorch import config
 
             return config.activation_memory_budget
 

@@ -78,6 +78,7 @@ TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "
 
 
 def installed_version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -87,10 +88,12 @@ def installed_version(*distributions: str) -> str | None:
 
 
 def nvshmem_version() -> str | None:
+    """The installed version of NVSHMEM, or None."""
     return version_of("NVSHMEM")
 
 
 def package(name: str) -> Package:
+    """The row of the table with this name."""
     return next(known for known in PACKAGES if known.name == name)
 
 

@@ -260,6 +260,7 @@ def zigzag_of(layout: str, per_document: bool, cu_seqlens: object) -> int:
 
 
 def check_halves(T: int) -> None:
+    """Raise ValueError for an odd number of tokens in the zigzag layout."""
     if T % 2:
         raise ValueError(f"the zigzag layout wants an even T, half of it for each of a rank's two places, got {T}")
 

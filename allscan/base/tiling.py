@@ -51,4 +51,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below ``n``."""
     return 1 << (n - 1).bit_length()

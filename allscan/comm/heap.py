@@ -179,7 +179,7 @@ def _interpreted() -> bool:
 
 
 def resolve_transport(transport: str) -> str:
-    """ "nvshmem", "ipc" or "shm", with "auto" decided. Raises ValueError or RuntimeError when it cannot be."""
+    """Decide on "nvshmem", "ipc" or "shm". Raises ValueError or RuntimeError when it cannot be."""
     if transport not in ("auto", "nvshmem", "ipc", "shm"):
         raise ValueError(f'transport must be "auto", "nvshmem", "ipc" or "shm", got {transport!r}')
     interpreted = _interpreted()

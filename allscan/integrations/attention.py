@@ -239,6 +239,7 @@ class Pieces(Tables):
 
 
 def pieces_of(comm, first, end, lengths) -> Pieces:
+    """The tables of tokens ``first`` to ``end`` of packed sequences, made at the first call."""
     key = "softmax", first, end, lengths
     return cached_table(comm, key, lambda: Pieces(comm.device, first, end, lengths))
 
@@ -281,10 +282,12 @@ class Seen(torch.autograd.Function):
 
 
 def documents_of(comm, lengths) -> Documents:
+    """The tables of packed sequences that are each cut, made at the first call."""
     return cached_table(comm, ("softmax of documents", lengths), lambda: Documents(comm, lengths))
 
 
 def takes_packed(q, k, v) -> bool:
+    """Whether there is a kernel for packed sequences of these tensors."""
     return flash_packed is not None and _flash_fits(q, k, v)
 
 

@@ -150,6 +150,7 @@ def checksum(*values) -> int:
 
 @functools.lru_cache(maxsize=64)
 def read(stamp: str) -> _Stamp:
+    """The fields of a stamp that a batch carries as text."""
     rows, tokens, layout, digests, others = json.loads(stamp)
     return _Stamp(rows, tuple(tokens), layout, digests and tuple(digests), others)
 

@@ -114,7 +114,6 @@ def _communicator(group) -> Communicator | None:
 
 def _convolution(name, reverse) -> Callable:
     """What stands for fla's exchange of the tokens that a short convolution looks back at, or of their gradients."""
-
     given = inspect.signature(_fla[name])
 
     @functools.wraps(_fla[name])

@@ -655,6 +655,7 @@ def ours(function, device, options) -> Callable | None:
 
 
 def on_gpu(device) -> bool:
+    """Whether tensors there are in the memory of a GPU; the tests replace it."""
     return device.type == "cuda"
 
 

@@ -23,7 +23,6 @@ R = TypeVar("R")
 def dynamo_disabled(function: Callable[P, R]) -> Callable[P, R]:
     """torch.compiler.disable: what ``function`` asks of other ranks, and launches, is not for torch to trace. But where
     nobody compiles it does not import the compiler, which takes a second, and costs next to nothing."""
-
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)

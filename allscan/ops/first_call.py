@@ -33,6 +33,7 @@ def agreed(comm: Communicator, shape, agree) -> bool:
 
 
 def remember_agreement(comm: Communicator, shape, agree) -> None:
+    """Note that all ranks have agreed on a first call of this shape."""
     agreements = cached_on(comm, "agreements")
     if len(agreements) >= 16 * KEPT:  # of ever new scales, say: on all ranks at the same call, as agreements are made
         agreements.clear()

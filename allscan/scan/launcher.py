@@ -252,6 +252,7 @@ class Launcher:
 
 
 def name_of(kernel: Any) -> str:
+    """The name of a kernel, as errors say it."""
     return getattr(kernel, "__name__", None) or kernel.fn.__name__
 
 

@@ -22,6 +22,7 @@ USAGE = """usage: allscan doctor       what this machine has, which transport wo
 
 
 def main() -> int:
+    """``python -m allscan``; returns the exit status."""
     if sys.argv[1:] in (["--help"], ["-h"]):
         print(USAGE)
         return 0

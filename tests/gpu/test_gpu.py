@@ -512,7 +512,7 @@ def ended_job_case():
     if rank == 0:
         time.sleep(3.0)  # NVSHMEM's collectives would hold rank 1 up for as long
     start = time.monotonic()
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="closed without the other ranks") as warned:
         allscan.finalize()
     seconds = time.monotonic() - start
     dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2)

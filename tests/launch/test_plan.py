@@ -666,7 +666,7 @@ def test_what_keeps_a_number_of_a_kernel_holds_it(kept, monkeypatch):
     """Of its function or its module, which another one may have as soon as this one is unloaded."""
     loaded, told = [], []
     monkeypatch.setattr(compiled_kernel, "set_shared_memory_carveout", lambda function, percent: told.append(function))
-    state = types.SimpleNamespace(cumodule_init=lambda module: told.append(module))
+    state = types.SimpleNamespace(cumodule_init=told.append)
     monkeypatch.setattr(nvshmem_module, "load", lambda: state)
     monkeypatch.setattr(nvshmem_module, "initialized_modules", {})
     monkeypatch.setattr(triton_compat, "_held", set())

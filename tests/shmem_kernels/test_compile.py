@@ -259,7 +259,7 @@ class Launches:
 class NoCarrier:
     """Carries nothing."""
 
-    class comm:
+    class comm:  # noqa: N801
         size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
 
         @staticmethod
