@@ -58,7 +58,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .links import EPOCH_BITS, NONE, free_slot, give_credit, post, take, wait_credit
+from .links import (
+    EPOCH_BITS,
+    NONE,
+    SENTINEL,
+    combine,
+    free_slot,
+    give_credit,
+    pass_words,
+    post,
+    take,
+    wait_credit,
+)
 
 BROKEN = tl.constexpr(-1)  # a tile's epoch after a fault
 
@@ -126,9 +137,14 @@ def _arrival_word(channel, tile, epoch):
 @triton.jit
 def receive(channel, tile, epoch, word, ok, b_first):
     """Wait for what prev sends in this epoch, ``b_first`` on the first rank: (that or NaN, whether all is well)."""
-    b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)  # else BROKEN, of a program that began well
+    return _receive(channel, tile, epoch, word, ok, b_first)
+
+
+@triton.jit
+def _receive(channel, tile, epoch, word, ok, b_first):
+    b_prev = b_first
     if channel.RECV != NONE:
         b_prev, ok = take(channel, tile, epoch, word, ok)
     if not ok:
@@ -143,6 +159,12 @@ def finish(channel, tile, epoch):
     """Free the slot that was received, and end the epoch."""
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         free_slot(channel, tile, epoch)
+        _end(channel, tile, epoch)
+
+
+@triton.jit
+def _end(channel, tile, epoch):
+    if (channel.RECV != NONE) | (channel.SEND != NONE):
         tl.debug_barrier()  # every thread has read the epoch before it moves on
         tl.store(channel.epoch + tile, epoch)
         if channel.ADJOINT:
@@ -187,7 +209,7 @@ def allscan(channel, tile, b_state, b_decay, b_first):
     """
     b_prev = b_first
     if (channel.RECV == NONE) & (channel.SEND == NONE):
-        b_inclusive = _combine(b_state, b_decay, b_prev)
+        b_inclusive = combine(b_state, b_decay, b_prev)
     else:
         begun = begin(channel, tile)
         send_ahead(channel, tile, begun, b_state, b_decay)
@@ -212,32 +234,55 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
 @triton.jit
 def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
     """:func:`allscan` of a tile that has gone through ``send_ahead`` with the same ``begun``, state and decay."""
+    epoch, word, ok = begun
+    if (channel.RECV != NONE) | (channel.SEND != NONE):
+        ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
+    return _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first)
+
+
+@triton.jit
+def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
     b_prev = b_first
     if (channel.RECV == NONE) & (channel.SEND == NONE):
-        b_inclusive = _combine(b_state, b_decay, b_prev)
+        b_inclusive = combine(b_state, b_decay, b_prev)
     else:
-        epoch, word, ok = begun
-        b_prev, ok = receive(channel, tile, epoch, word, ok, b_first)
-        b_inclusive = _combine(b_state, b_decay, b_prev)
+        waits = channel.SEND != NONE  # to be sent: not if it was sent ahead
+        if (channel.RECV != NONE) & (channel.SEND != NONE):
+            waits = not all_decays_zero(b_decay)
+        b_prev, ok = _receive(channel, tile, epoch, word, ok, b_first)
+        b_inclusive = combine(b_state, b_decay, b_prev)
         if ok:
-            if (channel.RECV != NONE) & (channel.SEND != NONE):
-                if not all_decays_zero(b_decay):
-                    post(channel, tile, epoch, word, b_inclusive)
-            else:
+            if waits:
                 post(channel, tile, epoch, word, b_inclusive)
             finish(channel, tile, epoch)
     return b_prev, b_inclusive
 
 
 @triton.jit
-def all_decays_zero(b_decay):
-    """Whether every decay of a tile is 0 (-0.0 too; NaN is not); the same for all threads of the block."""
-    return tl.min((b_decay + tl.zeros([1, 1], tl.float32) == 0.0).to(tl.int32)) > 0
+def allscan_to(channel, tile, begun, b_state, b_decay, b_first, p_out, b_inside):
+    """:func:`allscan_begun` that stores prev to ``p_out`` [BK, BV] where ``b_inside``; ``begun``: whether all is well
+    with this very tile, too. Between sentinel links words go their way as they come, not when all of a tile are there.
+    """
+    epoch, word, ok = begun
+    if (channel.RECV == SENTINEL) & ((channel.SEND == SENTINEL) | (channel.SEND == NONE)):
+        waits = False
+        if channel.SEND != NONE:
+            waits = not all_decays_zero(b_decay)
+        ok = pass_words(channel, tile, epoch, word, ok, waits, b_state, b_decay, p_out, b_inside)
+        if ok:
+            _end(channel, tile, epoch)
+        else:
+            tl.store(channel.epoch + tile, BROKEN)
+            tl.store(p_out, tl.full([channel.BK, channel.BV], float("nan"), tl.float32), mask=b_inside)
+    else:
+        b_prev, _ = _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first)
+        tl.store(p_out, b_prev, mask=b_inside)
 
 
 @triton.jit
-def _combine(b_state, b_decay, b_prev):
-    return tl.where(b_decay == 0.0, b_state, b_decay * b_prev + b_state)
+def all_decays_zero(b_decay):
+    """Whether every decay of a tile is 0 (-0.0 too; NaN is not); the same for all threads of the block."""
+    return tl.min((b_decay + tl.zeros([1, 1], tl.float32) == 0.0).to(tl.int32)) > 0
 
 
 @triton.jit

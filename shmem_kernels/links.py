@@ -5,6 +5,7 @@
               A 4-byte store arrives whole, so no word needs an order to another, and no fence is paid. (PTX promises
               that of relaxed stores; these are plain ones, 16 bytes a thread. That they arrive whole and soon is what
               GPUs do, and what the tests' thousands of epochs of fresh values would show.)
+              So a scan sends a word on as soon as it has come (``pass_words``).
 ``SIGNAL``    Stores into the mapped inbox, then the arrival word as a release.
 ``PUT``       NVSHMEM's put with signal, for a neighbour that is not mapped (another node). Puts may overtake each
               other.
@@ -114,10 +115,8 @@ def post(channel, tile, epoch, word, b_value):
     at = _arrival(channel, tile, epoch)
     if channel.SEND == SENTINEL:
         tl.store(channel.next_arrived + at, word)
-        b_words = b_value.to(tl.int32, bitcast=True)
-        b_words = tl.where(b_words == SENTINEL_BITS, 0, b_words)
         p_next = channel.next_inbox + slot_offsets(channel, tile, epoch)
-        tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), b_words)
+        tl.store(p_next.to(tl.pointer_type(tl.int32), bitcast=True), _words_of(b_value))
     elif channel.SEND == SIGNAL:
         tl.store(channel.next_inbox + slot_offsets(channel, tile, epoch), b_value)
         set_signal(channel.next_arrived + at, word)
@@ -139,6 +138,19 @@ def post(channel, tile, epoch, word, b_value):
 
 
 @triton.jit
+def _words_of(b_value):
+    """As they are sent: without a -0.0."""
+    b_words = b_value.to(tl.int32, bitcast=True)
+    return tl.where(b_words == SENTINEL_BITS, 0, b_words)
+
+
+@triton.jit
+def combine(b_state, b_decay, b_prev):
+    """The outgoing state of a rank, of the incoming one."""
+    return tl.where(b_decay == 0.0, b_state, b_decay * b_prev + b_state)
+
+
+@triton.jit
 def take(channel, tile, epoch, word, ok):
     """Wait for the tile whose arrival word is ``word``: (the tile [BK, BV], whether all is well)."""
     if channel.RECV == SENTINEL:
@@ -152,12 +164,76 @@ def take(channel, tile, epoch, word, ok):
 
 
 @triton.jit
-def _take_sentinel(channel, tile, epoch, word, ok):
-    # so that no two warps hold the same words, and the reduction below is over the whole block
+def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b_inside):
+    """Over sentinel links: take the tile by words, and do with each what is to be done as it comes: store it to
+    ``p_out`` [BK, BV] where ``b_inside``; if the tile ``sends``, combine it and send it on; free its place in the slot.
+    Returns whether all is well.
+
+    Words go by fours, which are stored at once. A thread takes them when it has seen them, and the arrival word with
+    the tag that is expected; what another thread has seen does not matter to it.
+    """
+    _a_word_for_each_thread(channel)
+    at = slot_offsets(channel, tile, epoch)
+    p_words = (channel.inbox + at).to(tl.pointer_type(tl.int32), bitcast=True)
+    p_next = (channel.next_inbox + at).to(tl.pointer_type(tl.int32), bitcast=True)
+    p_arrived = channel.arrived + _arrival(channel, tile, epoch)
+    b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
+    b_left = b_free != 0  # what has not come yet
+    started = tl.full([], 0, tl.int64)
+    polls = 0
+    state = MISSING
+    if channel.SEND != NONE:
+        if ok & sends:
+            tl.store(channel.next_arrived + _arrival(channel, tile, epoch), word)
+    while ok & (state == MISSING):
+        b_words = tl.load(p_words, mask=b_left, other=SENTINEL_BITS, volatile=True)
+        seen = tl.load(p_arrived, volatile=True)  # may differ between threads: never to branch on
+        b_new = _in_fours((b_words != SENTINEL_BITS) & (seen == word), channel.BK, channel.BV)
+        b_prev = b_words.to(tl.float32, bitcast=True)
+        if channel.SEND != NONE:
+            if sends:
+                tl.store(p_next, _words_of(combine(b_state, b_decay, b_prev)), mask=b_new)
+        tl.store(p_out, b_prev, mask=b_new & b_inside)
+        tl.store(p_words, b_free, mask=b_new)
+        b_left = b_left & (b_new == 0)
+        other = (seen != word) & ((seen ^ word) & EPOCH_BITS == 0)
+        state = tl.max(tl.where(b_left, tl.where(other, OTHER, MISSING), HERE))  # block-uniform
+        polls += 1
+        if state == MISSING:
+            if polls > polls_before_backoff():
+                if polls == polls_before_backoff() + 1:
+                    started = now(channel, tile)
+                backoff(polls)
+            if polls % POLLS_PER_CLOCK == 0:
+                ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    if ok & (state == OTHER):
+        fault(channel, OUT_OF_STEP, INFO_PREV, tile, word, poll_word(p_arrived))
+        ok = False
+    return ok
+
+
+@triton.jit
+def _in_fours(b_here, BK: tl.constexpr, BV: tl.constexpr):
+    """Which words are ``b_here`` with the three beside them, so that stores of them need not be cut."""
+    if BV >= 4:
+        b_all = tl.min(tl.reshape(b_here.to(tl.int32), [BK, BV // 4, 4]), axis=2, keep_dims=True)
+        b_here = tl.reshape(tl.broadcast_to(b_all, [BK, BV // 4, 4]), [BK, BV]) > 0
+        b_here = tl.max_constancy(b_here, [1, 4])
+    return b_here
+
+
+@triton.jit
+def _a_word_for_each_thread(channel):
+    """So that no two warps hold the same words, and a reduction of them is over the whole block."""
     tl.static_assert(
         (num_warps() == 1) | (channel.BK * channel.BV >= 32 * num_warps()),
         "a tile needs at least one word for each thread: launch with fewer warps or choose larger tiles",
     )
+
+
+@triton.jit
+def _take_sentinel(channel, tile, epoch, word, ok):
+    _a_word_for_each_thread(channel)
     p_words = (channel.inbox + slot_offsets(channel, tile, epoch)).to(tl.pointer_type(tl.int32), bitcast=True)
     p_arrived = channel.arrived + _arrival(channel, tile, epoch)
     b_words, state = _poll_tile(p_words, p_arrived, word)

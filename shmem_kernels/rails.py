@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .channel import BROKEN, _arrival_word, _combine, all_decays_zero, finish
-from .links import NONE, free_slot, give_credit, post, take, wait_credit
+from .channel import BROKEN, _arrival_word, all_decays_zero, finish
+from .links import NONE, combine, free_slot, give_credit, post, take, wait_credit
 from .tiles import load_decays, load_tile, tile_offsets
 from .wait import INFO_NEXT, INFO_WORDS, poll_word, wait_signal
 
@@ -228,7 +228,7 @@ def rails_kernel(
                         Inlet(node, p_from, p_word, p_clock, p_info, SLICE, BD, LINK), part, epoch, word, well
                     )
                     b_decay = _column(b_decays)
-                b_sum = _combine(b_state, b_decay, b_sum)
+                b_sum = combine(b_state, b_decay, b_sum)
                 b_product = _times(b_decay, b_product)
                 member += step
                 i += 1
@@ -264,7 +264,7 @@ def rails_kernel(
                         p_slot = p_given + slot * (node.BK * node.BV) + rows * node.BV
                         b_state = tl.load(p_slot + tl.arange(0, node.BV)[None, :], volatile=True)
                         b_decay = tl.load(p_decays + slot * (node.BK * BD) + rows * BD, volatile=True)
-                    b_enters = _combine(b_state, b_decay, b_enters)
+                    b_enters = combine(b_state, b_decay, b_enters)
                 member += step
                 i += 1
             tl.debug_barrier()  # all threads have read the parts before their slots are refilled
@@ -387,7 +387,7 @@ def _own_part(
         b_decay = load_decays(p_decay, node, tile, stride_g, stride_k, K, V)
     if HAS_INITIAL:
         if first_of_all:
-            b_state = _combine(b_state, b_decay, load_tile(p_initial, node, tile, K, V))
+            b_state = combine(b_state, b_decay, load_tile(p_initial, node, tile, K, V))
     return b_state, b_decay
 
 
@@ -409,7 +409,7 @@ def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
             post(rail, part, epoch, word, b_sum)
         b_enters, well = take(rail, part, epoch, word, well)
         if well & (not stopped):
-            post(rail, part, epoch, word, _combine(b_sum, b_product, b_enters))
+            post(rail, part, epoch, word, combine(b_sum, b_product, b_enters))
     elif rail.SEND != NONE:
         if well:
             post(rail, part, epoch, word, b_sum)  # zero enters the first node
@@ -447,7 +447,7 @@ def _over_rounds(
             b_sent = b_enters
             b_sent_decay = b_passes
             if i < 2:
-                b_sent = _combine(b_sum, b_product, b_enters)
+                b_sent = combine(b_sum, b_product, b_enters)
                 b_sent_decay = _times(b_product, b_passes)
             b_decays = b_sent_decay + tl.zeros([node.BK, BD], tl.float32)
             words = _round_words(node, p_round + ROUND_WORDS)
@@ -458,7 +458,7 @@ def _over_rounds(
             words, of_decays = _round_words(node, p_round), _round_words(node, p_round + ROUND_WORDS)
             b_state, well = take(RoundLink(node, words, SLICE, node.BV, LINK), part, epoch, word, well)
             b_decays, well = take(RoundLink(node, of_decays, SLICE, BD, LINK), part, epoch, word, well)
-            b_enters = _combine(b_enters, b_passes, b_state)
+            b_enters = combine(b_enters, b_passes, b_state)
             b_passes = _times(b_passes, _column(b_decays))
             if well:
                 free_slot(RoundLink(node, words, SLICE, node.BV, LINK), part, epoch)

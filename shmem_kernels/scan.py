@@ -5,7 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel import BROKEN, allscan_begun, begin, finish, receive, send_ahead, shift_ahead, shift_begun
+from .channel import (
+    BROKEN,
+    all_decays_zero,
+    allscan_to,
+    begin,
+    finish,
+    receive,
+    send_ahead,
+    shift_ahead,
+    shift_begun,
+)
 from .links import NONE, post
 from .tiles import load_decays, load_tile, tile_offsets, tile_place
 
@@ -27,39 +37,49 @@ def scan_kernel(
 ):
     """A program takes tiles program_id, program_id + num_programs, ...; a tile is BK rows and BV columns of a matrix.
 
-    First it sends those that depend on nothing. Then it takes its tiles in ascending order; the next one's state is
-    loaded while this one is waited for.
+    First it sends those that depend on nothing. Then it takes its tiles in ascending order; what the next one needs is
+    loaded while this one is waited for, or on its way.
     """
     tile = tl.program_id(0)
-    b_state = load_tile(p_state, channel, tile, K, V)  # [BK, BV]; under way while the epoch begins
-    begun = begin(channel, tile)
+    # under way while the epoch begins
+    b_state = load_tile(p_state, channel, tile, K, V)  # [BK, BV]
+    b_decay = tl.full([channel.BK, 1], 1.0, tl.float32)
+    if HAS_DECAY:
+        b_decay = load_decays(p_decay, channel, tile, stride_g, stride_k, K, V)
+    completed = tl.load(channel.epoch + tile)
+    epoch, word, ok = begin(channel, tile)
     if NEIGHBOUR_SHIFT or (HAS_DECAY and channel.RECV != NONE and channel.SEND != NONE):
         while tile < channel.num_tiles:
-            b_ahead = load_tile(p_state, channel, tile, K, V)
             if NEIGHBOUR_SHIFT:
-                shift_ahead(channel, tile, begun, b_ahead)
+                shift_ahead(channel, tile, (epoch, word, ok), load_tile(p_state, channel, tile, K, V))
             else:
-                send_ahead(channel, tile, begun, b_ahead, load_decays(p_decay, channel, tile, stride_g, stride_k, K, V))
+                b_ahead = load_decays(p_decay, channel, tile, stride_g, stride_k, K, V)
+                if all_decays_zero(b_ahead):  # of others the state is not needed yet
+                    send_ahead(channel, tile, (epoch, word, ok), load_tile(p_state, channel, tile, K, V), b_ahead)
             tile += tl.num_programs(0)
         tile = tl.program_id(0)
 
     while tile < channel.num_tiles:
-        b_decay = tl.full([channel.BK, 1], 1.0, tl.float32)
-        if HAS_DECAY:
-            b_decay = load_decays(p_decay, channel, tile, stride_g, stride_k, K, V)
         b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
         if HAS_INITIAL:
             b_first = load_tile(p_initial, channel, tile, K, V)
         next_tile = tile + tl.num_programs(0)
         b_next = load_tile(p_state, channel, next_tile, K, V)
-        if NEIGHBOUR_SHIFT:
-            b_prev = shift_begun(channel, tile, begun, b_first)
-        else:
-            b_prev, _ = allscan_begun(channel, tile, begun, b_state, b_decay, b_first)
+        b_next_decay = b_decay
+        if HAS_DECAY:
+            b_next_decay = load_decays(p_decay, channel, next_tile, stride_g, stride_k, K, V)
+        next_completed = tl.load(channel.epoch + next_tile, mask=next_tile < channel.num_tiles, other=BROKEN)
         offsets, inside = tile_offsets(channel, tile, K, V)
-        tl.store(p_out + offsets, b_prev, mask=inside)
+        if NEIGHBOUR_SHIFT:
+            b_prev = shift_begun(channel, tile, (epoch, word, ok), b_first)
+            tl.store(p_out + offsets, b_prev, mask=inside)
+        else:
+            begun = (epoch, word, ok & (completed == epoch - 1))
+            allscan_to(channel, tile, begun, b_state, b_decay, b_first, p_out + offsets, inside)
         tile = next_tile
         b_state = b_next
+        b_decay = b_next_decay
+        completed = next_completed
 
 
 @triton.jit

@@ -18,9 +18,10 @@ def tile_place(channel, tile, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_decays(p_decay, channel, tile, stride_g, stride_k, K: tl.constexpr, V: tl.constexpr):
-    """[BK, 1], 0 beyond the last row."""
+    """[BK, 1], 0 beyond the last row and the last tile."""
     g, k, _ = tile_place(channel, tile, K, V)
-    return tl.load(p_decay + g * stride_g + k * stride_k, mask=k < K, other=0.0)[:, None]
+    inside = (k < K) & (tile < channel.num_tiles)
+    return tl.load(p_decay + g * stride_g + k * stride_k, mask=inside, other=0.0)[:, None]
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Words of a tile by kind of link: (fewest, most where a program has one tile or two, most where it has four or more). A
+# Words of a tile by kind of link: (fewest, most where a program has one tile, most where it has two or more). A
 # launch has at most Communicator.max_ctas programs. The interpreter pays by the tile.
 SENTINEL_WORDS = (128, 2048, 4096)
 SIGNAL_WORDS = (1024, 8192, 8192)
@@ -27,10 +27,10 @@ def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
     return min(next_power_of_2(K), max(1, words // BV)), BV
 
 
-def tile_words(numel: int, ctas: int, least: int, most: int, most_of_four: int) -> int:
+def tile_words(numel: int, ctas: int, least: int, most: int, most_of_two: int) -> int:
     """Words of a tile, a power of two, for ``numel`` words in at most ``ctas`` programs: see SENTINEL_WORDS."""
-    one, four = (next_power_of_2(-(-numel // (ctas * tiles))) for tiles in (1, 4))
-    return max(least, min(one, most), min(four, most_of_four))
+    one, two = (next_power_of_2(-(-numel // (ctas * tiles))) for tiles in (1, 2))
+    return max(least, min(one, most), min(two, most_of_two))
 
 
 def transition_tile(K: int) -> tuple[int, int]:

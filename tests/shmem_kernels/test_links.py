@@ -1,0 +1,53 @@
+"""What crosses a link, word by word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allscan.shmem_kernels.channel import BROKEN
+from allscan.shmem_kernels.wait import OUT_OF_STEP, TIMED_OUT
+from allscan.tools.virtual import VirtualRanks
+
+pytestmark = pytest.mark.cpu
+
+
+def half_a_tile_case(group, tag):
+    """The middle one of three ranks, to which a part of a tile has come, with this tag: what it sends until it gives
+    up. (What its fault is, what has come to the next rank, what is right there, what is left here, what it returns)."""
+    ranks = VirtualRanks(3, (1, 4, 8), tile=(4, 8), timeout=0.2)
+    generator = torch.Generator().manual_seed(0)
+    states, decays = torch.randn(3, 1, 4, 8, generator=generator), torch.rand(3, 1, 4, generator=generator)
+    sent = torch.randn(4, 8, generator=generator)
+    channel = ranks.channels[1][0]
+    epoch, slots = 1, (channel.DEPTH.value, 1, 4, 8)
+    inbox, following = channel.inbox.view(slots)[epoch, 0], channel.next_inbox.view(slots)[epoch, 0]
+    channel.arrived[epoch] = tag << 32 | epoch
+    here = torch.zeros(4, 8, dtype=torch.bool)
+    here[:2], here[2, 4:], here[3, :3] = True, True, True  # of the last four one is missing
+    inbox[here] = sent[here]
+    outs = torch.zeros(3, 1, 4, 8)
+    ranks._launch(1, states, decays, outs, False, None, None, None)
+    assert channel.epoch[0] == BROKEN.value
+    passed = decays[1, 0, :, None] * sent + states[1, 0]
+    return ranks.faults()[1][0], following.clone(), passed, inbox.clone(), sent, outs[1, 0]
+
+
+def test_words_pass_as_they_come(run):
+    """A rank in the middle sends on what has come of a tile, by fours, whether or not the rest ever does."""
+    [(fault, following, passed, inbox, sent, out)] = run(1, half_a_tile_case, 0)
+    free = torch.full((), -0.0).view(torch.int32)
+    fours = torch.zeros(4, 8, dtype=torch.bool)
+    fours[:2], fours[2, 4:] = True, True
+    assert fault == TIMED_OUT.value and out.isnan().all()
+    torch.testing.assert_close(following[fours], passed[fours])
+    assert (following.view(torch.int32)[~fours] == free).all()
+    assert (inbox.view(torch.int32)[fours] == free).all() and torch.equal(inbox[3, :3], sent[3, :3])
+
+
+def test_no_word_of_another_call_passes(run):
+    """Where the tag is another call's, no word is used, sent on or freed."""
+    [(fault, following, _, inbox, sent, out)] = run(1, half_a_tile_case, 1 << 16)
+    assert fault == OUT_OF_STEP.value and out.isnan().all()
+    assert (following.view(torch.int32) == torch.full((), -0.0).view(torch.int32)).all()
+    assert torch.equal(inbox[:2], sent[:2])
