@@ -13,8 +13,8 @@ from torch import Tensor
 from .base.autograd import CustomOperator
 from .base.checks import boundaries
 from .base.errors import REMEDY, DeferredError
-from .comm.communicator import Communicator, cached_on, check_communicator, communicator_of
-from .ops.first_call import KEPT, ask_all
+from .comm.communicator import Communicator, check_communicator, communicator_of
+from .scan.agreement import ask_all
 from .tokens.packing import boundaries_on_host, document_places
 
 
@@ -87,9 +87,9 @@ def _move(x, comm, to) -> Tensor:
 
 def _check(x, comm, to) -> None:
     """Raise TypeError or ValueError, at a first call with tensors like ``x`` on every rank."""
-    known = cached_on(comm, "signatures of to_zigzag")
+    known = comm.agreed.arguments
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
-    if signature in known and not comm.debug:
+    if ("to_zigzag", signature) in known and not comm.debug:
         return
     problem = fields = None
     try:
@@ -102,12 +102,11 @@ def _check(x, comm, to) -> None:
         fields = ("call", "to_zigzag" if to else "from_zigzag"), ("shape", tuple(x.shape)), ("dtype", str(x.dtype))
     except (TypeError, ValueError) as error:
         problem = DeferredError(error)
-    if problem is not None and known and not comm.debug:
+    if problem is not None and "to_zigzag" in known and not comm.debug:
         raise problem.take()
     ask_all(comm, fields, problem, "the first call for a shape")
-    if len(known) >= 16 * KEPT:  # on all ranks at the same call
-        known.clear()
-    known[signature] = True
+    for key in (("to_zigzag", signature), "to_zigzag"):
+        known.remember(key)
 
 
 def _all_to_all(received, send, come, leave, comm) -> None:

@@ -13,7 +13,6 @@ import triton.language as tl
 import allscan
 from allscan.launch.streams import SCANS
 from allscan.ops.carrier import record_call, register
-from allscan.ops.first_call import remember_agreement
 from allscan.ops.gla import zeco_gla_by
 
 
@@ -230,7 +229,7 @@ class Baseline:
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):
         if problem is not None:
             raise problem
-        remember_agreement(self.comm, shape, agree)  # so that gates are looked at once, which waits for the GPU
+        self.comm.agreed.arguments.remember((shape, agree))  # so that gates are looked at once, which waits for the GPU
 
     def stream(self, priority=SCANS):
         return self.comm.streams.side(priority) if self._overlapped else contextlib.nullcontext(lambda: None)

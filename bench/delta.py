@@ -295,7 +295,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
     from allscan.ops.delta.delta_passes import Kept, StatePass, delta_segment_length
-    from allscan.ops.first_call import find_layout
+    from allscan.tokens.partition import find_layout
 
     with allscan.Communicator() as comm:
         generator = torch.Generator(comm.device).manual_seed(0)

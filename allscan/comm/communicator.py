@@ -20,6 +20,7 @@ from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
+from .agreed import KEPT, Agreed, Recent
 from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
@@ -151,7 +152,9 @@ class Communicator(Calls):
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # that are free, see fwd_epochs.py
         self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
-        self.calls: dict[Hashable, Any] = {}  # of calls that were checked, by what runs them
+        self.calls, self.checked = Recent(KEPT), Recent(16 * KEPT)  # what runs calls that were checked; signatures
+        self.agreed = Agreed(self.calls, self.checked)  # by which calls are found that ask nobody
+        self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         _communicators[self.handle] = self
         given, problem = None, ""
@@ -274,6 +277,7 @@ class Communicator(Calls):
         store_exchange.take_back("rejected")
         store_exchange.forget_fault()
         self.memory.reset()
+        self.agreed.resync()
         for scan in scans:
             scan.reset()
         self._drain()
@@ -316,8 +320,8 @@ class Communicator(Calls):
             desert()
         else:
             self.memory.free()
-        self.attributes.clear()
-        self.calls.clear()
+        for kept in (self.attributes, self.calls, self.checked, self.agreed, self.tables):
+            kept.clear()
         self.graphs.close()
         self._closed = True
         if self.order.has_rejected:
@@ -404,11 +408,6 @@ def communicator_of(handle: int) -> Communicator:
         return _communicators[handle]
     except KeyError:
         raise RuntimeError("this Communicator is gone") from None
-
-
-def cached_on(comm: Communicator, kind: str) -> dict:
-    """What ``comm`` keeps of one ``kind`` for whoever asks, by keys of their own, until it is closed."""
-    return comm.attributes.setdefault(kind, {})
 
 
 def _process_group(group) -> dist.ProcessGroup | None:

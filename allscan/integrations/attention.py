@@ -20,9 +20,9 @@ import triton
 
 from ..bindings.torch_compat import operator
 from ..bindings.triton_compat import OPTIONS
-from ..ops.first_call import cached_table
 from ..shmem_kernels.merge import merge_kernel
 from ..tokens.packing import Tables, document_places
+from ..tokens.partition import cached_table
 from .softmax import Gather
 
 

@@ -19,10 +19,10 @@ from ..comm.host_exchange import by_rank
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
-from ..ops.first_call import cached_table, partition_start
 from ..ops.gla import zeco_gla
 from ..ops.halo import halo_of_ends
 from ..tokens.packing import Tables, boundaries_on_host, document_places, without_empty
+from ..tokens.partition import cached_table, partition_start
 from . import needing
 from .attention import (
     WHOLE,

@@ -14,10 +14,11 @@ from ..base.checks import ScanInputs
 from ..base.tiling import transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
-from ..ops.first_call import cached_table, get_or_create_scan
 from ..ops.halo import halo
+from ..scan.agreement import get_or_create_scan
 from ..scan.two_way import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
+from ..tokens.partition import cached_table
 from . import needing
 
 with needing(__name__, "flash-linear-attention"):

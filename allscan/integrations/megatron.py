@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from ..base.checks import PER_DOCUMENT, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta import zeco_gated_delta_rule
-from ..ops.first_call import partition_start
 from ..ops.ssd import zeco_ssd
 from ..shmem_kernels.gla_blocks import FIRST
 from ..tokens.packing import CUTS, boundaries_on_host, without_empty
+from ..tokens.partition import partition_start
 from . import needing
 from .recurrent import Piece, convolved, delta_rule
 from .softmax import reject

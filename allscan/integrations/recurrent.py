@@ -14,10 +14,10 @@ from ..base.autograd import product
 from ..base.checks import ScanInputs, has_tangents
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using, allscan, final_of_all
-from ..ops.first_call import cached_table
 from ..ops.halo import halo, halo_of_ends
 from ..scan.two_way import leaves
 from ..tokens.packing import Tables, apart, together
+from ..tokens.partition import cached_table
 
 
 class Piece(NamedTuple):

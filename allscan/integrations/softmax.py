@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..bindings.torch_compat import coalesced
-from ..ops.first_call import cached_table
 from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, document_places
+from ..tokens.partition import cached_table
 
 
 def chunks(tokens, zigzag=False) -> list[tuple[int, int, int]]:

@@ -31,12 +31,12 @@ from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
+from ..scan.agreement import get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
 from ..scan.two_way import leaves
 from ..scan.work import Work
-from .first_call import get_or_create_scan, remember_call
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
 
@@ -142,7 +142,7 @@ def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, p
 def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
     prepared = _scan_for(comm, inputs, bool(key[-1]), reverse, part).launcher.prepare(key, inputs, reverse)
-    remember_call(comm, (key, reverse, part), prepared)
+    comm.calls.remember((key, reverse, part), prepared)
     return prepared
 
 

@@ -18,10 +18,10 @@ from ..comm.backwards import PendingBackward, pending_backwards
 from ..comm.communicator import Communicator, communicator_of
 from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
+from ..scan.agreement import get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import Scanned
 from ..scan.two_way import two_way_channels, two_way_scan
-from .first_call import get_or_create_scan
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
 
@@ -47,7 +47,7 @@ class StateCarrier(Protocol):
     handle: int  # stands for this object where torch wants a number
 
     def prepare(self, shape, agree=None, deferred: DeferredError | None = None, *, at_first: bool = False) -> Any:
-        """Before the first forward call with tensors like its own; see first_call.get_or_create_scan. Returns what
+        """Before the first forward call with tensors like its own; see agreement.get_or_create_scan. Returns what
         :meth:`pending` takes."""
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:

@@ -24,11 +24,12 @@ from ..base.checks import (
     zigzag_of,
 )
 from ..base.errors import DeferredError
-from ..comm.communicator import Communicator, cached_on, check_communicator, communicator_of
+from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
+from ..scan.agreement import get_or_create_scan
 from ..tokens.packing import Tables, boundaries_on_host, carried_states, own_boundaries
+from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import scan_once, scan_zigzag
-from .first_call import KEPT, cached_table, check_packed, compare_values, get_or_create_scan, partition_start
 
 Xs = TypeVar("Xs", Tensor, tuple[Tensor, ...])
 
@@ -136,17 +137,24 @@ def halo_of_ends(
 def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document, T=None):
     several = isinstance(x, tuple)
     xs = x if several else (x,)
-    signature = *signature_of(*xs), n, cu_seqlens is None, first_token is None, layout, bool(reverse), per_document, T
-    known = cached_on(comm, "signatures of halo")
+    signature = (
+        "halo",
+        *signature_of(*xs),
+        n,
+        cu_seqlens is None,
+        first_token is None,
+        layout,
+        bool(reverse),
+        per_document,
+        T,
+    )
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
-    if not cached or signature not in known:
+    if not cached or signature not in comm.checked:
         where = cu_seqlens, first_token, layout, per_document
         n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, *where, T)
         if cached:
-            if len(known) >= 16 * KEPT:  # of ever new lengths
-                known.clear()
-            known[signature] = True
+            comm.checked.remember(signature)
     if per_document:
         out = _of_documents(xs, n, comm, bool(reverse), boundaries_on_host(cu_seqlens), first_token, T)
         return out if several else out[0]

@@ -15,19 +15,12 @@ from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor,
 from ..base.errors import DeferredError
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
+from ..scan.agreement import get_or_create_scan
 from ..shmem_kernels.gla_blocks import FIRST, LAST
 from ..tokens.packing import CUTS, Tables, apart, boundaries_on_host, carried_states, own_boundaries, together
+from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import Using, allscan, check_final, final_of_all
-from .first_call import (
-    cached_table,
-    check_gates,
-    check_packed,
-    common_fields,
-    compare_values,
-    get_or_create_scan,
-    looks_at_gates,
-    partition_start,
-)
+from .first_call import check_gates, common_fields, looks_at_gates
 
 
 @dynamo_disabled

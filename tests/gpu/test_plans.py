@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 
 import allscan
-from allscan.ops import first_call
 from allscan.ops.delta.delta_passes import functions_with_plans
 from allscan.ops.delta.fla_replay import FlaReplay
+from allscan.tokens import partition
 from support.delta import Whole
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward
@@ -468,7 +468,7 @@ def two_streams_case(group, kept):
     stream and the same call follows on another one at once; ``kept``: how many tables a communicator keeps, of which
     those that are given back are overwritten."""
     import_fla(False)
-    before, first_call.KEPT = first_call.KEPT, kept
+    before, partition.KEPT = partition.KEPT, kept
     try:
         with allscan.Communicator(group, timeout=30) as comm:
             T, wrong = 256, []
@@ -493,7 +493,7 @@ def two_streams_case(group, kept):
             comm.barrier()
             return wrong
     finally:
-        first_call.KEPT = before
+        partition.KEPT = before
 
 
 @pytest.mark.parametrize("kept", [256, 2])

@@ -260,7 +260,7 @@ def many_scales_case(group):
     with allscan.Communicator(group, timeout=5.0) as comm:
         x, g = tensors(comm, 2)
         expected, _ = gla(comm, x, g, scale=1.0)
-        agreements = comm.attributes["agreements"]
+        agreements = comm.agreed.arguments
         for i in range(16 * 256 - len(agreements) + 1):
             agreements["filled", i] = True
         for scale in (2.0, 1.0, 3.0, 1.0):

@@ -12,9 +12,9 @@ import allscan
 from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta.delta_operator import _state_pass
 from allscan.ops.delta.delta_passes import Kept, delta_segment_length
-from allscan.ops.first_call import find_layout
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
+from allscan.tokens.partition import find_layout
 
 from .gla import F32, owners
 from .values import place, relative, relative_all

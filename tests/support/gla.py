@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.comm.communicator import cached_on
 from allscan.reference import gla_reference
 
 from .values import chunks, place, relative_all
@@ -136,7 +135,7 @@ def gla_case(group, case: GLACase):
         where = dict(layout="zigzag" if case.zigzag else "contiguous", per_document=case.per_document)
         call = functools.partial(allscan.zeco_gla, recompute=case.recompute, **where)
         actual = whole.ours(comm, mine, call)
-        assert len(cached_on(comm, "scans")) == 1  # forward and backward share a workspace
+        assert len(comm.agreed.scans) == 1  # forward and backward share a workspace
         placed = comm.rank, case.tokens, mine, case.zigzag, case.per_document
         return errors_of_part(whole, whole.reference(), actual, *placed)
 

@@ -14,13 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
 from allscan.base.autograd import REVISION
-from allscan.comm.communicator import cached_on
 from allscan.launch.compiled_kernel import Launch
-from allscan.ops import first_call
-from allscan.ops.first_call import find_layout, partition_start
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
-from allscan.tokens import packing
+from allscan.tokens import packing, partition
 from allscan.tokens.packing import Layout, cut, most_segments, segment_length
+from allscan.tokens.partition import find_layout, partition_start
 from support.packed import calls, differ, forward_and_backward
 from support.values import own_triton, raised
 
@@ -116,16 +114,17 @@ def test_a_cu_seqlens_has_one_partition(run):
 
 def kept_case(group):
     """More cu_seqlens than are kept, and more layouts on rank 1 than on rank 0. Returns how many are kept."""
-    kept, first_call.KEPT = first_call.KEPT, 3
+    kept, partition.KEPT = partition.KEPT, 3
     try:
         with allscan.Communicator(group) as comm:
+            comm.agreed.partitions.most = 3
             for i in range(12):
                 find_layout(comm, 1, 4, torch.tensor([0, i % 4, 8]), 128)
                 if comm.rank == 1:
                     find_layout(comm, 1, 4 + i, None, 128)
-            return len(cached_on(comm, "partitions 0"))
+            return len(comm.agreed.partitions)
     finally:
-        first_call.KEPT = kept
+        partition.KEPT = kept
 
 
 def test_all_ranks_forget_the_same(run):
@@ -206,7 +205,7 @@ def straggling_copies_case(group):
                     for lengths in (None, cu_seqlens)
                 }
             )
-            tables = len(cached_on(comm, "tables"))
+            tables = len(comm.tables)
     plain, late = results
     return [name for name in plain if differ(late[name], plain[name])], gpu.made, tables
 
@@ -259,7 +258,7 @@ def test_memory_of_tables_is_given_back_behind_its_readers():
     at = types.SimpleNamespace(stream=1, capturing=False)  # the current stream
     streams = types.SimpleNamespace(cuda=True, index=0, capturing=lambda: at.capturing, number=lambda: at.stream)
     streams.current = lambda: {1: "first", 2: "second"}[at.stream]
-    comm = types.SimpleNamespace(streams=streams, keep=kept.append)
+    comm = types.SimpleNamespace(streams=streams, memory=types.SimpleNamespace(keep=kept.append))
     tables = packing.Tables([torch.arange(3), torch.ones(2)], "cpu")
     with (
         mock.patch.object(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x, stream))),
@@ -422,8 +421,8 @@ def debug_case(group):
         return torch.tensor(packing._read_boundaries(packing.TensorKey(x)))
 
     with allscan.Communicator(group, timeout=10, debug=True) as comm, contextlib.ExitStack() as patches:
-        for module in ("gla.operator", "delta.operator", "ssd", "halos"):
-            patches.enter_context(mock.patch(f"allscan.{module}.own_boundaries", read))
+        for module in ("gla.gla_operator", "delta.delta_operator", "ssd", "halo"):
+            patches.enter_context(mock.patch(f"allscan.ops.{module}.own_boundaries", read))
         for name, call in calls(comm, 20).items():
             cu_seqlens = torch.tensor([0, 10, 20 * comm.size])
             call(cu_seqlens)
@@ -444,7 +443,7 @@ def test_debug_mode_sees_writes_that_torch_does_not_count(run, size=2):
 
 def chunks_case(group, layout):
     """One rank has more chunks than kernels take, which is found by all; the next call is right."""
-    first_call.MOST_CHUNKS = 4  # of ranks that end with this test
+    partition.MOST_CHUNKS = 4  # of ranks that end with this test
     with allscan.Communicator(group, timeout=5.0) as comm:
         T, total = 8, 8 * comm.size
         q = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)

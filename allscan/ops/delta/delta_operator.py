@@ -28,9 +28,10 @@ from ...comm.backwards import recomputing, saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ...scan.fwd_epochs import FWD_EPOCHS
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, most_segments, own_boundaries
+from ...tokens.partition import check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
-from ..first_call import check_first, check_packed, checked, common_fields, compare_values, find_layout
+from ..first_call import check_first, common_fields
 from .delta_passes import Kept, StatePass, delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet, gate, local, normalized
 
@@ -402,7 +403,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensors = signature_of(q, k, v, g, beta, initial_state)
     signature = rule, scale, fields, bound, tensors, sequences, are_none, zigzag
-    if comm.debug or signature not in checked(comm):
+    if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:
             shape = _carried_shape(q, v, cu_seqlens, zigzag)

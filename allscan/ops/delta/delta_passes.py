@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2
-from ...comm.communicator import Communicator, cached_on
+from ...comm.communicator import Communicator
 from ...launch.plan import Plan
 from ...shmem_kernels.delta import (
     adjoint_kernel,
@@ -405,6 +405,6 @@ def _entering(states, through, prev) -> tuple:
 
 def functions_with_plans(comm: Communicator) -> dict[str, bool]:
     """Which of fla's functions were traced for calls of this communicator, and whether all of them are plans now."""
-    layouts = [x for x in cached_on(comm, "tables").values() if isinstance(x, Layout)]
+    layouts = [x for x in comm.tables.values() if isinstance(x, Layout)]
     derived = [x for layout in layouts for x in layout.all_derived()]
     return FlaReplay(False).plans(*(x.fla for x in derived if isinstance(x, StatePass)))

@@ -37,17 +37,10 @@ from ...comm.backwards import recomputing, saved_tensors
 from ...comm.communicator import Communicator, check_communicator
 from ...launch.plan import Plan
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
+from ...tokens.partition import check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier, StateCarrier, carrier_of
-from ..first_call import (
-    check_first,
-    check_packed,
-    checked,
-    common_fields,
-    compare_values,
-    find_layout,
-    remember_call,
-)
+from ..first_call import check_first, common_fields
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
@@ -187,7 +180,7 @@ def zeco_gla_by(
                 return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *options)
             prepared = _prepare(carrier, tensors, cu_seqlens, *options)
             if known:
-                remember_call(comm, key, prepared)
+                comm.calls.remember(key, prepared)
         given = plain_or_traced(*tensors)
         if differentiable:
             return _Eager.apply((prepared, output_final_state, cu_seqlens), *given)
@@ -334,7 +327,7 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, type(carrier)
-    if comm.debug or signature not in checked(comm):
+    if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:
             shape = _carried_shape(q, v, cu_seqlens, zigzag)

@@ -13,7 +13,6 @@ import allscan
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
 from allscan.ops.carrier import register
-from allscan.ops.first_call import remember_agreement
 from allscan.ops.gla.gla_operator import zeco_gla_by
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
@@ -34,7 +33,7 @@ class Seat:
 
     def prepare(self, shape, agree=None, problem=None, *, at_first=False):
         assert problem is None
-        remember_agreement(self.comm, shape, agree)
+        self.comm.agreed.arguments.remember((shape, agree))
 
     def neighbours(self, shape, zigzag):
         return self.comm.rank > 0, self.comm.rank < self.comm.size - 1

@@ -1,0 +1,59 @@
+"""What a communicator keeps between calls: what all ranks have agreed upon, and what this rank has worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+KEPT = 256  # partitions of cu_seqlens, calls that were checked
+
+
+class Agreement(dict):
+    """Values that are equal on all ranks, of one kind. An entry is made by an exchange, which succeeds on all ranks or
+    fails on all, so all have the same ones. A rank that finds an entry asks nobody: one that has dropped it alone would
+    wait for the others for ever. Hence the only rule that drops any: when ``most`` are there, the next one that is
+    agreed upon empties it, on all ranks at the same call. ``local``: what follows from entries, emptied with them."""
+
+    def __init__(self, most: int, *local: dict) -> None:
+        super().__init__()
+        self.most, self._local = most, local
+
+    def remember(self, key: Hashable, value: Any = True) -> None:
+        if len(self) >= self.most:
+            self.clear()
+            for found in self._local:
+                found.clear()
+        self[key] = value
+
+
+class Recent(dict):
+    """What this rank has worked out: the last ``most`` entries that were remembered, since nobody else has to know."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def remember(self, key: Hashable, value: Any = True) -> None:
+        if len(self) >= self.most:
+            self.pop(next(iter(self)), None)
+        self[key] = value
+
+
+class Agreed:
+    """Of one communicator. scans: the AllScans by shape and what else makes them; they own symmetric memory, and stay
+    until the communicator is closed. arguments: what calls must have alike. partitions: the tokens of every rank, by
+    cu_seqlens."""
+
+    def __init__(self, *local: dict) -> None:
+        self.scans: dict[Hashable, Any] = {}
+        self.arguments = Agreement(16 * KEPT, *local)
+        self.partitions = Agreement(KEPT)
+
+    def resync(self) -> None:
+        """Ranks that missed calls may have other partitions; the AllScans were compared, and agreements hold."""
+        self.partitions.clear()
+
+    def clear(self) -> None:
+        """The communicator is closed."""
+        for found in (self.scans, self.arguments, self.partitions):
+            found.clear()

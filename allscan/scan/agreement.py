@@ -1,0 +1,76 @@
+"""AllScans by their shapes, and what the ranks have alike in a call: agreed upon once, at first calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base.errors import DeferredError
+from ..comm.communicator import Communicator
+from ..comm.host_exchange import differing
+from .collective import AllScan
+
+
+def ask_all(
+    comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, deferred: DeferredError | None, what: str
+) -> None:
+    """Raise on every rank unless all have the same (name, value) pairs and no deferred: what is different, and where.
+    Collective; ``what``: for."""
+    try:
+        answers = comm.order.exchange((fields, deferred and deferred.text), what)
+    except RuntimeError as nobody_came:
+        if deferred is not None:
+            raise deferred.take() from nobody_came
+        raise
+    if deferred is not None:
+        raise comm.order.raised_everywhere(deferred.take())
+    if any(answer != (fields, None) for answer in answers):
+        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+        different = "; ".join(wrong) or differing([of_rank or () for of_rank, _ in answers])
+        raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
+
+
+def get_or_create_scan(
+    comm: Communicator,
+    shape,
+    agree=None,
+    deferred: DeferredError | None = None,
+    tile: tuple[int, int] | None = None,
+    at_first: bool = False,
+    max_ctas: int | None = None,
+    algorithm: str = "chain",
+) -> AllScan:
+    """The AllScan that ``comm`` keeps for a shape (tile, max_ctas, algorithm), made at the first call: collective.
+
+    ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
+    it is collective too, in debug mode every call. None: nothing.
+    ``deferred``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
+    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A deferred
+    without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: the
+    deferred is of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
+    """
+    comm.check()
+    scans, arguments = comm.agreed.scans, comm.agreed.arguments
+    shape = None if shape is None else tuple(shape)
+    key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
+    if algorithm != "chain":
+        key = (shape, tile, max_ctas, algorithm)
+    always = comm.debug and agree is not None
+    if deferred is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
+        raise deferred.take()
+    first = key not in scans or (agree is not None and (shape, agree) not in arguments)
+    if first or always:
+        if first and deferred is None and comm.streams.capturing():
+            raise RuntimeError(
+                "the first call for a shape asks the other ranks and makes a workspace, which cannot be captured: call "
+                "once before the capture"
+            )
+        call, *pairs = agree or (None,)
+        shapes = ("the state's shape", shape), ("tile", tile), ("max_ctas", max_ctas), ("algorithm", algorithm)
+        ask_all(comm, (("call", call), *pairs, *shapes), deferred, "the first call for a shape")
+        if key not in scans:
+            scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
+        if first:
+            arguments.remember((shape, agree))
+    if deferred is not None:
+        raise deferred.take()
+    return scans[key]

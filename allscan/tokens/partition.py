@@ -1,0 +1,222 @@
+"""Which tokens of packed sequences are whose, as all ranks agree; and tables of them, made once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from ..base.checks import PER_DOCUMENT, boundaries
+from ..base.tiling import cdiv
+from ..bindings.torch_compat import without_dispatch_modes
+from ..comm.communicator import Communicator
+from ..comm.heap import outside_inference_mode
+from ..comm.host_exchange import by_rank
+from ..shmem_kernels.gla_blocks import FIRST, LAST
+from .packing import CHUNK_TOKENS, CUTS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, carried_states
+
+KEPT = 256  # tables that a communicator keeps
+NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
+
+Tables_ = TypeVar("Tables_", bound=Tables)
+
+
+def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_]) -> Tables_:
+    """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it; the current stream is
+    to read it.
+
+    The communicator keeps KEPT of them, and those whose addresses a graph holds.
+    """
+    known = comm.tables
+    tables = known.pop(key, None)
+    if tables is None:
+        if comm.streams.capturing():
+            raise RuntimeError(NOT_IN_CAPTURE)
+        with without_dispatch_modes():
+            tables = outside_inference_mode(make)()
+        if len(known) >= KEPT:
+            oldest = next((k for k, x in known.items() if not x.held), None)
+            known.pop(oldest, None)
+    known[key] = tables  # the newest is last
+    tables.use(comm)
+    return tables
+
+
+def partition_start(
+    comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None, zigzag: int = False
+) -> int:
+    """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
+    these ``lengths`` is collective, and the partition that it finds is kept, alike on every rank.
+    Where the caller says it, ``given``, no other rank is asked, but in debug mode.
+
+    Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
+    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With ``given``:
+    ValueError on a rank that can see that it is wrong.
+    """
+    halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the whole
+    if given is not None:
+        _check_given(comm, lengths, given, given + T // halves, halves)
+        if zigzag == PER_DOCUMENT:
+            _check_documents(comm, lengths, [T])
+        return given
+    tokens = partition(comm, lengths, T)
+    if zigzag == PER_DOCUMENT:
+        try:
+            _check_documents(comm, lengths, tokens)
+        except ValueError as error:
+            raise comm.order.raised_everywhere(error) from None
+    return sum(tokens[: comm.rank]) // halves
+
+
+def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]:
+    """The number of tokens of every rank; see :func:`partition_start`."""
+    partitions = comm.agreed.partitions
+    tokens = partitions.get(lengths)
+    if tokens is not None:
+        if tokens[comm.rank] != T:
+            raise ValueError(
+                f"these cu_seqlens came with {tokens[comm.rank]} tokens on this rank before, now with {T}: on one "
+                "communicator a cu_seqlens is bound to one partition of tokens"
+            )
+        return tokens
+    if comm.streams.capturing():
+        raise RuntimeError(NOT_IN_CAPTURE)
+    answers = comm.order.exchange((lengths, T), "the first call with these cu_seqlens")
+    if any(answer[0] != lengths for answer in answers):
+        raise comm.order.raised_everywhere(
+            ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
+        )
+    tokens = [answer[1] for answer in answers]
+    if not _rises_from_0(lengths) or lengths[-1] != sum(tokens):
+        problem = (
+            f"cu_seqlens must rise from 0 to the {sum(tokens)} tokens of all ranks ({by_rank(tokens)}), got {lengths}"
+        )
+        raise comm.order.raised_everywhere(ValueError(problem))
+    partitions.remember(lengths, tokens)
+    return tokens
+
+
+def compare_values(comm: Communicator, given: Any, read: torch.Tensor | None) -> None:
+    """In debug mode, for each call with packed sequences: raise ValueError on every rank if a rank was ``given`` a
+    cu_seqlens that has other values now than were ``read`` of it."""
+    if read is None or not comm.debug or torch.compiler.is_compiling():
+        return
+    lengths, now = (tuple(boundaries(x).tolist()) for x in (read, given))
+    answers = comm.order.exchange(None if now == lengths else (lengths, now), "the values of cu_seqlens, in debug mode")
+    if any(answers):
+        found = by_rank("ok" if x is None else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
+        problem = f"cu_seqlens was written to in a way that torch does not count, so it is not read again: {found}"
+        raise comm.order.raised_everywhere(ValueError(problem))
+
+
+def check_packed(
+    comm: Communicator, cu_seqlens: torch.Tensor | None, T: int, first_token: int | None, zigzag: int = False
+) -> None:
+    """Raise TypeError or ValueError for packed sequences that this rank can see to be wrong: before a first call asks
+    the others. Later partition_start finds it."""
+    if cu_seqlens is None:
+        return
+    try:
+        lengths = boundaries_on_host(cu_seqlens)
+    except RuntimeError as error:  # of a subclass without values
+        raise TypeError(f"cu_seqlens cannot be read: {error}") from error
+    if zigzag == PER_DOCUMENT and _rises_from_0(lengths):
+        _check_documents(comm, lengths, [T])
+    if first_token is not None:
+        halves = 1 + bool(zigzag)
+        _check_place(comm, lengths, first_token, first_token + T // halves, halves)
+
+
+def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int]) -> None:
+    """Raise ValueError for lengths that are no multiples of 2P, and unless each rank has its part of them."""
+    chunks, share = 2 * comm.size, lengths[-1] // comm.size
+    if any((b - a) % chunks for a, b in itertools.pairwise(lengths)):
+        raise ValueError(
+            f"with per_document=True lengths must be multiples of {chunks}, twice the ranks, got cu_seqlens {lengths}"
+        )
+    if any(T != share for T in tokens):
+        raise ValueError(f"with per_document=True each rank has {share} of {lengths[-1]} tokens, got {by_rank(tokens)}")
+
+
+def _rises_from_0(lengths: tuple[int, ...]) -> bool:
+    return lengths[0] == 0 and all(a <= b for a, b in zip(lengths, lengths[1:]))
+
+
+def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
+    """:func:`_check_place`; in debug mode ask the others."""
+    _check_place(comm, lengths, begin, end, halves)
+    if comm.debug:
+        places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")
+        if any(here[0] != lengths for here in places) or any(a[2] != b[1] for a, b in zip(places, places[1:])):
+            found = by_rank(f"tokens {a} .. {b - 1} of {c}" for c, a, b in places)
+            raise comm.order.raised_everywhere(ValueError(f"the ranks' tokens do not follow one another: {found}"))
+
+
+def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
+    """Raise ValueError if this rank can see that its tokens are not begin .. end - 1."""
+    if not _rises_from_0(lengths):
+        raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
+    inside = 0 <= begin <= end <= lengths[-1] / halves
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    if not inside or (first and begin != 0) or (last and end != lengths[-1] / halves):
+        raise ValueError(
+            f"first_token and T must be those of rank {comm.rank} of {comm.size} in {lengths[-1]} tokens, got {begin} "
+            f"and {halves * (end - begin)}"
+        )
+
+
+def find_layout(
+    comm: Communicator,
+    B: int,
+    T: int,
+    cu_seqlens,
+    segment: int,
+    first_token: int | None = None,
+    zigzag: int = False,
+    fla: bool = False,
+) -> Layout:
+    """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
+    a batch entry's, or of a document. ``fla``: with the tables of packed sequences for fla's functions.
+
+    Raises what partition_start raises, and ValueError for more chunks than kernels take: where no first_token is given
+    on every rank, whichever has them.
+    """
+    lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
+    first = 0 if lengths is None else partition_start(comm, lengths, T, first_token, zigzag)
+
+    def make():
+        if lengths is not None:
+            pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
+            tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
+            _check_chunks(comm, lengths, first, tokens, zigzag)
+        else:
+            begins, ends = FIRST.value * (comm.rank == 0), LAST.value * (comm.rank == (0 if zigzag else comm.size - 1))
+            halves = ((begins, ends),) if not zigzag else ((begins, 0), (0, ends))
+            n = T // len(halves)
+            places = [(b, half) for b in range(B) for half in range(len(halves))]
+            pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
+        states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
+        return Layout(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
+
+    return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
+
+
+def _check_chunks(
+    comm: Communicator, lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int
+) -> None:
+    """Raise ValueError if a rank has more chunks of packed sequences than kernels take, an empty one counted as one.
+    tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin."""
+    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * (1 + (zigzag == PER_DOCUMENT)) + 1 <= MOST_CHUNKS:
+        return
+    found = {}
+    begin = first if len(tokens) == 1 else 0
+    for rank, T in tokens.items():
+        pieces = CUTS[zigzag](lengths, begin, T, rank == 0)
+        found[rank] = sum(max(1, cdiv(piece.end - piece.start, CHUNK_TOKENS)) for piece in pieces)
+        begin += T // (1 + bool(zigzag))
+    if max(found.values()) > MOST_CHUNKS:
+        most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > MOST_CHUNKS)
+        error = ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences: {most}")
+        raise comm.order.raised_everywhere(error) if len(tokens) == comm.size else error
