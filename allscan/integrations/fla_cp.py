@@ -15,7 +15,7 @@ from ..base.tiling import transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.halo import halo
-from ..scan.agreement import get_or_create_scan
+from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.two_way import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
 from ..tokens.partition import cached_table
@@ -226,7 +226,7 @@ def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:
 def _scan(comm, totals, reverse) -> list[torch.Tensor]:
     """What comes to each part from those before; nothing of it goes on where a sequence is cut, not even NaN."""
     states, matrices, cuts = zip(*totals, strict=True)
-    scan = get_or_create_scan(comm, states[0].shape, tile=transition_tile(states[0].shape[1]))
+    scan = get_or_create_scan(comm, states[0].shape, kind=ScanKind(transition_tile(states[0].shape[1])))
     decays = [0 if cut else None for cut in cuts]
     transitions = [None if cut else x for cut, x in zip(cuts, matrices, strict=True)]
     if len(states) == 1:

@@ -31,7 +31,7 @@ from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.agreement import get_or_create_scan
+from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
@@ -172,7 +172,7 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
     shape = getattr(state, "shape", None)
     algorithm = "chain" if part == "hop" else _algorithm(comm, shape, transition)
     agree = None if part else _agree("contiguous", reverse, initial_state)
-    return get_or_create_scan(comm, shape, agree, deferred, tile=tile, algorithm=algorithm)
+    return get_or_create_scan(comm, shape, agree, deferred, kind=ScanKind(tile, None, algorithm))
 
 
 def _agree(layout, reverse, initial_state) -> tuple:
@@ -219,7 +219,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
     algorithm = "chain" if part == "hop" else _algorithm(comm, there.shape, transitions[0])
     if part == "half":  # no rank does without the way back
         agree = _agree("zigzag", False, initial_state)
-        get_or_create_scan(comm, there.shape, agree, tile=tile, algorithm=algorithm)
+        get_or_create_scan(comm, there.shape, agree, kind=ScanKind(tile, None, algorithm))
     wanted = wants_gradient(given)
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
@@ -383,7 +383,7 @@ def _backward(
             transition, prev = _restored(transition, shape, False, prev, dprev)
         tile = None if transition is None else transition_tile(dprev.shape[-2])
         algorithm = _algorithm(comm, dprev.shape, transition)
-        scan = get_or_create_scan(comm, dprev.shape, tile=tile, algorithm=algorithm)
+        scan = get_or_create_scan(comm, dprev.shape, kind=ScanKind(tile, None, algorithm))
         (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
         dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, fwd_epoch)

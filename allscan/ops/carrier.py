@@ -18,7 +18,7 @@ from ..comm.backwards import PendingBackward, pending_backwards
 from ..comm.communicator import Communicator, communicator_of
 from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
-from ..scan.agreement import get_or_create_scan
+from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import Scanned
 from ..scan.two_way import two_way_channels, two_way_scan
@@ -98,14 +98,13 @@ class AllScanCarrier:
         return comm.attributes.get(name) or comm.attributes.setdefault(name, AllScanCarrier(comm, dense))
 
     def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
-        kind: dict[str, Any]
         if self._dense:
-            kind = dict(tile=None if shape is None else transition_tile(shape[-2]))
+            kind = ScanKind(None if shape is None else transition_tile(shape[-2]))
         else:
             # A program keeps large ones of other kernels off its multiprocessor: half of those that may wait do
             algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
-            kind = dict(max_ctas=max(1, self.comm.max_ctas // 2), algorithm=algorithm)
-        return get_or_create_scan(self.comm, shape, agree, deferred, at_first=at_first, **kind)
+            kind = ScanKind(None, max(1, self.comm.max_ctas // 2), algorithm)
+        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, kind)
 
     def stream(self, priority=SCANS):
         return self.comm.streams.side(priority)

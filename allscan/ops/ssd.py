@@ -15,7 +15,7 @@ from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor,
 from ..base.errors import DeferredError
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.agreement import get_or_create_scan
+from ..scan.agreement import ScanKind, get_or_create_scan
 from ..shmem_kernels.gla_blocks import FIRST, LAST
 from ..tokens.packing import CUTS, Tables, apart, boundaries_on_host, carried_states, own_boundaries, together
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
@@ -280,7 +280,7 @@ def _prepare(
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     algorithm = "chain" if shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
-    get_or_create_scan(comm, shape, agree, deferred, at_first=looked, algorithm=algorithm)
+    get_or_create_scan(comm, shape, agree, deferred, at_first=looked, kind=ScanKind(algorithm=algorithm))
     compare_values(comm, boundaries, cu_seqlens)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import DeferredError
 from ..comm.communicator import Communicator
@@ -10,11 +10,22 @@ from ..comm.host_exchange import differing
 from .collective import AllScan
 
 
+class ScanKind(NamedTuple):
+    """What makes an AllScan besides its shape; see there."""
+
+    tile: tuple[int, int] | None = None
+    max_ctas: int | None = None
+    algorithm: str = "chain"
+
+
+CHAIN = ScanKind()
+
+
 def ask_all(
     comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, deferred: DeferredError | None, what: str
 ) -> None:
-    """Raise on every rank unless all have the same (name, value) pairs and no deferred: what is different, and where.
-    Collective; ``what``: for."""
+    """Raise on every rank unless all have the same (name, value) pairs and no error: what is different, and
+    where. Collective; ``what``: for."""
     try:
         answers = comm.order.exchange((fields, deferred and deferred.text), what)
     except RuntimeError as nobody_came:
@@ -34,26 +45,22 @@ def get_or_create_scan(
     shape,
     agree=None,
     deferred: DeferredError | None = None,
-    tile: tuple[int, int] | None = None,
     at_first: bool = False,
-    max_ctas: int | None = None,
-    algorithm: str = "chain",
+    kind: ScanKind = CHAIN,
 ) -> AllScan:
-    """The AllScan that ``comm`` keeps for a shape (tile, max_ctas, algorithm), made at the first call: collective.
+    """The AllScan that ``comm`` keeps for a shape and kind, made at the first call: collective.
 
     ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
     it is collective too, in debug mode every call. None: nothing.
-    ``deferred``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which are
-    on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (A deferred
-    without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: the
-    deferred is of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
+    ``deferred``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which
+    are on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (One
+    without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: it is
+    of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
     """
     comm.check()
     scans, arguments = comm.agreed.scans, comm.agreed.arguments
     shape = None if shape is None else tuple(shape)
-    key = shape if tile is None and max_ctas is None else (shape, tile, max_ctas)
-    if algorithm != "chain":
-        key = (shape, tile, max_ctas, algorithm)
+    key = shape, kind
     always = comm.debug and agree is not None
     if deferred is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
         raise deferred.take()
@@ -65,10 +72,10 @@ def get_or_create_scan(
                 "once before the capture"
             )
         call, *pairs = agree or (None,)
-        shapes = ("the state's shape", shape), ("tile", tile), ("max_ctas", max_ctas), ("algorithm", algorithm)
+        shapes = ("the state's shape", shape), *kind._asdict().items()
         ask_all(comm, (("call", call), *pairs, *shapes), deferred, "the first call for a shape")
         if key not in scans:
-            scans[key] = AllScan(comm, shape, tile=tile, max_ctas=max_ctas, algorithm=algorithm)
+            scans[key] = AllScan(comm, shape, **kind._asdict())
         if first:
             arguments.remember((shape, agree))
     if deferred is not None:

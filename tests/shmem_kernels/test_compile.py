@@ -376,10 +376,13 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
 
 
 class NoScan:
-    """Stands for the AllScan of a StatePass."""
+    """Stands for the carrier of a StatePass."""
 
-    def record(self, *_, **__):
+    def record(self, *_):
         pass
+
+    def stream(self):
+        return contextlib.nullcontext(lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -394,11 +397,11 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
             monkeypatch.setattr(delta_passes, name, Launches(kernel))
     dtype, H, T = torch.bfloat16, 4, 130
     monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
-    monkeypatch.setattr(delta_passes, "prepare", lambda *_: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
-    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
+    carriers = {"carrier of transitions": NoScan()}
+    comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None, replay=True)
     states = delta_passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
