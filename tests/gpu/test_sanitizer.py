@@ -80,9 +80,10 @@ def delta_kernels() -> None:
             plan.call(lambda _, x: x.zero_(), carried.out)
 
         def stream(self):
-            return Streams(device).side()
+            return streams.side()
 
     device = torch.device("cuda", torch.cuda.current_device())
+    streams = Streams(device)
     carriers = {"carrier of transitions": Nobody()}
     middle = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None, replay=False)
     for K, V, dtype, scalar in (
