@@ -18,10 +18,11 @@ Backward, the same from the last rank to the first with the transposed transitio
 2. delta_carry_kernel, 3. All-Scan with the transposed transition
 4. adjoint_kernel        each segment from its incoming gradient: that of each chunk's outgoing state, and dv'
 
-Gates G are sums from the chunk's first token on, times log2(e), float32: KDA's [tokens, H, K], or with SCALAR Gated
-DeltaNet's [tokens, H], where k and q come without their decays, from HK heads; then kg = e^(G_C - G) k, as a factor of
-the rows of v_new and kg dS. Products take operands in PRECISION, "bf16" or "tf32x3", and sum in float32; R, M and the
-states between segments are float32, and their products of three TF32 parts.
+Gates G are sums from the chunk's first token on, times log2(e), float32: KDA's [tokens, H, K], with TOTALS of whole
+chunks only, [chunks, H, K], or with SCALAR Gated DeltaNet's [tokens, H], where k and q come without their decays, from
+HK heads; then kg = e^(G_C - G) k, as a factor of the rows of v_new and kg dS. Products take operands in PRECISION,
+"bf16" or "tf32x3", and sum in float32; R, M and the states between segments are float32, and their products of three
+TF32 parts.
 """
 
 from __future__ import annotations
@@ -53,11 +54,23 @@ from .gla_blocks import (
 
 @triton.jit
 def chunk_decay(
-    p_g, h, start, end, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALAR: tl.constexpr
+    p_g,
+    h,
+    chunk,
+    start,
+    end,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    SCALAR: tl.constexpr,
+    TOTALS: tl.constexpr,
 ):
-    """D of the chunk that begins with token ``start``, [BK]; with SCALAR all alike. Where there is no such chunk, that
-    of any token."""
+    """D of chunk ``chunk``, which begins with token ``start``, [BK]; with SCALAR all alike. Where there is no such
+    chunk, that of any token."""
     last = tl.maximum(tl.minimum(start + BT, end) - 1, 0).to(tl.int64) * H + h
+    if TOTALS:
+        last = chunk.to(tl.int64) * H + h
     k = tl.arange(0, BK)
     if SCALAR:
         return exp2(tl.load(p_g + last + 0 * k))
@@ -91,6 +104,7 @@ def summary_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     SCALAR: tl.constexpr,
+    TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """BR rows of a segment's transition M [NS, H, K, K] and BV columns of the same rows of R [NS, H, K, V], which it
@@ -125,7 +139,7 @@ def summary_kernel(
             b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
             b_a *= b_behind[None, :]
         b_leaves = product(b_a, load(p_u, at_u, inside_u), b_leaves, PRECISION)
-        b_decay = chunk_decay(p_g, h, first, end, H, K, BT, BK, SCALAR)
+        b_decay = chunk_decay(p_g, h, chunk + num_chunks - 1 - i, first, end, H, K, BT, BK, SCALAR, TOTALS)
         b_z = product(-b_a, load(p_w, at, inside), b_z * b_decay[None, :], PRECISION)
     row = (s * H + h).to(tl.int64) * K + r
     v = i_v * BV + tl.arange(0, BV)
@@ -293,6 +307,7 @@ def delta_states_kernel(
     HAS_PREV: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     SCALAR: tl.constexpr,
+    TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Through the chunks of one segment, from its incoming state: that of each chunk (p_states [NC, H, K, V])
@@ -305,10 +320,11 @@ def delta_states_kernel(
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
-    b_decay = chunk_decay(p_g, h, start, end, H, K, BT, BK, SCALAR)
+    b_decay = chunk_decay(p_g, h, chunk, start, end, H, K, BT, BK, SCALAR, TOTALS)
     for n in range(loop_bound(num_chunks)):
         first = start + n * BT
-        b_next_decay = chunk_decay(p_g, h, tl.minimum(first + BT, end - 1), end, H, K, BT, BK, SCALAR)
+        following = tl.minimum(n + 1, num_chunks - 1)
+        b_next_decay = chunk_decay(p_g, h, chunk + following, start + following * BT, end, H, K, BT, BK, SCALAR, TOTALS)
         at, inside = rows(h, first, end, H, K, BT, BK)
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
         at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
@@ -359,6 +375,7 @@ def adjoint_kernel(
     HAS_FINAL: tl.constexpr,
     FROM_SCORES: tl.constexpr,
     SCALAR: tl.constexpr,
+    TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The gradient of the state through the chunks of one segment, from the last to the first; held as by
@@ -382,11 +399,13 @@ def adjoint_kernel(
         ends = (tl.load(p_segment + FLAGS) & LAST) != 0
         at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
         b_state = load(p_outside, at, inside & ends)
-    b_decay = chunk_decay(p_g, h, start + (num_chunks - 1) * BT, end, H, K, BT, BK, SCALAR)
+    last = tl.maximum(num_chunks - 1, 0)
+    b_decay = chunk_decay(p_g, h, chunk + last, start + last * BT, end, H, K, BT, BK, SCALAR, TOTALS)
     for i in range(loop_bound(num_chunks)):
         n = num_chunks - 1 - i
         first = start + n * BT
-        b_next_decay = chunk_decay(p_g, h, tl.maximum(first - BT, start), end, H, K, BT, BK, SCALAR)
+        following = tl.maximum(n - 1, 0)
+        b_next_decay = chunk_decay(p_g, h, chunk + following, start + following * BT, end, H, K, BT, BK, SCALAR, TOTALS)
         at, inside = rows(h, first, end, H, K, BT, BK)
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
         at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)

@@ -53,7 +53,8 @@ def cast(x, dtype, _semantic=None):
         return x.to(dtype, _semantic=_semantic)
     if dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + ((bits >> 16) & 1) + 0x7FFF).to(tl.float32, bitcast=True)
+        bits = (bits + ((bits >> 16) & 1) + 0x7FFF) & -65536  # or what is denormal, even 0, would become 2 ** -126
+        x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 

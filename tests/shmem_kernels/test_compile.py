@@ -15,10 +15,10 @@ from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
 from allscan.launch.streams import Streams
-from allscan.ops.delta import delta_passes
+from allscan.ops.delta import delta_passes, own_chunks
 from allscan.ops.gla import gla_operator, gla_plans
 from allscan.scan.rails_links import warps_of
-from allscan.shmem_kernels import delta, gla_blocks, gla_bwd, gla_fwd, gla_strong
+from allscan.shmem_kernels import delta, delta_chunks, delta_chunks_bwd, gla_blocks, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, rails_kernel
@@ -421,6 +421,54 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         seen.add(kernel)
         assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
     assert seen == kernels
+
+
+def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
+    """A ChunkPass with the block sizes of a GPU, all of whose launches are remembered."""
+    for module in (delta_passes, own_chunks):
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Launches(kernel))
+    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
+    monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
+    monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
+    monkeypatch.setattr(Launches, "made", [])
+    device = torch.device("cpu")
+    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
+    return own_chunks.ChunkPass(comm, layout, 1, 4, 4, K, V, dtype, scalar)
+
+
+def test_delta_chunk_kernels(monkeypatch):
+    """Chunk kernels of our own for KDA; no product reads from where nothing was put."""
+    dtype, H, T, K = torch.bfloat16, 4, 130, 128
+    layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
+    states = chunk_pass(layout, K, K, dtype, False, monkeypatch)
+    x, outside = torch.zeros(1, T, H, K, dtype=dtype), torch.zeros(1, H, K, K)
+    g, beta = torch.zeros(1, T, H, K), torch.zeros(1, T, H)
+    kept = kept_for(states)
+    _, scores, solved = states.whole_forward(x, x, x, g, beta, outside, outside, kept, 0.1)
+    states.whole_backward(x, x, x, g, beta, scores, solved, x, outside, outside, kept, 0.1)
+    ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.gradient_kernel
+    Launches.made = [launch for launch in Launches.made if launch[0] in ours]
+    seen = set()
+    for kernel, compiled in compiled_launches():
+        seen.add(kernel)
+        assert compiled.count(r"wgmma\.mma"), kernel
+        if VERSION == (3, 6) and kernel is not delta_chunks.output_kernel:  # it is pipelined
+            assert not compiled.lost_operands(), kernel
+    assert seen == set(ours)
+
+
+def test_products_that_ptxas_gets_wrong_are_found():
+    """The kernel above with products of 32 columns reads outside of shared memory on H100s, with Triton 3.6."""
+    if VERSION != (3, 6):
+        pytest.skip("which products are wrong differs with ptxas")
+    arguments = pointers("p_q p_k p_v p_weights p_scores p_solved p_w p_u p_kg p_qg", "*bf16")
+    arguments |= pointers("p_g p_beta p_sums", "*fp32") | pointers("p_chunks p_strong", "*i32") | dict(scale="fp32")
+    sizes = dict(H=32, HK=32, K=128, V=128, BT=64, BJ=32, BV=64)
+    how = dict(SCALAR=False, SOLVED=False, STRONG=False, PRECISION="bf16")
+    compiled = Compiled(delta_chunks.operands_kernel, arguments, sizes | how)
+    assert compiled.lost_operands()
 
 
 @triton.jit

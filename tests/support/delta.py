@@ -116,6 +116,15 @@ def operator_case(group, case: DeltaCase):
         return relative_all(NAMES, whole.ours(comm, mine, **where), expected)
 
 
+def own_case(group, rule, tokens, B, H, HV, K, V, kind, dtype=F32, lengths=None, zigzag=False, **options):
+    """Relative error by tensor, of chunk kernels of our own."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(rule, sum(tokens), B, H, HV, K, V, kind, dtype, comm.device, lengths)
+        expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag)
+        options |= dict(layout="zigzag" if zigzag else "contiguous", chunk="allscan")
+        return relative_all(NAMES, whole.ours(comm, place(comm, tokens, zigzag), **options), expected)
+
+
 class Chunk:
     """The WY form of one chunk in float64, of all heads: [H, C, ...]."""
 

@@ -16,6 +16,8 @@ from allscan.bindings.triton_compat import OPTIONS, words
 from allscan.shmem_kernels.channel import Channel
 from allscan.shmem_kernels.links import NONE
 
+from .descriptors import Follower
+
 
 def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, DEPTH=3, ADJOINT=False):
     """(type of a Channel argument, its constants by field)."""
@@ -102,6 +104,10 @@ class Compiled:
     def instructions(self) -> list[str]:
         """Of the machine code, and labels."""
         return self._tool("nvdisasm", "-c", "--no-dataflow").splitlines()
+
+    def lost_operands(self) -> list[tuple[str, str, str]]:
+        """Products that read outside of shared memory, or it cannot be said from where; see descriptors.Follower."""
+        return Follower(self.instructions(), self.shared).lost
 
     def spilled_beside_products(self) -> list[str]:
         """Instructions within innermost loops of products that read or write spilled registers."""

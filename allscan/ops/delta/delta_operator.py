@@ -34,12 +34,16 @@ from ..carrier import AllScanCarrier
 from ..first_call import check_first, common_fields
 from .delta_passes import Kept, StatePass, delta_segment_length
 from .fla_chunks import KDA, GatedDeltaNet, gate, local, normalized
+from .own_chunks import ChunkPass, OwnChunks
 
-RULES: dict[str, KDA | GatedDeltaNet] = {
+RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
     "kda": KDA(),
     "safe_kda": KDA(safe_gate=True),
     "gated_delta_rule": GatedDeltaNet(),
+    "own_kda": OwnChunks(scalar=False),
+    "own_gated_delta_rule": OwnChunks(scalar=True),
 }
+CHUNKS = "fla", "allscan"  # whose kernels work inside of the chunks
 
 
 # What numbers are saved as of which some are never written: a saved_tensors_hook that looks at numbers, as a quantizer
@@ -59,6 +63,7 @@ class Before(NamedTuple):
     A_log: Tensor | None
     dt_bias: Tensor | None
     state_v_first: bool
+    chunk: str
 
     def fields(self) -> str:
         """What all ranks have alike, but lower_bound, as names and values."""
@@ -116,6 +121,7 @@ def zeco_kda(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
+    chunk: str = "fla",
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -142,7 +148,8 @@ def zeco_kda(
     the gradients of A_log and dt_bias are this rank's share. One scan forward, with the K x K transition that a rank's
     tokens make, and one in reverse in backward, each moving one state of B * HV * K * V float32 words from a rank to
     the next. What happens inside of chunks of 64 tokens is done by flash-linear-attention, which must be installed
-    (``pip install flash-linear-attention``).
+    (``pip install flash-linear-attention``), or with chunk="allscan" by kernels of our own, alike on all ranks: for any
+    gates, and on CPUs for bfloat16, too; on GPUs they have not been measured.
 
     Raises what :func:`allscan.zeco_gla` raises, and ImportError without fla, before anything is launched.
     Source: Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
@@ -158,8 +165,9 @@ def zeco_kda(
         A_log,
         dt_bias,
         state_v_first,
+        chunk,
     )
-    rule = "safe_kda" if safe_gate else "kda"
+    rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     where = cu_seqlens, first_token, layout, per_document
     return _call(rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, *where)
 
@@ -186,6 +194,7 @@ def zeco_gated_delta_rule(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
+    chunk: str = "fla",
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
 
@@ -207,9 +216,10 @@ def zeco_gated_delta_rule(
         A_log,
         dt_bias,
         state_v_first,
+        chunk,
     )
     return _call(
-        "gated_delta_rule",
+        "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule",
         before,
         q,
         k,
@@ -256,18 +266,20 @@ def _delta(
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
-    deferred, boundaries = None, cu_seqlens
+    deferred, boundaries, own = None, cu_seqlens, isinstance(RULES[rule], OwnChunks)
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
         check_for_an_operator(tensors, scale)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        if before.chunk not in CHUNKS:
+            raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, q, v, g)
         given = *tensors.values(), before.A_log, before.dt_bias
         check_saveable((*given, cu_seqlens), given)
-        if not torch.compiler.is_compiling():
+        if not (own or torch.compiler.is_compiling()):
             _import_fla()
     except (TypeError, ValueError, ImportError) as error:
         deferred = DeferredError(error)
@@ -281,10 +293,10 @@ def _delta(
     q, k, v, g, beta, initial_state = plain_or_traced(q, k, v, g, beta, initial_state)
     bound = None if before.lower_bound is None or not before.gate else float(before.lower_bound)
     if before.normalize:
-        q, k = normalized(q, comm.handle), normalized(k, comm.handle)
+        q, k = normalized(q, comm.handle, own), normalized(k, comm.handle, own)
     if before.gate:
         A_log, dt_bias = plain_or_traced(before.A_log, before.dt_bias)
-        g = gate(g, A_log, dt_bias, before.lower_bound, RULES[rule].scalar, comm.handle)
+        g = gate(g, A_log, dt_bias, before.lower_bound, RULES[rule].scalar, comm.handle, own)
     if before.sigmoid:
         beta = beta.float().sigmoid() * (2 if before.twice else 1)
     elif beta.dtype not in BETAS:
@@ -348,7 +360,7 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
             raise TypeError(f"{name} must have a float type, got {x.dtype}")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not isinstance(RULES[rule], OwnChunks):
         raise TypeError(
             "q, k, v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run "
             "there, makes garbage of products of bfloat16"
@@ -436,8 +448,10 @@ def _import_fla() -> None:
 def _state_pass(rule, layout, q, v, comm, cu_seqlens=None, zigzag=False) -> StatePass:
     HV, scalar, sequences = v.shape[2], RULES[rule].scalar, 1 if cu_seqlens is None else len(cu_seqlens) - 1
     B = carried_states(q.shape[0], sequences, zigzag)
-    given = B, HV, q.shape[2] if scalar else HV, q.shape[3], v.shape[3], q.dtype, scalar, bool(zigzag)
-    return layout.derived(given, lambda: StatePass(comm, layout.tables(), *given))
+    own = isinstance(RULES[rule], OwnChunks)
+    kind = ChunkPass if own else StatePass
+    given = B, HV, q.shape[2] if scalar or own else HV, q.shape[3], v.shape[3], q.dtype, scalar, bool(zigzag)
+    return layout.derived((kind, *given), lambda: kind(comm, layout.tables(), *given))
 
 
 def _in_one(*tensors):
@@ -502,7 +516,8 @@ def _forward(
         )
         if zigzag:
             o = unsafe_view(o, v_shape)  # no view, which must not be written to
-            sums, solved = (x.view(v_shape[0], -1, *x.shape[2:]) for x in (sums, solved))
+            solved = solved.view(v_shape[0], -1, *solved.shape[2:])
+            sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
             scores = scores.view(solved.shape) if scores.numel() else scores
         if comm.debug:
             comm.look_for_nan(f"zeco_{rule}", o=o, final_state=final_state)
@@ -532,9 +547,9 @@ def _fake(
 
 def _sums_and_chunks(rule, k, v, g):
     """Uninitialised sums of gates, scores and solved."""
-    solved = k.new_empty(*v.shape[:3], CHUNK_TOKENS)
-    scores = k.new_empty(0 if RULES[rule].scalar else solved.shape, dtype=WORDS[k.dtype])
-    return torch.empty_like(g, dtype=torch.float32), scores, solved
+    solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(RULES[rule], OwnChunks)
+    scores = k.new_empty(0 if RULES[rule].scalar and not own else solved.shape, dtype=WORDS[k.dtype])
+    return g.new_empty(0 if own else g.shape, dtype=torch.float32), scores, solved
 
 
 def _backward(
@@ -566,7 +581,7 @@ def _backward(
         if q.ndim != 4:
             raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
         given = q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do
-        wanted = _saved(q, do, beta_dtype, cu_seqlens, rule, zigzag)
+        wanted = _saved(q, do, beta_dtype, sums.dtype, cu_seqlens, rule, zigzag)
         q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do = restored(
             f"zeco_{rule}", "q k v beta sums scores solved transitions enters fwd_epoch do", given, wanted
         )
@@ -606,18 +621,21 @@ def _backward(
         return *grads, dinitial
 
 
-def _saved(q, do, beta_dtype, cu_seqlens, rule, zigzag):
+def _saved(q, do, beta_dtype, gate_dtype, cu_seqlens, rule, zigzag):
     """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return _saved_kinds(q.shape, do.shape, do.dtype, do.device, beta_dtype, sequences, rule, zigzag)
+    own = isinstance(RULES[rule], OwnChunks) and gate_dtype == do.dtype  # which saves the gates, not their sums
+    gate_dtype = gate_dtype if own else torch.float32
+    return _saved_kinds(q.shape, do.shape, do.dtype, do.device, beta_dtype, gate_dtype, sequences, rule, zigzag)
 
 
 @functools.lru_cache(1024)
-def _saved_kinds(keys, values, dtype, device, beta_dtype, boundaries, rule, zigzag):
+def _saved_kinds(keys, values, dtype, device, beta_dtype, gate_dtype, boundaries, rule, zigzag):
     of_v = values[:3]
     chunk, scalar = (*of_v, CHUNK_TOKENS), RULES[rule].scalar
+    without = scalar and not isinstance(RULES[rule], OwnChunks)
     kinds = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
-    kinds += (torch.float32, of_v if scalar else (*of_v, keys[3])), (WORDS[dtype], (0,) if scalar else chunk)
+    kinds += (gate_dtype, of_v if scalar else (*of_v, keys[3])), (WORDS[dtype], (0,) if without else chunk)
     kinds += (dtype, chunk), *_kept_kinds(keys, values, boundaries, device.type == "cuda", zigzag), (dtype, values)
     return [(of, torch.Size(shape), device) for of, shape in kinds]
 
@@ -652,7 +670,8 @@ def _save(ctx, inputs, output):
     q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, _, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.gate_dtype, ctx.beta_dtype = g.dtype, beta.dtype
-    ctx.save_for_backward(q, k, v, beta, cu_seqlens, *output[2:])
+    sums = g if isinstance(RULES[ctx.rule], OwnChunks) else output[2]
+    ctx.save_for_backward(q, k, v, beta, cu_seqlens, sums, *output[3:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
     no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's

@@ -101,7 +101,7 @@ class StatePass:
         self.carrier = AllScanCarrier.of(comm, dense=True)
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
-        self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, PRECISION=PRECISION[dtype])
+        self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, TOTALS=False, PRECISION=PRECISION[dtype])
         BV_max = max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
         self.blocks = blocks(BK, BV_max, dtype) if cuda else blocks_of_cpus(BK, BV_max)
@@ -205,7 +205,7 @@ class StatePass:
 
     def _gradients(self, plan: Plan, q, k, v_new, w, g, do, dv, h, dh, scale):
         made = [plan.output_like(x) for x in (w, w, w, g)]
-        chunked = {name: value for name, value in self.chunked.items() if name != "SCALAR"}
+        chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
         self._launch(
             plan,
             "gradients",

@@ -90,19 +90,26 @@ def _restored(ctx, what: str, names: str):
             raise
 
 
-def normalized(x: Tensor, handle: int) -> Tensor:
-    """x over the root of its square and 1e-6, along the last dimension; contiguous. ``handle``: of the communicator."""
-    if torch.compiler.is_compiling() or not x.numel():
+def normalized(x: Tensor, handle: int, by_torch: bool = False) -> Tensor:
+    """x over the root of its square and 1e-6, along the last dimension; contiguous. ``handle``: of the communicator.
+    ``by_torch``: without fla."""
+    if by_torch or torch.compiler.is_compiling() or not x.numel():
         return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
     return cast(Tensor, _Normalized.apply(handle, x))
 
 
 def gate(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, scalar: bool, handle: int
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    scalar: bool,
+    handle: int,
+    by_torch: bool = False,
 ) -> Tensor:
     """Logarithms of decays [..., HV, K], scalar: [..., HV], of raw ones, float32: of each head
     -exp(A_log) softplus(g + dt_bias), or with a lower bound lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
-    if not scalar and not torch.compiler.is_compiling() and g.numel():
+    if not (by_torch or scalar or torch.compiler.is_compiling()) and g.numel():
         return cast(Tensor, _Gate.apply((lower_bound, handle), g, A_log, dt_bias))
     g = g.float()
     if dt_bias is not None:

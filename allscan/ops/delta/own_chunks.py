@@ -1,0 +1,229 @@
+"""What happens inside the chunks of KDA and Gated DeltaNet, by kernels of our own: shmem_kernels/delta_chunks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...launch.plan import Plan
+from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
+from ...shmem_kernels.delta_chunks_bwd import gradient_kernel
+from ...tokens.packing import CHUNK_TOKENS, Layout
+from .delta_passes import Kept, StatePass, _entering, _words, cdiv
+
+
+def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    """Block sizes and warps on a GPU: what fits the registers. Products of bfloat16 have 64 columns, however few there
+    are: of those with 32 ptxas 12.8 makes wrong code (tests/shmem_kernels/test_compile.py)."""
+    fine = dtype != torch.bfloat16
+    both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
+    wide = BK > 128 or fine
+    columns = min(16 if fine else 32 if wide else 64, BV_max)
+    output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
+    return dict(operands=both, output=output, gradient=both)
+
+
+def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
+    """The same for the interpreter, which pays by the operation."""
+    return dict.fromkeys(("operands", "output", "gradient"), dict(BJ=BK, BV=BV_max))
+
+
+class ChunkPass(StatePass):
+    """A StatePass that forms what it passes on itself: forward and backward in one plan each.
+
+    scalar: whether the rule has one gate a head; between the chunks each channel then has the same decay."""
+
+    def __init__(self, comm, layout: Layout, B, H, HK, K, V, dtype, scalar: bool, zigzag: bool = False) -> None:
+        super().__init__(comm, layout, B, H, H, K, V, dtype, False, zigzag)
+        self.chunked["TOTALS"] = True
+        BK, BV_max = self.common["BK"], max(16, 1 << (V - 1).bit_length())
+        cuda = comm.device.type == "cuda"
+        self.blocks |= chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
+        self.HK, self.scalar = HK, scalar
+        self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+    def whole_forward(self, q, k, v, g, beta, initial, final: Tensor | None, kept: Kept, scale: float):
+        """(o, Aqk, T); ``kept`` and ``final`` are filled as by forward."""
+        return self._run(self._whole_forward, q, k, v, g, beta, initial, final, *kept, scale=scale)
+
+    def whole_backward(
+        self, q, k, v, g, beta, scores, solved, do, dfinal, dinitial: Tensor | None, kept: Kept, scale: float
+    ):
+        """(dq, dk of each head of v, dv, dg, dbeta); ``dinitial`` is filled as by backward."""
+        given = q, k, v, g, beta, scores, solved, do, dfinal, dinitial
+        return self._run(self._whole_backward, *given, *kept, scale=scale)
+
+    def _whole_forward(self, plan: Plan, q, k, v, g, beta, initial, final, transitions, enters, fwd_epoch, scale):
+        transitions, enters = _words(plan, transitions, enters)
+        o = plan.output_like(v)
+        scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
+        strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
+        qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
+        for STRONG in (False, True):
+            self._operands(plan, q, k, v, g, beta, strong, scores, solved, operands, scale, STRONG=STRONG)
+        leaves = plan.scratch(*self.of_states)
+        if not self.alone or self.layout.num_segments > self.B:
+            self._summaries(plan, kg, w, u, sums, transitions, leaves)
+        room = self._room(plan.scratch, plan.scratch, False)
+        self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
+        self._by_segments(
+            plan,
+            "output",
+            output_kernel,
+            qg,
+            kg,
+            w,
+            u,
+            scores,
+            sums,
+            self._segments(plan),
+            *_entering(enters, *room[1:3]),
+            o,
+            final or sums,
+            chunked=False,
+            scale=scale,
+            HAS_PREV=room[1] is not None,
+            HAS_FINAL=final is not None,
+        )
+        return o, scores, solved
+
+    def _whole_backward(
+        self,
+        plan: Plan,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scores,
+        solved,
+        do,
+        dfinal,
+        dinitial,
+        transitions,
+        entered,
+        fwd_epoch,
+        scale,
+    ):
+        transitions, entered = _words(plan, transitions, entered)
+        of_head = *v.shape[:3], self.K
+        whole = self.H == self.HK  # nothing is added up over heads
+        dq, dk = (plan.output(*of_head, dtype=q.dtype if whole else torch.float32) for _ in "qk")
+        dv, dg, dbeta = (plan.output_like(x) for x in (v, g, beta))
+        strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
+        qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
+        self._operands(plan, q, k, v, g, beta, strong, scores, solved, operands, scale, SOLVED=True)
+        enters, room = plan.scratch(*self.of_states), self._room(plan.scratch, plan.scratch, True)
+        leaves = self._leaves(plan, qg, kg, w, sums, do, scores, dfinal, scale, from_scores=True)
+        with plan.side_stream(lambda carrier: carrier.stream()):
+            self._carry(plan, transitions, leaves, enters, dfinal, fwd_epoch, True, room)
+        h, dh = (plan.scratch(*self.of_chunks, dtype=v.dtype) for _ in "hd")
+        v_new, dv_new = (plan.scratch(*v.shape, dtype=v.dtype) for _ in "vd")
+        self._states(plan, kg, w, u, sums, (entered, None, None), None, (h, v_new))
+        plan.join()
+        entering, out, final = (enters, *room[1:3]), dinitial or enters, dinitial is not None
+        written, how = (dh, dv_new), dict(EVERY_CHUNK=True, HAS_FINAL=final, FROM_SCORES=True)
+        self._adjoint(plan, qg, kg, w, sums, do, scores, scale, entering, written, out, **how)
+        pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
+        for STRONG in (False, True):
+            self._launch_chunks(
+                plan,
+                "gradient",
+                gradient_kernel,
+                q,
+                k,
+                v,
+                g,
+                beta,
+                plan.constant(self.layout.chunks),
+                strong,
+                plan.constant(self.layout.weights),
+                pairs,
+                solved,
+                h,
+                dh,
+                v_new,
+                do,
+                dv_new,
+                dq,
+                dk,
+                dv,
+                dg,
+                dbeta,
+                scale=scale,
+                STRONG=STRONG,
+            )
+        return dq, dk, dv, dg, dbeta
+
+    def _operands_memory(self, plan: Plan, v):
+        """New qg, kg, w, u and the sums of each chunk's gates; one more, see delta.py's chunk_decay."""
+        qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
+        sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
+        return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
+
+    def _operands(
+        self, plan: Plan, q, k, v, g, beta, strong, scores, solved, made, scale, SOLVED=False, STRONG=False
+    ) -> None:
+        qg, kg, w, u, sums = made
+        self._launch_chunks(
+            plan,
+            "operands",
+            operands_kernel,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            plan.constant(self.layout.chunks),
+            strong,
+            plan.constant(self.layout.weights),
+            scores,
+            solved,
+            w,
+            u,
+            kg,
+            qg,
+            sums,
+            scale=scale,
+            SOLVED=SOLVED,
+            STRONG=STRONG,
+        )
+
+    def _launch_chunks(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
+        sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS, SCALAR=self.scalar)
+        precision = self.chunked["PRECISION"]
+        grid = self.layout.num_chunks, self.H
+        plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
+
+    def _by_segments(self, plan: Plan, name, kernel, *buffers, chunked=True, **fixed) -> None:
+        if not chunked:
+            grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
+            precision: dict[str, Any] = dict(BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
+            self._launch(plan, name, kernel, grid, *buffers, **precision, **fixed)
+        else:
+            super()._by_segments(plan, name, kernel, *buffers, **fixed)
+
+
+class OwnChunks:
+    """A rule whose chunks are our kernels'. scalar: one gate a head."""
+
+    own = True
+
+    def __init__(self, scalar: bool) -> None:
+        self.scalar = scalar
+
+    def forward(self, states: Any, q, k, v, g, beta, scale, initial, final, kept, tables):
+        """(o, nothing, Aqk, T)."""
+        o, scores, solved = states.whole_forward(q, k, v, g, beta, initial, final, kept, scale)
+        return o, g.new_empty(0, dtype=torch.float32), scores, solved
+
+    def backward(self, states: Any, q, k, v, g, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables):
+        """Gradients of q, k, v, g, beta; dinitial is filled."""
+        dq, dk, dv, dg, dbeta = states.whole_backward(
+            q, k, v, g, beta, scores, solved, do, dfinal, dinitial, kept, scale
+        )
+        if (heads := q.shape[2]) != v.shape[2]:
+            dq, dk = (x.unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
+        return dq, dk, dv, dg, dbeta

@@ -1,0 +1,326 @@
+"""Delta rules inside of a chunk, forward: KDA, and Gated DeltaNet, whose gate is the same in all channels.
+
+With G_t the sum of a chunk's gates up to token t, G the sum of all, S the state that enters the chunk:
+
+    Aqk[t, s] = scale sum_c q_t k_s e^(G_t - G_s), s <= t       Akk[t, s] = beta_t sum_c k_t k_s e^(G_t - G_s), s < t
+    T = (1 + Akk)^-1      w = T (beta k e^G)      u = T (beta v)      kg = k e^(G - G_t)      qg = q e^G
+    v_new = u - w S       o = scale qg S + Aqk v_new       S' = e^G S + kg^T v_new
+
+operands_kernel   Aqk and T, unless they are there; w, u, kg, qg and G of each chunk by itself; in two launches, the
+                  second of which is for strong chunks, with entries of class 1 or 2
+output_kernel     from chunk to chunk of a segment: o, without storing states
+
+Between them the segments' states are sent, see delta.py.
+
+**Decays between two tokens.** e^(G_t - G_s) has to be a factor of t times one of s, to be part of a product of
+matrices. Each entry (t, channel) is in one of three classes, by the gates up to t alone, so that nothing depends on
+later tokens:
+
+    0   G_t >= -LIMIT: e^G_t and e^-G_s
+    1   the sum from the first token of its sub-block of 16 on is: within the sub-block the same with that sum; between
+        sub-blocks by halves: of 2n tokens, n = 32, 16, the later n have e^(sum from the middle on), the earlier n
+        e^(sum up to the middle)
+    2   neither: by halves down to n = 1, and the token itself
+
+So no factor that counts is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate.
+tests/support/delta_chunks.py has the same in float64, with the error analysis.
+
+q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K] (SCALAR: [tokens, H]), beta [tokens, H]; w, kg, qg
+[tokens, H, K], Aqk, T [tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in
+delta.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .delta import load_entering, transposed_at
+from .gla_blocks import (
+    BEFORE,
+    ENTERED,
+    FLAGS,
+    LAST,
+    ONWARD,
+    SEQUENCE,
+    cast,
+    exp2,
+    high_half,
+    load,
+    load_gates,
+    load_weights,
+    loop_bound,
+    lower,
+    product,
+    rows,
+    segment,
+    sums_of,
+    tf32_product,
+    upper,
+)
+
+LIMIT = tl.constexpr(110.0)  # to base 2
+
+
+@triton.jit
+def tile(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
+    """gla_blocks.rows in two parts, (offset, int32 offsets from there, mask): tensors of one shape share the registers
+    of the latter."""
+    t, w = tl.arange(0, BT), tl.arange(0, BW)
+    inside = (t < end - start)[:, None] & (i_w * BW + w < W)[None, :]
+    return (start.to(tl.int64) * H + h) * W + i_w * BW, t[:, None] * (H * W) + w[None, :], inside
+
+
+@triton.jit
+def state_tile(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k):
+    """gla_blocks.state_at in the same way."""
+    k, v = tl.arange(0, BK), tl.arange(0, BV)
+    inside = (i_k * BK + k < K)[:, None] & (i_v * BV + v < V)[None, :]
+    return (i_state.to(tl.int64) * K + i_k * BK) * V + i_v * BV, k[:, None] * V + v[None, :], inside
+
+
+@triton.jit
+def halves(n, BT: tl.constexpr):
+    """Of blocks of 2 ** (n + 1) tokens (whose gates sum up to the middle from either side, which pairs are of a later
+    and an earlier half), [BT, BT]."""
+    t, u = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    middle = ((t >> (n + 1)) << (n + 1)) + (1 << n)
+    where = ((u > middle) & (u <= t)) | ((u > t) & (u <= middle))
+    return where, (t >= middle) & (u < middle) & ((u >> (n + 1)) == (t >> (n + 1)))
+
+
+@triton.jit
+def within(BT: tl.constexpr):
+    """Of sub-blocks of 16 tokens (whose gates sum up from the first one on, which pairs are of one), [BT, BT]."""
+    t, u = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    return (u > t // 16 * 16) & (u <= t), (u // 16 == t // 16) & (u <= t)
+
+
+@triton.jit
+def weighted(
+    p_weights, i: tl.constexpr, TRANSPOSED: tl.constexpr, b_x, b_sum, BT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """sum + x weighted by a table (gla_blocks.load_weights) of ones; see sums_of, without whose registers it does."""
+    b_weights = load_weights(p_weights, i, BT)
+    if TRANSPOSED:
+        b_weights = tl.trans(b_weights)
+    if PRECISION == "bf16":
+        b_high = high_half(b_x)
+        b_middle = high_half(b_x - b_high)
+        b_sum = product(b_weights, b_x - b_high - b_middle, b_sum, PRECISION)
+        b_sum = product(b_weights, b_middle, b_sum, PRECISION)
+        return product(b_weights, b_high, b_sum, PRECISION)
+    return product(b_weights, b_x, b_sum, PRECISION)
+
+
+@triton.jit
+def gates_at(
+    p_g, h, start, end, j, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, SCALAR: tl.constexpr
+):
+    """[BT, BJ], to base 2."""
+    if SCALAR:
+        t = start + tl.arange(0, BT)
+        return load_gates(p_g, t.to(tl.int64) * H + h, t < end)[:, None] + tl.zeros([BT, BJ], tl.float32)
+    base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+    return load_gates(p_g + base, at, inside)
+
+
+@triton.jit
+def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Aqk and Akk with what entries of classes 1 and 2 give."""
+    b_zeros = tl.zeros([BT, BT], tl.float32)
+    b_where, b_pairs = within(BT)
+    b_sums_16 = sums_of(b_where, b_g, PRECISION)
+    b_row = tl.where((b_sums_16 >= -LIMIT) & (b_sums < -LIMIT), exp2(b_sums_16), 0.0)
+    b_column = tl.trans(b_k * exp2(tl.minimum(-b_sums_16, LIMIT)))
+    b_aq += tl.where(b_pairs, product(b_q * b_row, b_column, b_zeros, PRECISION), 0.0)
+    b_ak += tl.where(b_pairs, product(b_k * b_row, b_column, b_zeros, PRECISION), 0.0)
+    b_strong = (b_sums_16 < -LIMIT) & (b_sums < -LIMIT)
+    last = tl.where(tl.sum(b_strong.to(tl.int32)) != 0, 0, 4)
+    n = 5
+    while n >= last:
+        b_where, b_pairs = halves(n, BT)
+        b_factor = exp2(sums_of(b_where, b_g, PRECISION))
+        b_row = tl.where((b_sums < -LIMIT) & (b_strong | (n >= 4)), b_factor, 0.0)
+        b_column = tl.trans(b_k * b_factor)
+        b_aq += tl.where(b_pairs, product(b_q * b_row, b_column, b_zeros, PRECISION), 0.0)
+        b_ak += tl.where(b_pairs, product(b_k * b_row, b_column, b_zeros, PRECISION), 0.0)
+        n -= 1
+    b_same = tl.sum(tl.where(b_strong, b_q * b_k, 0.0), 1)
+    return b_aq + tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0), b_ak
+
+
+@triton.jit
+def inverse(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Of 1 + a, a [BT, BT] below the diagonal. With X the inverses of the diagonal blocks of n tokens and a' the part
+    of a between the two of each pair of blocks, those of 2n tokens are X - X a' X: forward substitution by blocks."""
+    where, b_pairs = halves(0, BT)
+    b_x = tl.where(lower(BT, 0) & upper(BT, 0), 1.0, tl.where(b_pairs, -b_a, 0.0))
+    n = 1
+    while (2 << n) <= BT:
+        where, b_pairs = halves(n, BT)
+        b_y = tf32_product(b_x, tl.where(b_pairs, b_a, 0.0), tl.zeros([BT, BT], tl.float32), PRECISION)
+        b_x = tf32_product(-b_y, b_x, b_x, PRECISION)
+        n += 1
+    return b_x
+
+
+@triton.jit
+def operands_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_beta,
+    p_chunks,
+    p_strong,
+    p_weights,
+    p_scores,
+    p_solved,
+    p_w,
+    p_u,
+    p_kg,
+    p_qg,
+    p_sums,
+    scale,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    SCALAR: tl.constexpr,
+    SOLVED: tl.constexpr,
+    STRONG: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of one chunk and head Aqk, T, w, u, kg, qg and the sum of the gates. SOLVED: Aqk and T are there. Otherwise
+    without STRONG of those whose entries are all of class 0, with STRONG then of the others, by p_strong [NC, H], which
+    it writes, but with STRONG."""
+    n, h = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    c = tl.arange(0, BJ)
+    if not SOLVED:
+        if STRONG:
+            if tl.load(p_strong + n * H + h) == 0:
+                return
+        else:
+            b_least = tl.zeros([BJ], tl.float32)
+            for j in range((K + BJ - 1) // BJ):
+                b_sum = tl.sum(gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR), 0)
+                tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_sum, mask=j * BJ + c < K)
+                b_least = tl.minimum(b_least, b_sum)
+            strong = tl.min(b_least) < -LIMIT
+            tl.store(p_strong + n * H + h, strong.to(tl.int32))
+            if strong:
+                return
+    t = start + tl.arange(0, BT)
+    b_beta = tl.load(p_beta + t.to(tl.int64) * H + h, mask=t < end, other=0.0).to(tl.float32)
+    base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
+    b_aq = tl.zeros([BT, BT], tl.float32)
+    b_ak = tl.zeros([BT, BT], tl.float32)
+    b_least = tl.zeros([BJ], tl.float32)
+    if SOLVED:
+        b_solved = load(p_solved + base_a, at_a, inside_a)
+    for j in range((K + BJ - 1) // BJ):
+        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+        base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+        b_q, b_k = load(p_q + base, at, inside).to(tl.float32), load(p_k + base, at, inside).to(tl.float32)
+        base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+        b_sums = weighted(p_weights, ONWARD, True, b_g, tl.zeros([BT, BJ], tl.float32), BT, PRECISION)
+        b_before = exp2(b_sums)
+        tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
+        b_kb = b_k * b_before * b_beta[:, None]
+        b_total = tl.sum(b_g, 0)
+        if SOLVED:
+            b_w = product(b_solved, b_kb, tl.zeros([BT, BJ], tl.float32), PRECISION)
+            tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
+            tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_total, mask=j * BJ + c < K)
+            b_least = tl.minimum(b_least, b_total)
+        else:
+            tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is there
+            b_row, b_column = b_before, exp2(-b_sums)
+            if STRONG:
+                b_row = tl.where(b_sums >= -LIMIT, b_before, 0.0)
+                b_column = exp2(tl.minimum(-b_sums, LIMIT))
+            b_column = tl.trans(b_k * b_column)
+            b_aq = product(b_q * b_row, b_column, b_aq, PRECISION)
+            b_ak = product(b_k * b_row, b_column, b_ak, PRECISION)
+            if STRONG:
+                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, BT, PRECISION)
+        if SOLVED or STRONG or PRECISION != "bf16":
+            b_after = tl.zeros([BT, BJ], tl.float32)
+            b_after = exp2(weighted(p_weights, BEFORE, True, b_g, b_after, BT, PRECISION))
+        else:
+            b_after = exp2(b_total[None, :] - b_sums)
+        tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
+    if SOLVED:
+        tl.store(p_strong + n * H + h, (tl.min(b_least) < -LIMIT).to(tl.int32))
+    else:
+        b_aq = tl.where(lower(BT, 0), b_aq * scale, 0.0)
+        tl.store(p_scores + base_a + at_a, cast(b_aq, p_scores.dtype.element_ty), mask=inside_a)
+        b_ak = tl.where(lower(BT, 1), b_ak * b_beta[:, None], 0.0)
+        b_solved = cast(inverse(b_ak, BT, PRECISION), p_solved.dtype.element_ty)
+        tl.store(p_solved + base_a + at_a, b_solved, mask=inside_a)
+        tl.debug_barrier()  # other threads read what is in p_w
+        for j in range((K + BJ - 1) // BJ):
+            base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+            b_w = product(b_solved, load(p_w + base, at, inside), tl.zeros([BT, BJ], tl.float32), PRECISION)
+            tl.debug_barrier()
+            tl.store(p_w + base + at, cast(b_w, p_w.dtype.element_ty), mask=inside)
+    for i_v in range((V + BV - 1) // BV):
+        base, at, inside = tile(h, start, end, H, V, BT, BV, i_v)
+        b_v = load(p_v + base, at, inside).to(tl.float32) * b_beta[:, None]
+        b_u = product(b_solved, b_v, tl.zeros([BT, BV], tl.float32), PRECISION)
+        tl.store(p_u + base + at, cast(b_u, p_u.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def output_kernel(
+    p_qg,
+    p_kg,
+    p_w,
+    p_u,
+    p_scores,
+    p_sums,
+    p_segments,
+    p_enters,
+    p_through,
+    p_prev,
+    p_o,
+    p_final,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BJ: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Through the chunks of one segment, from its incoming state: o [tokens, H, V], and p_final as delta_states_kernel,
+    whose way to hold the state this is."""
+    i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    k = tl.arange(0, BK)
+    for n in range(loop_bound(num_chunks)):
+        first = start + n * BT
+        b_sums = tl.load(p_sums + ((chunk + n) * H + h).to(tl.int64) * K + k, mask=k < K, other=0.0)
+        at, inside = rows(h, first, end, H, K, BT, BK)
+        at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
+        at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+        b_v = tl.trans(load(p_u, at_v, inside_v)).to(tl.float32)
+        b_v = product(-b_state, tl.trans(load(p_w, at, inside)), b_v, PRECISION)
+        b_o = product(b_state, tl.trans(load(p_qg, at, inside)), tl.zeros([BV, BT], tl.float32), PRECISION) * scale
+        b_o = product(b_v, tl.trans(load(p_scores, at_a, inside_a)), b_o, PRECISION)
+        b_state = product(b_v, load(p_kg, at, inside), b_state * exp2(b_sums)[None, :], PRECISION)
+        tl.store(p_o + at_v, tl.trans(cast(b_o, p_o.dtype.element_ty)), mask=inside_v)
+    if HAS_FINAL:
+        if (tl.load(p_segment + FLAGS) & LAST) != 0:
+            at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+            tl.store(p_final + at, b_state, mask=inside)

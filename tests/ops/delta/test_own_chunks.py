@@ -1,0 +1,78 @@
+"""KDA and Gated DeltaNet by chunk kernels of our own, against the token-by-token recurrence in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import allscan
+from support.delta import NAMES, Whole, own_case
+from support.delta_chunks import chunked
+from support.fla import delta_recurrence
+from support.gla import BF16, F32
+from support.values import place, relative, relative_all
+
+pytestmark = pytest.mark.cpu
+LIMIT = {F32: 3e-5, BF16: 1e-2}
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("kind", ["zero", "mixed", "strong"])
+def test_the_chunked_form(rule, kind):
+    """The law of the kernels, and its gradients, in float64."""
+    whole = Whole(rule, 150, 1, 1, 2, 24, 16, kind, torch.float64, torch.device("cpu"))
+    tensors = [x[0].double() for x in (*whole.tensors(), whole.do, whole.initial, whole.dfinal)]
+    wanted = [x[0] for x in whole.reference()]
+    errors = relative_all(NAMES, chunked(*tensors, 24**-0.5), wanted)
+    assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize(
+    "tokens, H, HV, K, V, kind, dtype, more",
+    [
+        ([70, 130, 20], 1, 2, 32, 16, "mixed", F32, ()),
+        ([150, 70], 2, 2, 16, 40, "zero", BF16, ()),
+        ([70, 130, 10, 90], 1, 1, 24, 16, "strong", F32, ([0, 13, 39, 39, 215, 216, 300],)),
+        ([140, 0, 36], 1, 1, 16, 16, "mild", F32, ()),
+        ([68, 68], 1, 1, 16, 16, "weak", F32, (None, True)),
+    ],
+    ids=["GVA", "bfloat16", "packed", "a rank without tokens", "zigzag"],
+)
+def test_operators(run, rule, tokens, H, HV, K, V, kind, dtype, more):
+    for errors in run(len(tokens), own_case, rule, tokens, 1 if more else 2, H, HV, K, V, kind, dtype, *more):
+        assert max(errors.values()) < LIMIT[dtype], errors
+
+
+def prefix_case(group):
+    """Whether o and its gradients of the first tokens are the same bits whatever comes after; raw gates."""
+    with allscan.Communicator(group) as comm:
+        cut, tokens, same = 41, [64 + 30, 20], []
+        first, other = (Whole("kda", sum(tokens), 1, 1, 1, 16, 16, "mixed", F32, comm.device, seed=i) for i in range(2))
+        for whole in (first, other):
+            for x, y in zip((*whole.tensors(), whole.do), (*first.tensors(), first.do), strict=True):
+                x[:, :cut] = y[:, :cut]
+            whole.do[:, cut:] = 0.0
+            whole.initial.copy_(first.initial)
+            whole.dfinal.zero_()
+            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+            same.append([o, *grads[:5]])
+        if comm.rank == 0:
+            for a, b in zip(*same, strict=True):
+                assert torch.equal(a[:, :cut], b[:, :cut])
+        raw = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        q, k, v, g, beta = first.tensors()
+        A_log, dt_bias = torch.zeros(1), torch.linspace(-1, 1, 16)
+        given = [x[:, place(comm, tokens)] for x in (q, 3 * k, v, g, beta)]
+        o, _ = allscan.zeco_kda(*given, comm=comm, A_log=A_log, dt_bias=dt_bias, chunk="allscan", **raw)
+        wanted, _ = delta_recurrence(q, 3 * k, v, g, beta, A_log, dt_bias)
+        assert relative(o, wanted[:, place(comm, tokens)]) < LIMIT[F32]
+        try:
+            allscan.zeco_kda(*given, comm=comm, chunk="flash")
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def test_a_prefix_does_not_depend_on_what_follows(run):
+    assert all("chunk must be one of" in answer for answer in run(2, prefix_case))

@@ -1,0 +1,172 @@
+"""The chunked form of the delta rules in torch, forward and backward, as shmem_kernels/delta_chunks.py computes it.
+
+With G_t the sum of a chunk's gates up to token t, G the sum of all, S the state that enters the chunk:
+
+    Aqk[t, s] = scale sum_c q_t k_s e^(G_t - G_s), s <= t       Akk[t, s] = beta_t sum_c k_t k_s e^(G_t - G_s), s < t
+    T = (1 + Akk)^-1      w = T (beta k e^G)      u = T (beta v)      kg = k e^(G - G_t)      qg = q e^G
+    v_new = u - w S       o = scale qg S + Aqk v_new       S' = e^G S + kg^T v_new
+
+Backward, with dS' the gradient of the state that leaves the chunk:
+
+    dv_new = Aqk^T do + kg dS'        dS = e^G dS' + scale qg^T do - w^T dv_new
+    dAqk = do v_new^T, s <= t         dw = -dv_new S^T
+    dT = dw (beta k e^G)^T + dv_new (beta v)^T      dAkk = -T^T dT T^T, s < t
+    dv = beta T^T dv_new
+    dbeta = v . T^T dv_new + (k e^G) . T^T dw + k . X,      X_t = sum_s dAkk[t, s] k_s e^(G_t - G_s)
+    dq   = scale e^G do S^T  +  scale sum_s dAqk[t, s] k_s e^(G_t - G_s)
+    dk'  = beta (e^G T^T dw + X)                                                        as the later token
+    dk'' = e^(G - G_t) v_new dS'^T + sum_t (scale dAqk[t, s] q_t + dAkk[t, s] beta_t k_t) e^(G_t - G_s)  as the earlier
+    dk = dk' + dk''        dG_t = q . dq + k . dk' - k . dk'', both without s = t, which would only leave errors
+    dG at the last token also + sum_t k_t . e^(G - G_t) v_new dS'^T + e^G <S, dS'>_row;  dg = the sum of dG from t on
+
+Decays between two tokens. e^(G_t - G_s) has to become (a factor of t) x (a factor of s) to be a product of matrices.
+Each entry (t, c) of q and, as the later one, of k is in one of three classes, by gates up to t alone, so that nothing
+depends on later tokens:
+
+    0   G_t >= -LIMIT: factors e^G_t and e^-G_s, the latter at most e^LIMIT where it counts
+    1   the sum from the first token of its sub-block of 16 on is: within the sub-block the same with that sum; between
+        sub-blocks by halves: of 2n tokens (n = 32, 16) the later n have e^(sum from the middle on), the earlier n
+        e^(sum to the middle), both at most 1
+    2   neither: by halves down to n = 1, and the token itself
+
+No factor of what counts is above e^LIMIT, a sum contains the gates between two tokens alone, and -inf counts as -128
+ln 2, whose e is 0 in float32: exact for every gate. LIMIT = 110 ln 2 is enough for 16 tokens of -5.
+
+Error analysis, bfloat16: q, k times their factors are rounded, relative to themselves: 2^-9 of each term, whatever the
+gates. Sums of gates are float32 (three bfloat16 parts). T is made by halves, too: with X the inverses of diagonal
+blocks of n and A' the part of Akk between those of a pair, X - X A' X; forward substitution by blocks, whose products
+in TF32, operands rounded, add 2^-11 of |X| |A'| |X| each, before T is rounded to 2^-9. w, u, kg, qg, v_new are rounded
+once. dG takes operands as they are rounded: what a pair gives to dG_t it takes from dG_s, so that nothing is left of it
+in the gates after t. Where gates are strong, what kg gives to dg is a sum over earlier tokens, not a difference.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LN_2 = 0.6931471805599453
+LIMIT = 110.0  # to base 2
+LEAST = -128.0  # what a gate below counts as
+
+
+def halves(n, C, like):
+    """(whose gates sum up to the middle from either side [C, C], which pairs are of two halves [C, C])."""
+    t, u = torch.arange(C, device=like.device)[:, None], torch.arange(C, device=like.device)[None]
+    middle = t // (2 * n) * (2 * n) + n
+    where = (u > middle) & (u <= t) | (u > t) & (u <= middle)
+    return where.to(like.dtype), (t >= middle) & (u < middle) & (u >= middle - n)
+
+
+def within(n, C, like):
+    t, u = torch.arange(C, device=like.device)[:, None], torch.arange(C, device=like.device)[None]
+    first = t // n * n
+    return ((u > first) & (u <= t)).to(like.dtype), (u >= first) & (u <= t)
+
+
+def exp2(x):
+    return torch.where(x < -126, 0.0, torch.exp2(x))
+
+
+def levels(g):
+    """(factor of the later token, of the earlier one [.., C, K], the pairs that it is for [C, C]) of each class and
+    size; g to base 2, [.., C, K]."""
+    C = g.shape[-2]
+    ones = torch.ones(C, C, dtype=g.dtype, device=g.device)
+    sums = ones.tril() @ g
+    least = sums >= -LIMIT
+    yield exp2(sums) * least, torch.exp2((-sums).clamp(max=LIMIT)), ones.tril() > 0
+    if least.all():
+        return
+    within_16, pairs_16 = within(16, C, g)
+    sums = within_16 @ g
+    mild = ~least & (sums >= -LIMIT)
+    yield exp2(sums) * mild, torch.exp2((-sums).clamp(max=LIMIT)), pairs_16
+    strong = ~least & ~mild
+    for n in (32, 16, 8, 4, 2, 1) if strong.any() else (32, 16):
+        where, pairs = halves(n, C, g)
+        factor = exp2(where @ g)
+        yield factor * (strong if n < 16 else ~least), factor, pairs
+    yield strong.to(g.dtype), torch.ones_like(g), torch.eye(C, device=g.device) > 0
+
+
+def inverse(a):
+    """Of 1 + a, a [.., C, C] below the diagonal."""
+    C = a.shape[-1]
+    x = torch.eye(C, dtype=a.dtype, device=a.device).expand_as(a)
+    n = 1
+    while n < C:
+        x = x - x @ (a * halves(n, C, a)[1]) @ x
+        n *= 2
+    return x
+
+
+class Chunk:
+    """q, k, g [H, C, K], v [H, C, V], beta [H, C]; g: natural logarithms."""
+
+    def __init__(self, q, k, v, g, beta, scale):
+        self.q, self.k, self.v, self.beta, self.scale = q, k, v, beta[..., None], scale
+        self.g = (g / LN_2).clamp(min=LEAST)
+        C = q.shape[-2]
+        later = torch.ones(C, C, dtype=g.dtype, device=g.device)
+        self.before, self.after = exp2(later.tril() @ self.g), exp2(later.triu(1) @ self.g)
+        self.decay = exp2(self.g.sum(-2))[..., None]
+        scores = solved = 0.0
+        for row, column, pairs in levels(self.g):
+            scores = scores + torch.where(pairs, (q * row) @ (k * column).mT, 0.0)
+            solved = solved + torch.where(pairs, (k * row) @ (k * column).mT, 0.0)
+        self.scores, self.solved = scale * scores, inverse(self.beta * solved.tril(-1))
+        self.w, self.u = self.solved @ (self.beta * k * self.before), self.solved @ (self.beta * v)
+        self.kg, self.qg = k * self.after, q * self.before
+
+    def forward(self, state):
+        """(o, the state that leaves)."""
+        self.state = state
+        self.v_new = self.u - self.w @ state
+        return self.scale * self.qg @ state + self.scores @ self.v_new, self.decay * state + self.kg.mT @ self.v_new
+
+    def backward(self, do, dstate):
+        """(dq, dk, dv, dg, dbeta, the gradient of the state that enters)."""
+        q, k, scale = self.q, self.k, self.scale
+        dv_new = self.scores.mT @ do + self.kg @ dstate
+        dentering = self.decay * dstate + scale * self.qg.mT @ do - self.w.mT @ dv_new
+        dscores, dw = (do @ self.v_new.mT).tril(), -dv_new @ self.state.mT
+        dsolved = dw @ (self.beta * k * self.before).mT + dv_new @ (self.beta * self.v).mT
+        dinverse = (-self.solved.mT @ dsolved.tril(-1) @ self.solved.mT).tril(-1)
+        dvb, dkb = self.solved.mT @ dv_new, self.solved.mT @ dw
+        dq, x, dcolumn = scale * self.before * (do @ self.state.mT), 0.0, self.after * (self.v_new @ dstate.mT)
+        last = (k * dcolumn).sum(-2) + self.decay[..., 0] * (self.state * dstate).sum(-1)
+        for row, column, pairs in levels(self.g):
+            a, b = (torch.where(pairs, x, 0.0).tril(-1) for x in (scale * dscores, dinverse))
+            dq = dq + row * (a @ (k * column))
+            x = x + row * (b @ (k * column))
+            dcolumn = dcolumn + column * (a.mT @ (q * row) + b.mT @ (self.beta * k * row))
+        dbeta = (self.v * dvb).sum(-1) + (k * (self.before * dkb + x)).sum(-1)
+        drow = self.beta * (self.before * dkb + x)
+        dsums = q * dq + k * drow - k * dcolumn
+        dsums[..., -1, :] += last
+        dg = dsums.flip(-2).cumsum(-2).flip(-2)
+        same = scale * dscores.diagonal(dim1=-2, dim2=-1)[..., None]
+        dq, dcolumn = dq + same * k, dcolumn + same * q
+        return dq, drow + dcolumn, self.beta * dvb, dg, dbeta, dentering
+
+
+def chunked(q, k, v, g, beta, do, initial, dfinal, scale, size=64):
+    """(o, final state, dq, dk, dv, dg, dbeta, dinitial) of one sequence: q, k [T, H, K], v, do [T, HV, V], g [T, HV, K]
+    or [T, HV], beta [T, HV], states [HV, K, V]."""
+    T, H, HV = q.shape[0], q.shape[1], v.shape[1]
+    scalar = g.ndim == 2
+    wide = g[..., None].expand(T, HV, q.shape[2]) if scalar else g
+    q, k = (x.repeat_interleave(HV // H, 1) for x in (q, k))
+    parts = [x.movedim(1, 0) for x in (q, k, v, wide, beta)]
+    chunks, o, state = [], [], initial
+    for a in range(0, T, size):
+        chunks.append(Chunk(*(x[:, a : a + size] for x in parts), scale))
+        out, state = chunks[-1].forward(state)
+        o.append(out)
+    grads, dstate = [], dfinal
+    for i, a in reversed([*enumerate(range(0, T, size))]):
+        *found, dstate = chunks[i].backward(do[a : a + size].movedim(1, 0), dstate)
+        grads.insert(0, found)
+    dq, dk, dv, dg, dbeta = (torch.cat(x, 1).movedim(0, 1) for x in zip(*grads, strict=True))
+    dq, dk = (x.unflatten(1, (H, -1)).sum(2) for x in (dq, dk))
+    return torch.cat(o, 1).movedim(0, 1), state, dq, dk, dv, dg.sum(-1) if scalar else dg, dbeta, dstate
