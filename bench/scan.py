@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import sys
 
 import torch
@@ -158,7 +159,9 @@ def point(ranks: int, nbytes: int, methods, tiles) -> list:
                 checked(name)  # and still right after running freely
             wanted = next(kinds for method, kinds in PROOFS.items() if name.startswith(method))
             others = ["nccl"] if wanted == ["scan_kernel"] else ["scan_kernel"]
-            proof = ran(name, kernels(made[name]), wanted, others)
+            found = kernels(made[name])
+            ran(name, found, wanted, others)
+            proof = "; ".join(f"{n} {re.split('[(<]', kernel)[0]}" for kernel, n in sorted(found.items()))
         row |= {**quantiles(times), "back_to_back_us": free.median().item(), "eager_us": eager, "copy_us": copy_us}
         row["proof"] = proof
     comm.check()
