@@ -180,14 +180,17 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
     b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
     b_left = b_free != 0  # what has not come yet
     started = tl.full([], 0, tl.int64)
+    seen = started  # of the arrival word: may differ between threads, never to branch on
     polls = 0
     state = MISSING
     if channel.SEND != NONE:
         if ok & sends:
             tl.store(channel.next_arrived + _arrival(channel, tile, epoch), word)
     while ok & (state == MISSING):
-        b_words = tl.load(p_words, mask=b_left, other=SENTINEL_BITS, volatile=True)
-        seen = tl.load(p_arrived, volatile=True)  # may differ between threads: never to branch on
+        # a long wait looks at the arrival word alone until that has come, for the sake of other kernels
+        due = (seen == word) | (polls <= polls_before_backoff())
+        b_words = tl.load(p_words, mask=b_left & due, other=SENTINEL_BITS, volatile=True)
+        seen = tl.load(p_arrived, volatile=True)
         b_new = _in_fours((b_words != SENTINEL_BITS) & (seen == word), channel.BK, channel.BV)
         b_prev = b_words.to(tl.float32, bitcast=True)
         if channel.SEND != NONE:
