@@ -68,7 +68,7 @@ def polls_before_backoff(_semantic=None):
 
 
 @builtin
-def backoff(polls, _semantic=None):
+def backoff(polls, _semantic=None) -> None:
     """Let other warps run for half a microsecond or so; in the interpreter other processes, the longer the more often
     this wait has looked in vain."""
     if _semantic is None:

@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -370,7 +370,7 @@ class Communicator(Calls):
     def __deepcopy__(self, memo) -> Communicator:
         return self  # of modules that hold one
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Communicator cannot be pickled, since it stands for processes that are running: save the module's "
             "state_dict(), and give the module a Communicator again after loading"

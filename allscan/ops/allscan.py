@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -110,7 +111,7 @@ def allscan(
 _not_traced = dynamo_disabled(allscan)
 
 
-def _compiled(comm, inputs, reverse, layout, async_op):
+def _compiled(comm, inputs, reverse, layout, async_op) -> Tensor:
     """:func:`allscan` as torch.compile traces it."""
     check_communicator(comm)
     state, decay, transition, initial_state, out = inputs
@@ -119,11 +120,11 @@ def _compiled(comm, inputs, reverse, layout, async_op):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
             given = decay if isinstance(decay, Tensor) else None
             return _traced.forward(state, given, transition, initial_state, number, reverse, comm.handle)[0]
-    given = dict(transition=transition, initial_state=initial_state, out=out)
-    return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **given)
+    more = dict(transition=transition, initial_state=initial_state, out=out)
+    return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
 
-def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = ""):
+def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
     """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
     "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
     key = call_key(inputs)
@@ -184,7 +185,7 @@ def _algorithm(comm, shape, transition) -> str:
     return "chain" if transition is not None or shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
 
 
-def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half"):
+def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half") -> Any:
     """The same of pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
     there: Any
@@ -240,19 +241,19 @@ class _Together(Function):
     """Tensors as they are, whose gradients are of one node: it runs behind all that uses any of them."""
 
     @staticmethod
-    def forward(ctx, _, *tensors):
+    def forward(ctx, _, *tensors) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         # views that such a function makes must not be written to: these are none, of the same memory
         return tuple(x if x is None else x.detach() for x in tensors)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, *grads) -> tuple[Tensor | None, ...]:
         return None, *grads
 
 
 class _AllScan(Function):
     @staticmethod
-    def forward(ctx, how, state, decay, transition, initial_state):
+    def forward(ctx, how, state, decay, transition, initial_state) -> Tensor:
         prepared, number, async_op, works = how
         comm, again = prepared.comm, recomputing()
         fwd_epoch, fwd_epochs = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
@@ -278,7 +279,7 @@ class _AllScan(Function):
         return prev
 
     @staticmethod
-    def backward(ctx, dprev):
+    def backward(ctx, dprev) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
         prepared, fwd_epoch, number, pending, has_decay, shape = ctx.given
@@ -291,7 +292,7 @@ class _AllScan(Function):
             if shape is None:
                 given, transition = number, None
             else:
-                prev = prev if any(ctx.needs_input_grad[2:4]) else None
+                prev = prev if any(ctx.needs_input_grad[2:4]) else None  # type: ignore[assignment]
                 factor, prev = _restored(factor, shape, has_decay, prev, dprev)
                 given, transition = (factor, None) if has_decay else (None, factor)
             inputs = ScanInputs(dprev, given, transition)
@@ -308,7 +309,7 @@ def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedS
     return launcher.prepare(call_key(inputs), inputs, not reverse, True, True)
 
 
-def _restored(factor, shape, is_decay, prev, dprev):
+def _restored(factor, shape, is_decay, prev, dprev) -> Sequence[Any]:
     """(factor, of that shape, and prev or None) as :func:`restored`; prev has the shape of ``dprev``."""
     kinds, names = [(dprev.dtype, x, dprev.device) for x in (shape, dprev.shape)], "decay" if is_decay else "transition"
     if prev is None:
@@ -316,7 +317,9 @@ def _restored(factor, shape, is_decay, prev, dprev):
     return restored("allscan()", f"{names} prev", (factor, prev), kinds)
 
 
-def _gradients(comm: Communicator, dstate: Tensor, inputs: ScanInputs, prev: Any, reverse: bool, wanted: Any):
+def _gradients(
+    comm: Communicator, dstate: Tensor, inputs: ScanInputs, prev: Any, reverse: bool, wanted: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of decay, transition, initial_state, None where not ``wanted``. ``inputs``: of the scan that has given dstate;
     ``prev`` is used for the first two of these."""
     _, decay, *_ = inputs
@@ -356,7 +359,7 @@ def _forward(
         return prepared.run(inputs, False, fwd_epoch), fwd_epoch
 
 
-def _fake(state, decay, transition, initial_state, number, reverse, handle):
+def _fake(state, decay, transition, initial_state, number, reverse, handle) -> tuple[Tensor, Tensor]:
     return state.new_empty(state.shape), state.new_empty(1, dtype=torch.int64)
 
 
@@ -397,18 +400,18 @@ def _backward(
 
 def _fake_backward(
     dprev, decay, transition, prev, fwd_epoch, number, reverse, handle, of_decay, of_transition, of_initial
-):
+) -> tuple[Tensor, ...]:
     shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
     return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx, inputs, output) -> None:
     _, decay, transition, _, *ctx.where = inputs
     ctx.save_for_backward(decay, transition, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradient(backward, ctx, dprev, _):
+def _gradient(backward, ctx, dprev, _) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[1:4]
     grads = backward(dprev, *ctx.saved_tensors, *ctx.where, *wanted)
     return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True)), None, None, None
@@ -421,13 +424,13 @@ class Using(torch.autograd.Function):
     """x; its backward runs that of the others too, as each rank's has to."""
 
     @staticmethod
-    def forward(ctx, x, *others):
+    def forward(ctx, x, *others) -> Tensor:
         ctx.kinds = [(other.shape, other.dtype) for other in others]
         ctx.save_for_backward(*others)  # so that activation checkpointing computes again here, on every rank alike
         return x.detach()  # no view, which must not be written to; of the same memory
 
     @staticmethod
-    def backward(ctx, dx):  # which may go to a kernel next
+    def backward(ctx, dx) -> tuple[Tensor, ...]:  # which may go to a kernel next
         _ = ctx.saved_tensors
         return plain_or_traced(dx)[0], *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
 
@@ -458,13 +461,13 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
     return o, found
 
 
-def _foreign(comm, inputs: ScanInputs, reverse: bool):
+def _foreign(comm, inputs: ScanInputs, reverse: bool) -> Any:
     """CuPy and NumPy arrays, through DLPack, without a copy."""
     state, decay, transition, initial_state, out = inputs
     if not hasattr(state, "__dlpack__"):
         raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
 
-    def tensor(array):
+    def tensor(array) -> Any:
         if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
             raise ValueError("an array with negative strides cannot be shared: make a copy of it")
         try:

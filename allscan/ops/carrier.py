@@ -88,7 +88,7 @@ def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> No
 class AllScanCarrier:
     """All-Scan, on the communicator's own stream. ``dense``: of states with transitions."""
 
-    def __init__(self, comm: Communicator, dense: bool = False):
+    def __init__(self, comm: Communicator, dense: bool = False) -> None:
         self.comm, self.handle, self._dense = comm, comm.handle, dense
 
     @staticmethod
@@ -106,18 +106,19 @@ class AllScanCarrier:
             kind = ScanKind(None, max(1, self.comm.max_ctas // 2), algorithm)
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, kind)
 
-    def stream(self, priority=SCANS):
+    def stream(self, priority=SCANS) -> AbstractContextManager[Callable[[], None]]:
         return self.comm.streams.side(priority)
 
-    def neighbours(self, shape, zigzag):
+    def neighbours(self, shape, zigzag) -> tuple[bool, bool]:
         if zigzag or self._scan(shape).algorithm != "chain":
             return True, True
         return self.comm.rank > 0, self.comm.rank < self.comm.size - 1
 
-    def record(self, plan, carried, reverse, zigzag):
+    def record(self, plan, carried, reverse, zigzag) -> None:
         scan = self._scan(carried.state.shape)
         if zigzag or scan.algorithm != "chain":
-            return record_call(plan, carried, reverse, zigzag)
+            record_call(plan, carried, reverse, zigzag)
+            return
         factors = (carried.decay, carried.transition) if carried.passes[0] else ()
         fwd_epoch = plan.view(carried.fwd_epoch, 0, 1)
         scan.launcher.record(plan, Scanned(carried.state, carried.out, fwd_epoch, *factors), reverse)
@@ -125,7 +126,7 @@ class AllScanCarrier:
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
 
-    def carry(self, carried, reverse, zigzag):
+    def carry(self, carried, reverse, zigzag) -> None:
         scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
         halves = [self._half(carried, i) for i in range(1 + zigzag)]
         if zigzag:
@@ -145,11 +146,11 @@ class AllScanCarrier:
         )
         return ScanInputs(state, *factors) if carried.passes[i] else ScanInputs(state, 0)
 
-    def expected_us(self, words, zigzag):
+    def expected_us(self, words, zigzag) -> float:
         hops = (self.comm.size - 1) * (1 + zigzag)
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
-    def pending(self, prepared, zigzag):
+    def pending(self, prepared, zigzag) -> list[PendingBackward]:
         return pending_backwards(prepared.launcher.backwards, zigzag)
 
 

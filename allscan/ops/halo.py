@@ -108,7 +108,7 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
     )
 
 
-def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document):
+def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document) -> Any:
     reverse = bool(reverse)
     with comm.call(reverse, "halo()", x):
         return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
@@ -134,7 +134,7 @@ def halo_of_ends(
         return _halo(x, n, comm, False, cu_seqlens, first_token, layout, per_document, T)
 
 
-def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document, T=None):
+def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document, T=None) -> Any:
     several = isinstance(x, tuple)
     xs = x if several else (x,)
     signature = (
@@ -181,7 +181,9 @@ def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told, per_docu
     return "halo", ("n", n), *kinds, ("reverse", bool(reverse)), ("layout", layout), *where
 
 
-def _check_halo(xs, n, comm, reverse, cu_seqlens, first_token, layout, per_document, tokens=None):
+def _check_halo(
+    xs, n, comm, reverse, cu_seqlens, first_token, layout, per_document, tokens=None
+) -> tuple[int, Any, int | None]:
     """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective. ``tokens``: of this rank,
     where x has fewer."""
     shape = agree = deferred = None
@@ -270,7 +272,7 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
         return tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * N * n)) for x in xs)
     groups = _groups(lengths, n, tokens)
 
-    def make():
+    def make() -> _Documents:
         counts = [(b - a) * (tokens // 2) // lengths[-1] for a, b in itertools.pairwise(lengths) for _ in range(2)]
         return _Documents(groups, [min(n, c) for c in counts] if ends else counts, n, reverse, comm.device)
 
@@ -336,7 +338,7 @@ def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | No
     key = ("halo", first, T, lengths, n, reverse, zigzag)
     ranges = [(a, a + half) for a in starts]
 
-    def make():
+    def make() -> Tables:
         return Tables([_same_sequence(ranges, n, reverse, lengths)], comm.device)
 
     return cached_table(comm, key, make).tensors[0]
@@ -369,7 +371,7 @@ def _forward(
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
-def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths):
+def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths) -> tuple[Tensor, Tensor]:
     return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
 
 
@@ -398,17 +400,17 @@ def _backward(
         return (dedge,)
 
 
-def _fake_backward(dfound, fwd_epoch, T, cu_seqlens, first_token, reverse, handle):
+def _fake_backward(dfound, fwd_epoch, T, cu_seqlens, first_token, reverse, handle) -> tuple[Tensor]:
     return (dfound.new_empty(dfound.shape),)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx, inputs, output) -> None:
     _, ctx.T, cu_seqlens, *ctx.where, _, _ = inputs
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradient(backward, ctx, dfound, _):
+def _gradient(backward, ctx, dfound, _) -> tuple[Tensor | None, ...]:
     fwd_epoch, cu_seqlens = ctx.saved_tensors
     return *backward(dfound, fwd_epoch, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
 

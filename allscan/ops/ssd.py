@@ -113,7 +113,7 @@ def zeco_ssd(
                 states[span] = tokens.state(span)
         entering = {s: initial_states[s.rows] for s in spans if s.begins and initial_states is not None}
 
-        def after(span):
+        def after(span) -> Tensor:
             return states[span] if span not in entering else states[span] + tokens.decay(span) * entering[span]
 
         leaving = [after(span) for span in leave]
@@ -172,7 +172,7 @@ class _Span(NamedTuple):
     begins: bool
     ends: bool
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash((self.start, self.end, self.rows.start))  # slices have no hash before Python 3.12
 
 
@@ -218,7 +218,7 @@ class _Tokens(NamedTuple):
         return read * self.g[:, span.start : span.end].cumsum(1).exp()[..., None]
 
 
-def _grouped(x, B):
+def _grouped(x, B) -> Tensor:
     """[B, T, H, ...] as [B, T, G, heads of a group, ...]."""
     return x.unflatten(2, (B.shape[2], -1))
 
@@ -241,7 +241,7 @@ def _prepare(
     layout,
     per_document,
     chunk_scan,
-):
+) -> tuple[int, tuple[int, ...] | None, int | None]:
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     deferred = shape = agree = None
     looked, boundaries = False, cu_seqlens
@@ -285,7 +285,7 @@ def _prepare(
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 
 
-def _check(comm, x, dt, A, B, C, D, z, dt_bias):
+def _check(comm, x, dt, A, B, C, D, z, dt_bias) -> tuple[int, int, int, int]:
     """The shape of the state. Raises TypeError or ValueError."""
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     for name, t in given.items():
@@ -311,7 +311,7 @@ def _check(comm, x, dt, A, B, C, D, z, dt_bias):
     return batch, H, P, N
 
 
-def _spans(comm, x, lengths, first_token, zigzag):
+def _spans(comm, x, lengths, first_token, zigzag) -> tuple[list[_Span], Tensor | None]:
     """(this rank's spans, seq_idx or None)."""
     batch, T = x.shape[:2]
     if lengths is None:
@@ -319,7 +319,7 @@ def _spans(comm, x, lengths, first_token, zigzag):
         if not zigzag:
             return [_Span(0, T, 0, rows, begins, ends)], None
         spans = [_Span(0, T // 2, 0, rows, begins, False), _Span(T // 2, T, 1, rows, False, ends)]
-        key = ("ssd", batch, T)
+        key: tuple = ("ssd", batch, T)
     else:
         first = partition_start(comm, lengths, T, first_token, zigzag)
         pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
@@ -336,7 +336,7 @@ def _spans(comm, x, lengths, first_token, zigzag):
         ]
         key = ("ssd", batch, T, first, lengths, zigzag)
 
-    def make():
+    def make() -> Tables:
         numbers = torch.repeat_interleave(torch.tensor([s.end - s.start for s in spans], device="cpu"))
         return Tables([numbers.to(torch.int32).expand(batch, -1).contiguous()], comm.device)
 
@@ -355,11 +355,13 @@ def _installed(device) -> Callable:
     return torch_chunk_scan
 
 
-def torch_chunk_scan(x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_final_states=True):
+def torch_chunk_scan(
+    x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_final_states=True
+) -> tuple[Tensor, Tensor]:
     """(y, states after the last token) of mamba_chunk_scan_combined, from zero: float32, in torch's operators."""
     T, G, L = x.shape[1], B.shape[2], min(chunk_size, x.shape[1])
 
-    def chunked(t):  # [B, chunks, G, heads of a group or 1, L, ...]
+    def chunked(t) -> Tensor:  # [B, chunks, G, heads of a group or 1, L, ...]
         t = F.pad(t.float(), (0, 0) * (t.ndim - 2) + (0, -T % L)).unflatten(1, (-1, L)).unflatten(3, (G, -1))
         return t.movedim(2, 4)
 

@@ -186,7 +186,7 @@ def find_layout(
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     first = 0 if lengths is None else partition_start(comm, lengths, T, first_token, zigzag)
 
-    def make():
+    def make() -> Layout:
         if lengths is not None:
             pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
             tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ...bindings.versions import rejection
 from ...comm.backwards import recomputing, saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ...scan.fwd_epochs import FWD_EPOCHS
-from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, carried_states, most_segments, own_boundaries
+from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, most_segments, own_boundaries
 from ...tokens.partition import check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
@@ -237,7 +237,7 @@ def zeco_gated_delta_rule(
     )
 
 
-def _call(rule, before, q, k, v, g, beta, comm, *options):
+def _call(rule, before, q, k, v, g, beta, comm, *options) -> tuple[Tensor, Tensor | None]:
     check_communicator(comm)
     if torch.compiler.is_compiling():
         return _delta(rule, before, q, k, v, g, beta, comm, *options)
@@ -262,7 +262,7 @@ def _delta(
     first_token,
     layout,
     per_document,
-):
+) -> tuple[Tensor, Tensor | None]:
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
@@ -394,12 +394,12 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
         check_tensor("initial_state", initial_state, _state_shape(v, K, cu_seqlens), comm.device)
 
 
-def _state_shape(v, K, cu_seqlens):
+def _state_shape(v, K, cu_seqlens) -> tuple[int, int, int, int]:
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return sequences, v.shape[2], K, v.shape[3]
 
 
-def _carried_shape(q, v, cu_seqlens, zigzag):
+def _carried_shape(q, v, cu_seqlens, zigzag) -> tuple[int, int, int]:
     """Of what is sent over the ranks."""
     sequences, HV, K, V = _state_shape(v, q.shape[3], cu_seqlens)
     return carried_states(q.shape[0], sequences, zigzag) * HV, K, V
@@ -409,7 +409,9 @@ def _segment_length(v) -> int:
     return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.is_cuda)
 
 
-def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag):
+def _prepare(
+    rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag
+) -> Layout:
     """The Layout, after all checks. fields: of Before; bound: its lower_bound."""
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -423,7 +425,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
             common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
             agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *options
 
-        def check():
+        def check() -> None:
             _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
@@ -431,7 +433,7 @@ def _prepare(rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seq
     return _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
 
 
-def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag):
+def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag) -> Layout:
     packed = bool(zigzag) or cu_seqlens is not None  # as fla takes both halves
     return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag, packed)
 
@@ -454,18 +456,18 @@ def _state_pass(rule, layout, q, v, comm, cu_seqlens=None, zigzag=False) -> Stat
     return layout.derived((kind, *given), lambda: kind(comm, layout.tables(), *given))
 
 
-def _in_one(*tensors):
+def _in_one(*tensors) -> Iterator[Any]:
     """[B, T, ...] as [1, B * T, ...]: packed, as the halves of the zigzag layout are for fla."""
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
-def _kept_tensors(q, v, cu_seqlens, final, zigzag):
+def _kept_tensors(q, v, cu_seqlens, final, zigzag) -> tuple[Any, ...]:
     """(final_state or None, and uninitialised, Kept; of more segments than there may be)."""
     kinds = _kept_kinds(q.shape, v.shape, 0 if cu_seqlens is None else cu_seqlens.shape[0], v.is_cuda, zigzag)
     return _zeros(q, v, cu_seqlens, final), *(q.new_empty(shape, dtype=dtype) for dtype, shape in kinds)
 
 
-def _kept_kinds(keys, values, boundaries, cuda, zigzag):
+def _kept_kinds(keys, values, boundaries, cuda, zigzag) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
     """(dtype, shape) of each of Kept, by the shapes of q and v and how many numbers cu_seqlens has. The first two are
     saved as integers, see WORDS."""
     (B, T, H, V), K = values, keys[3]
@@ -474,7 +476,7 @@ def _kept_kinds(keys, values, boundaries, cuda, zigzag):
     return (torch.int32, (segments, H, K, K)), (torch.int32, (segments, H, K, V)), (torch.int64, (FWD_EPOCHS,))
 
 
-def _zeros(q, v, cu_seqlens, wanted):
+def _zeros(q, v, cu_seqlens, wanted) -> Any:
     """States, or None."""
     return q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens), dtype=torch.float32) if wanted else None
 
@@ -540,12 +542,12 @@ def _fake(
     handle,
     first_token=None,
     zigzag=False,
-):
+) -> tuple[Tensor | None, ...]:
     final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
     return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
 
 
-def _sums_and_chunks(rule, k, v, g):
+def _sums_and_chunks(rule, k, v, g) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised sums of gates, scores and solved."""
     solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(RULES[rule], OwnChunks)
     scores = k.new_empty(0 if RULES[rule].scalar and not own else solved.shape, dtype=WORDS[k.dtype])
@@ -596,7 +598,7 @@ def _backward(
             q, k, v, sums, beta, scores, solved, do = _in_one(
                 q, k, v, sums, beta, scores if scores.numel() else None, solved, do
             )
-        grads = RULES[rule].backward(
+        grads: Any = RULES[rule].backward(
             states,
             q,
             k,
@@ -621,7 +623,7 @@ def _backward(
         return *grads, dinitial
 
 
-def _saved(q, do, beta_dtype, gate_dtype, cu_seqlens, rule, zigzag):
+def _saved(q, do, beta_dtype, gate_dtype, cu_seqlens, rule, zigzag) -> list[tuple]:
     """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     own = isinstance(RULES[rule], OwnChunks) and gate_dtype == do.dtype  # which saves the gates, not their sums
@@ -630,7 +632,7 @@ def _saved(q, do, beta_dtype, gate_dtype, cu_seqlens, rule, zigzag):
 
 
 @functools.lru_cache(1024)
-def _saved_kinds(keys, values, dtype, device, beta_dtype, gate_dtype, boundaries, rule, zigzag):
+def _saved_kinds(keys, values, dtype, device, beta_dtype, gate_dtype, boundaries, rule, zigzag) -> list[tuple]:
     of_v = values[:3]
     chunk, scalar = (*of_v, CHUNK_TOKENS), RULES[rule].scalar
     without = scalar and not isinstance(RULES[rule], OwnChunks)
@@ -661,12 +663,12 @@ def _fake_backward(
     handle,
     first_token=None,
     zigzag=False,
-):
+) -> tuple[Tensor | None, ...]:
     dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
 
-def _save(ctx, inputs, output):
+def _save(ctx, inputs, output) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, _, _, *ctx.where = inputs
     ctx.initial = initial_state is not None and initial_state.requires_grad
     ctx.gate_dtype, ctx.beta_dtype = g.dtype, beta.dtype
@@ -683,7 +685,7 @@ def _save(ctx, inputs, output):
         ctx.pending = carrier.pending(carrier.prepare(shape), bool(zigzag))
 
 
-def _gradient(backward, ctx, do, dfinal, *_):
+def _gradient(backward, ctx, do, dfinal, *_) -> tuple[Tensor | None, ...]:
     for pending in ctx.pending:
         pending.run()
     q, k, v, beta, cu_seqlens, *saved = saved_tensors(ctx, lambda: communicator_of(ctx.where[0]), True)

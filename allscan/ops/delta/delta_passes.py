@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator
-from ...launch.plan import Plan
+from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta import (
     adjoint_kernel,
     delta_carry_kernel,
@@ -111,19 +112,21 @@ class StatePass:
         self.fla = FlaReplay(cuda and comm.replay, comm.graphs)  # what fla's functions are called by
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
-    def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept):
+    def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept) -> list[Tensor]:
         """(h [B, chunks of each, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is
         filled, and ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
         return self._run(self._forward, k, w, u, g, initial, final, *kept)
 
-    def turn(self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None):
+    def turn(
+        self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
         """(h, v_new of forward, made again; each segment's incoming gradient, for :meth:`backward`). The scan of
         the gradient runs beside the former. ``dv``, or scores Aqk to make it of. dfinal: [N, H, K, V] or None."""
         given, options = scores if dv is None else dv, dict(scale=scale, from_scores=dv is None)
         h, v_new, *entering = self._run(self._turn, q, k, w, u, g, do, given, dfinal, *kept, **options)
         return h, v_new, entering
 
-    def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None):
+    def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None) -> list[Tensor]:
         """(dh, like h: the gradient of the state that leaves each chunk; dv', like dv). dinitial is filled where a
         sequence begins here."""
         return self._run(self._backward, q, k, w, g, do, dv, *entering, dinitial, scale=scale)
@@ -145,7 +148,7 @@ class StatePass:
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
         return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 
-    def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale):
+    def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale) -> list[Tensor]:
         """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel."""
         return self._run(self._gradients, q, k, v_new, w, g, do, dv, h, dh, scale=scale)
 
@@ -158,7 +161,7 @@ class StatePass:
         """The same of the gradient, from the end to the beginning."""
         return self._run(self._total_back, q, k, w, g, do, dv, scale=scale)
 
-    def _run(self, record, *tensors, **fixed):
+    def _run(self, record, *tensors, **fixed) -> list[Any]:
         """Run the plan that ``record(plan, buffers, **fixed)`` has recorded at the first call with tensors like these
         (their sizes are the layout's and those of the first); the tensors of the buffers that it has returned, None for
         None."""
@@ -175,7 +178,7 @@ class StatePass:
         made = plan.run(self.carrier, *[x for x in tensors if x is not None])
         return [i if i is None else made[i] for i in order]
 
-    def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, fwd_epoch):
+    def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, fwd_epoch) -> tuple:
         made = self._chunks(plan, k, u)
         transitions, enters = _words(plan, transitions, enters)
         leaves = plan.scratch(*self.of_states)
@@ -185,7 +188,9 @@ class StatePass:
         self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
         return self._states(plan, k, w, u, g, (enters, *room[1:3]), final, made)
 
-    def _turn(self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, fwd_epoch, scale, from_scores):
+    def _turn(
+        self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, fwd_epoch, scale, from_scores
+    ) -> tuple:
         made = self._chunks(plan, k, u)
         transitions, entered = _words(plan, transitions, entered)
         enters, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
@@ -196,14 +201,14 @@ class StatePass:
         plan.join()
         return *made, enters, *room[1:3]
 
-    def _backward(self, plan: Plan, q, k, w, g, do, dv, enters, through, prev, dinitial, scale):
+    def _backward(self, plan: Plan, q, k, w, g, do, dv, enters, through, prev, dinitial, scale) -> tuple:
         dh, dv_new = made = self._chunks(plan, k, dv)
         out, final = dh if dinitial is None else dinitial, dinitial is not None
         entering = enters, through, prev
         self._adjoint(plan, q, k, w, g, do, dv, scale, entering, made, out, EVERY_CHUNK=True, HAS_FINAL=final)
         return made
 
-    def _gradients(self, plan: Plan, q, k, v_new, w, g, do, dv, h, dh, scale):
+    def _gradients(self, plan: Plan, q, k, v_new, w, g, do, dv, h, dh, scale) -> list[Buffer]:
         made = [plan.output_like(x) for x in (w, w, w, g)]
         chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
         self._launch(
@@ -226,14 +231,14 @@ class StatePass:
         )
         return made
 
-    def _total(self, plan: Plan, k, w, u, g):
+    def _total(self, plan: Plan, k, w, u, g) -> tuple:
         room = self._room(plan.output, plan.scratch, False)
         transitions, leaves, enters = (plan.scratch(*x) for x in (self.of_transitions, self.of_states, self.of_states))
         self._summaries(plan, k, w, u, g, transitions, leaves)
         self._through(plan, transitions, leaves, enters, None, False, room)
         return room[0], room[3]
 
-    def _total_back(self, plan: Plan, q, k, w, g, do, dv, scale):
+    def _total_back(self, plan: Plan, q, k, w, g, do, dv, scale) -> tuple:
         room = self._room(plan.output, plan.scratch, True)
         transitions, states, enters = (plan.scratch(*x) for x in (self.of_transitions, self.of_states, self.of_states))
         self._summaries(plan, k, w, do, g, transitions, states)
@@ -241,11 +246,11 @@ class StatePass:
         self._through(plan, transitions, leaves, enters, None, True, room)
         return room[0], room[3]
 
-    def _chunks(self, plan: Plan, k, u):
+    def _chunks(self, plan: Plan, k, u) -> tuple:
         """New (states of the chunks, like k; values like u)."""
         return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
-    def _room(self, rank, segments, reverse: bool):
+    def _room(self, rank, segments, reverse: bool) -> tuple:
         """(local state; transition from the rank's entry to each segment; incoming state; by
         which matrix it leaves the rank); None where there is no such thing. ``rank``, ``segments``: what makes memory
         for the first and last of them, and for the other two."""
@@ -298,7 +303,7 @@ class StatePass:
         carried = Carried(own, prev, fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
-    def _states(self, plan: Plan, k, w, u, g, entering, final, made):
+    def _states(self, plan: Plan, k, w, u, g, entering, final, made) -> tuple:
         h, v_new = made
         self._by_segments(
             plan,
@@ -318,7 +323,7 @@ class StatePass:
         )
         return made
 
-    def _leaves(self, plan: Plan, q, k, w, g, do, given, dfinal, scale, from_scores: bool):
+    def _leaves(self, plan: Plan, q, k, w, g, do, given, dfinal, scale, from_scores: bool) -> Any:
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
         from zero."""
         leaves = plan.scratch(*self.of_states)
@@ -381,7 +386,7 @@ class StatePass:
             FROM_SCORES=FROM_SCORES,
         )
 
-    def _segments(self, plan: Plan):
+    def _segments(self, plan: Plan) -> Any:
         return plan.constant(self.layout.segments)
 
     def _by_segments(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
@@ -393,7 +398,7 @@ class StatePass:
         plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
 
 
-def _words(plan: Plan, *kept):
+def _words(plan: Plan, *kept) -> Iterator[Buffer]:
     """Of Kept, as the float32 that they are."""
     return (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept)
 

@@ -5,6 +5,7 @@ Everything that is taken from fla for delta rules is imported here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,7 +40,7 @@ class _Normalized(Function):
     """fla's, whose backward takes what a hook of the caller's gives back as it is."""
 
     @staticmethod
-    def forward(ctx, handle, x):
+    def forward(ctx, handle, x) -> Tensor:
         from fla.modules.norm.l2norm import l2norm_fwd
 
         saved = l2norm_fwd(x)
@@ -48,7 +49,7 @@ class _Normalized(Function):
         return saved[0]
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy) -> tuple[None, Tensor]:
         from fla.modules.norm.l2norm import l2norm_bwd
 
         y, rstd = _restored(ctx, "use_qk_l2norm_in_kernel", "y rstd")
@@ -59,7 +60,7 @@ class _Gate(Function):
     """The same of KDA's gate."""
 
     @staticmethod
-    def forward(ctx, given, *tensors):
+    def forward(ctx, given, *tensors) -> Tensor:
         from fla.ops.kda.gate import kda_gate_fwd
 
         ctx.lower_bound, handle = given
@@ -70,7 +71,7 @@ class _Gate(Function):
         return kda_gate_fwd(*tensors, ctx.lower_bound)
 
     @staticmethod
-    def backward(ctx, dg):
+    def backward(ctx, dg) -> tuple[Tensor | None, ...]:
         from fla.ops.kda.gate import kda_gate_bwd
 
         names = [name for name, there in zip(("g", "A_log", "dt_bias"), ctx.there, strict=True) if there]
@@ -79,7 +80,7 @@ class _Gate(Function):
         return None, *kda_gate_bwd(g, A_log, dt_bias, plain(dg), ctx.lower_bound)
 
 
-def _restored(ctx, what: str, names: str):
+def _restored(ctx, what: str, names: str) -> Sequence[Tensor]:
     """What autograd has saved, or an error of which the ranks hear that wait for this one's next call."""
     handle, kinds = ctx.given
     saved = saved_tensors(ctx, lambda: communicator_of(handle), True)
@@ -145,10 +146,12 @@ class KDA:
 
     scalar = False
 
-    def __init__(self, safe_gate: bool = False):
+    def __init__(self, safe_gate: bool = False) -> None:
         self.safe = dict(safe_gate=safe_gate)
 
-    def forward(self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
+    def forward(
+        self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(o, sums of the gates, and what else backward takes: Aqk, Akk)."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
@@ -164,7 +167,7 @@ class KDA:
 
     def backward(
         self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
-    ):
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k, v, g, beta; dinitial is filled."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
@@ -204,7 +207,9 @@ class GatedDeltaNet:
 
     scalar = True
 
-    def forward(self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local):
+    def forward(
+        self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
@@ -217,7 +222,7 @@ class GatedDeltaNet:
 
     def backward(
         self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
-    ):
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 

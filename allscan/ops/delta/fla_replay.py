@@ -182,7 +182,7 @@ def _bits(x: Tensor) -> Tensor:
 class _AllOnes(TorchDispatchMode):
     """All bits of new memory are ones: NaN, or a number far off."""
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
         made = function(*args, **(kwargs or {}))
         if function in EMPTY:
             _bits(made).fill_(-1)
@@ -268,7 +268,7 @@ class _Trace(TorchDispatchMode):
                 raise _Rejected("an argument of a kernel that is neither a tensor nor a constant")
             self._step(kernel, grid, fixed, [x for x in bound.arguments.values() if isinstance(x, Tensor)])
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         made = function(*args, **kwargs)
         with self._watching():

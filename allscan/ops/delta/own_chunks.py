@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch.plan import Plan
+from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
@@ -44,18 +44,20 @@ class ChunkPass(StatePass):
         self.HK, self.scalar = HK, scalar
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
-    def whole_forward(self, q, k, v, g, beta, initial, final: Tensor | None, kept: Kept, scale: float):
+    def whole_forward(self, q, k, v, g, beta, initial, final: Tensor | None, kept: Kept, scale: float) -> list[Any]:
         """(o, Aqk, T); ``kept`` and ``final`` are filled as by forward."""
         return self._run(self._whole_forward, q, k, v, g, beta, initial, final, *kept, scale=scale)
 
     def whole_backward(
         self, q, k, v, g, beta, scores, solved, do, dfinal, dinitial: Tensor | None, kept: Kept, scale: float
-    ):
+    ) -> list[Any]:
         """(dq, dk of each head of v, dv, dg, dbeta); ``dinitial`` is filled as by backward."""
         given = q, k, v, g, beta, scores, solved, do, dfinal, dinitial
         return self._run(self._whole_backward, *given, *kept, scale=scale)
 
-    def _whole_forward(self, plan: Plan, q, k, v, g, beta, initial, final, transitions, enters, fwd_epoch, scale):
+    def _whole_forward(
+        self, plan: Plan, q, k, v, g, beta, initial, final, transitions, enters, fwd_epoch, scale
+    ) -> tuple[Buffer, ...]:
         transitions, enters = _words(plan, transitions, enters)
         o = plan.output_like(v)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
@@ -106,7 +108,7 @@ class ChunkPass(StatePass):
         entered,
         fwd_epoch,
         scale,
-    ):
+    ) -> tuple[Buffer, ...]:
         transitions, entered = _words(plan, transitions, entered)
         of_head = *v.shape[:3], self.K
         whole = self.H == self.HK  # nothing is added up over heads
@@ -157,7 +159,7 @@ class ChunkPass(StatePass):
             )
         return dq, dk, dv, dg, dbeta
 
-    def _operands_memory(self, plan: Plan, v):
+    def _operands_memory(self, plan: Plan, v) -> tuple:
         """New qg, kg, w, u and the sums of each chunk's gates; one more, see delta.py's chunk_decay."""
         qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
@@ -214,12 +216,16 @@ class OwnChunks:
     def __init__(self, scalar: bool) -> None:
         self.scalar = scalar
 
-    def forward(self, states: Any, q, k, v, g, beta, scale, initial, final, kept, tables):
+    def forward(
+        self, states: Any, q, k, v, g, beta, scale, initial, final, kept, tables
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(o, nothing, Aqk, T)."""
         o, scores, solved = states.whole_forward(q, k, v, g, beta, initial, final, kept, scale)
         return o, g.new_empty(0, dtype=torch.float32), scores, solved
 
-    def backward(self, states: Any, q, k, v, g, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables):
+    def backward(
+        self, states: Any, q, k, v, g, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k, v, g, beta; dinitial is filled."""
         dq, dk, dv, dg, dbeta = states.whole_backward(
             q, k, v, g, beta, scores, solved, do, dfinal, dinitial, kept, scale

@@ -191,7 +191,7 @@ def zeco_gla_by(
 _SCALES = float, int, type(None)
 
 
-def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document):
+def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document) -> tuple:
     """(cu_seqlens, scale, first_token, zigzag), after the checks that need no other rank."""
     deferred, given = None, cu_seqlens
     try:
@@ -209,7 +209,7 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_docum
     return cu_seqlens, scale, first_token, zigzag
 
 
-def _traced_call(carrier, tensors, final, cu_seqlens, *rest):
+def _traced_call(carrier, tensors, final, cu_seqlens, *rest) -> tuple[Tensor, Tensor | None]:
     """By the custom operator."""
     o, final_state, _ = _traced.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *rest)
     return o, final_state if final else None
@@ -278,7 +278,7 @@ class Prepared:
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
 
-def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
+def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     names = dict(q=q, k=k, v=v, g=g)
     for name, x in names.items():
@@ -309,13 +309,13 @@ def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag):
         check_tensor("initial_state", initial_state, _state_shape(q, v, cu_seqlens), comm.device)
 
 
-def _carried_shape(q, v, cu_seqlens, zigzag):
+def _carried_shape(q, v, cu_seqlens, zigzag) -> tuple[int, int, int]:
     """Of what is sent over the ranks."""
     sequences, H, K, V = _state_shape(q, v, cu_seqlens)
     return carried_states(q.shape[0], sequences, zigzag) * H, K, V
 
 
-def _state_shape(q, v, cu_seqlens):
+def _state_shape(q, v, cu_seqlens) -> tuple[int, int, int, int]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
@@ -333,7 +333,7 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
             shape = _carried_shape(q, v, cu_seqlens, zigzag)
             agree = "zeco_gla", *common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
 
-        def check():
+        def check() -> None:
             _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
@@ -362,12 +362,12 @@ def _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
     return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, device, zigzag, keeps)
 
 
-def _made(q, final, shape):
+def _made(q, final, shape) -> tuple[Tensor | None, Tensor]:
     """(final_state or None, and uninitialised, for backward, Shape.kept)."""
     return _ends(q, final, shape), q.new_empty(shape.kept_words, dtype=KEPT_DTYPE)
 
 
-def _ends(q, wanted, shape):
+def _ends(q, wanted, shape) -> Tensor | None:
     """A state for each sequence, or None."""
     return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
 
@@ -377,17 +377,17 @@ class _Eager(Function):
     of a communicator that is gone."""
 
     @staticmethod
-    def forward(ctx, rest, *tensors):
+    def forward(ctx, rest, *tensors) -> tuple[Tensor, Tensor | None]:
         prepared, final, cu_seqlens = rest
         carrier = prepared.carrier
         o, final_state, kept = prepared.forward(final, *tensors)
         pending = [] if recomputing() else carrier.pending(prepared.scan, bool(prepared.shape.zigzag))
-        _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)
+        _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)  # type: ignore[call-arg]
         ctx.prepared = weakref.ref(prepared)
         return o, final_state
 
     @staticmethod
-    def backward(ctx, do, dfinal):
+    def backward(ctx, do, dfinal) -> tuple[Tensor | None, ...]:
         torchs = num_dispatch_modes() == 0 and type(do) in _TORCHS and type(dfinal) in _TORCHS
         run = partial(_run_backward, ctx.prepared()) if torchs else _traced.backward
         return None, *_gradient(run, ctx, do, dfinal)
@@ -396,14 +396,14 @@ class _Eager(Function):
 _TORCHS = Tensor, type(None)
 
 
-def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, options):
+def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, options) -> None:
     ctx.save_for_backward(q, k, v, g, cu_seqlens, kept)
     ctx.set_materialize_grads(False)
     ctx.pending = pending
     ctx.rest = initial_state is not None and initial_state.requires_grad, handle, g.dtype, *options
 
 
-def _gradient(backward, ctx, do, dfinal):
+def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
     """Of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
@@ -415,7 +415,7 @@ def _gradient(backward, ctx, do, dfinal):
 
 def _run_backward(
     prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *options
-):
+) -> tuple[Any, ...]:
     carrier = carrier_of(handle) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         reject_second_derivative("zeco_gla")
@@ -455,7 +455,9 @@ def _forward(
         return prepared.forward(final, q, k, v, g, initial_state)
 
 
-def _fake(q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_token=None, zigzag=False, keeps=False):
+def _fake(
+    q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_token=None, zigzag=False, keeps=False
+) -> tuple[Tensor | None, ...]:
     return torch.empty_like(v), *_made(q, final, _shape(q, v, g.dtype, cu_seqlens, zigzag, keeps, Shape))
 
 
@@ -497,12 +499,12 @@ def _fake_backward(
     first_token=None,
     zigzag=False,
     keeps=False,
-):
+) -> tuple[Tensor | None, ...]:
     dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 
-def _save_traced(ctx, inputs, output):
+def _save_traced(ctx, inputs, output) -> None:
     *tensors, _, handle, scale, first_token, zigzag, keeps = inputs
     ctx.mark_non_differentiable(output[2])
     pending = []
@@ -510,10 +512,10 @@ def _save_traced(ctx, inputs, output):
         carried = _carried_shape(tensors[0], tensors[2], tensors[5], zigzag)
         carrier = carrier_of(handle)
         pending = carrier.pending(carrier.prepare(carried), bool(zigzag))
-    _save(ctx, *tensors, output[2], pending, handle, (scale, first_token, zigzag, keeps))
+    _save(ctx, *tensors, output[2], pending, handle, (scale, first_token, zigzag, keeps))  # type: ignore[call-arg]
 
 
-def _gradient_traced(backward, ctx, do, dfinal, _):
+def _gradient_traced(backward, ctx, do, dfinal, _) -> tuple[Tensor | None, ...]:
     return *_gradient(backward, ctx, do, dfinal), *[None] * 7
 
 

@@ -465,7 +465,7 @@ class GLAPlan(Plan):
             )
         return dstates, passed
 
-    def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]):
+    def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]) -> tuple:
         """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``entering``: own, gates, prev.
         ``grads``: what is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
@@ -489,7 +489,7 @@ class GLAPlan(Plan):
         )
         return states, low
 
-    def score_gradients(self, v: Buffer, do: Buffer):
+    def score_gradients(self, v: Buffer, do: Buffer) -> tuple:
         """(dA, its diagonal): see da_kernel and load_da."""
         da = self.per_token((2 if self.narrow else 1) * self.BT, dtype=self.dtype)
         diagonal = self.scratch(self.shape.B, self.shape.T, self.H)
@@ -555,7 +555,7 @@ class GLAPlan(Plan):
             **self.of_strong,
         )
 
-    def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()):
+    def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()) -> tuple:
         """(forward epoch, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept
         has memory of the run; all but gate and strong, which backward uses to the end, where there is room that of
         ``grads``, which it writes last."""
