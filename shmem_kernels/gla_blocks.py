@@ -29,13 +29,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @builtin
-def loop_bound(n, _semantic=None):
+def loop_bound(n, _semantic=None) -> int | core.tensor:
     """``n`` as the bound of a loop: the interpreter wants a Python number."""
     return int(n.handle.data.item()) if _semantic is None else n
 
 
 @builtin
-def exp2(x, _semantic=None):
+def exp2(x, _semantic=None) -> core.tensor:
     """2 ** x of float32, in one instruction; what would be denormal is 0."""
     if _semantic is None:
         y = tl.exp2(x)
@@ -46,7 +46,7 @@ def exp2(x, _semantic=None):
 
 
 @builtin
-def cast(x, dtype, _semantic=None):
+def cast(x, dtype, _semantic=None) -> core.tensor:
     """``x`` in another float type, rounded to nearest: the interpreter's own conversion to bfloat16 cuts off."""
     dtype = unwrapped(dtype)
     if _semantic is not None:
@@ -59,7 +59,7 @@ def cast(x, dtype, _semantic=None):
 
 
 @builtin
-def rounded_to_tf32(x, _semantic=None):
+def rounded_to_tf32(x, _semantic=None) -> core.tensor:
     """float32 rounded to the 11 bits that TF32 has: a product would cut the others off. NaN stays NaN, also that which
     GPUs make, 0x7FFFFFFF."""
     if _semantic is None:
@@ -77,7 +77,7 @@ def rounded_to_tf32(x, _semantic=None):
 
 
 @builtin
-def operand(x, dtype, _semantic=None):
+def operand(x, dtype, _semantic=None) -> core.tensor:
     """``x`` as an operand of a product in ``dtype``: rounded to it; the interpreter can only multiply it as float32."""
     if _semantic is not None:
         return x.to(unwrapped(dtype), _semantic=_semantic)

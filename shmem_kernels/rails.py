@@ -78,7 +78,7 @@ class Outlet(Link):
     """Made in a kernel, in the call that uses it, since no variable and nothing that a jit function returns has
     constants: a Link by which ``post`` goes to addresses of another rank's memory."""
 
-    def __new__(cls, node, next_inbox, next_arrived, num_tiles, BV, LINK):
+    def __new__(cls, node, next_inbox, next_arrived, num_tiles, BV, LINK) -> Link:  # type: ignore[misc]
         return Link(
             node.inbox,
             next_inbox,
@@ -101,7 +101,7 @@ class Outlet(Link):
 class Inlet(Link):
     """Likewise, by which ``take`` and ``free_slot`` look at this rank's memory. info: of who sends."""
 
-    def __new__(cls, node, inbox, arrived, clock, info, num_tiles, BV, LINK):
+    def __new__(cls, node, inbox, arrived, clock, info, num_tiles, BV, LINK) -> Link:  # type: ignore[misc]
         return Link(
             inbox,
             node.inbox,
@@ -124,7 +124,7 @@ class Inlet(Link):
 class RoundLink(Link):
     """Likewise, of a round over the nodes; ``words``: what _round_words has returned."""
 
-    def __new__(cls, node, words, num_tiles, BV, LINK):
+    def __new__(cls, node, words, num_tiles, BV, LINK) -> Link:  # type: ignore[misc]
         inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, info = words
         return Link(
             inbox,

@@ -51,7 +51,7 @@ POLLS_PER_CLOCK = tl.constexpr(64)
 
 
 @builtin
-def clock_ns(_semantic=None):
+def clock_ns(_semantic=None) -> int | core.tensor:
     """A clock in nanoseconds. In the interpreter, where a rank is a process, it lets other processes run too."""
     if _semantic is None:
         time.sleep(2e-5)
@@ -62,7 +62,7 @@ def clock_ns(_semantic=None):
 
 
 @builtin
-def polls_before_backoff(_semantic=None):
+def polls_before_backoff(_semantic=None) -> core.constexpr:
     """How often a wait looks at full speed; a longer one pauses in between, for the sake of other kernels."""
     return core.constexpr(0 if _semantic is None else 32)
 
@@ -80,7 +80,7 @@ def backoff(polls, _semantic=None) -> None:
 
 
 @builtin
-def opaque(x, _semantic=None):
+def opaque(x, _semantic=None) -> core.tensor:
     """``x`` (int32), of which the compiler knows nothing: so it cannot move out of a loop what depends on it."""
     if _semantic is None:
         return x
@@ -90,7 +90,7 @@ def opaque(x, _semantic=None):
 
 
 @builtin
-def num_warps(_semantic=None):
+def num_warps(_semantic=None) -> core.constexpr:
     """Warps of a program, at compile time; 1 in the interpreter."""
     return core.constexpr(1 if _semantic is None else warps_of(_semantic))
 

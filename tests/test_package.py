@@ -348,6 +348,28 @@ def test_public_things_have_types():
             assert not untyped and signature.return_annotation is not signature.empty, (name, function, untyped)
 
 
+def functions(node, compiled=False):
+    """(function, whether Triton compiles it, or a function around it) of all below ``node``."""
+    for child in ast.iter_child_nodes(node):
+        inside = compiled
+        if isinstance(child, ast.FunctionDef):
+            inside = compiled or any("jit" in ast.unparse(decorator) for decorator in child.decorator_list)
+            yield child, inside
+        yield from functions(child, inside)
+
+
+@pytest.mark.quick
+@pytest.mark.cpu
+def test_every_function_says_what_it_returns():
+    """But for those that Triton compiles, which would read it."""
+    missing = []
+    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
+        for function, compiled in functions(ast.parse(open(path, encoding="utf-8").read())):
+            if not compiled and function.returns is None:
+                missing.append(f"{path}:{function.lineno} {function.name}")
+    assert not missing, "\n".join(missing)
+
+
 @pytest.mark.quick
 @pytest.mark.cpu
 def test_types_are_consistent():

@@ -81,7 +81,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         return
     everybody = StoreExchange(range(dist.get_world_size()))
 
-    def exchange(value):
+    def exchange(value) -> list[Any]:
         return everybody.exchange(value, "allscan.init, collective over the job")
 
     left = transport == "nvshmem" and nvshmem_host.left_behind

@@ -264,7 +264,7 @@ class StoreExchange:
     def _prefix(self) -> str:
         return f"allscan/{self.name}/"
 
-    def _store(self):
+    def _store(self) -> dist.Store:
         """Raises StoreGone if this StoreExchange belongs to a job that has ended."""
         if self.gone:
             raise StoreGone("torch.distributed was ended, or begun anew, since this communicator was made")

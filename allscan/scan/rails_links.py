@@ -147,13 +147,13 @@ class Rails:
         members = [self.begins[self.node] + i for i in range(self.nodes[self.node])]
         layouts = {rank: self._layout(rank)[0] for rank in {me, *members, *self._line()}}
 
-        def mine(name):
+        def mine(name) -> torch.Tensor:
             offset, numel, dtype = layouts[me][name]
             if not numel:  # of a member that owns nothing: what follows in the arena is another's
                 return self._keep(torch.zeros(1, dtype=dtype, device=comm.device))
             return comm.memory.heap.local(comm.line.pes[me], offsets[me] + offset, numel, dtype)
 
-        def theirs(rank, name, start):
+        def theirs(rank, name, start) -> int:
             """The address of element ``start`` of a part on a member."""
             offset, numel, dtype = layouts[rank][name]
             if not numel:

@@ -213,12 +213,12 @@ def make_channel(line: Line, workspaces: list, spec: Spec, links: list[int], ste
     prev, next_, memory = line.rank - step, line.rank + step, line.memory
     recv, send = _kinds(line, links, step)
 
-    def mine(name):
+    def mine(name) -> torch.Tensor:
         base, layout = workspaces[line.rank]
         offset, numel, dtype = layout[name]
         return memory.heap.local(line.pes[line.rank], base + offset, numel, dtype)
 
-    def theirs(rank, link, name):
+    def theirs(rank, link, name) -> torch.Tensor:
         if link == NONE.value:
             return mine(name)
         base, layout = workspaces[rank]
