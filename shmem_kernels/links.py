@@ -52,6 +52,8 @@ PUT = tl.constexpr(2)
 SENTINEL_BITS = tl.constexpr(-(2**31))  # -0.0 as int32
 EPOCH_BITS = tl.constexpr(0xFFFFFFFF)  # of an arrival word
 
+POLLS_OF_WORDS = tl.constexpr(32)  # before pass_words looks at the arrival word alone
+
 # What a block sees of a tile that it waits for
 HERE = tl.constexpr(0)
 OTHER = tl.constexpr(1)
@@ -188,7 +190,7 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
             tl.store(channel.next_arrived + _arrival(channel, tile, epoch), word)
     while ok & (state == MISSING):
         # a long wait looks at the arrival word alone until that has come, for the sake of other kernels
-        due = (seen == word) | (polls <= polls_before_backoff())
+        due = (seen == word) | (polls <= POLLS_OF_WORDS)
         b_words = tl.load(p_words, mask=b_left & due, other=SENTINEL_BITS, volatile=True)
         seen = tl.load(p_arrived, volatile=True)
         b_new = _in_fours((b_words != SENTINEL_BITS) & (seen == word), channel.BK, channel.BV)
