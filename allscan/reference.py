@@ -15,10 +15,17 @@ def allscan_reference(
     reverse: bool = False,
     transitions: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes. Returns [R_0, ..., R_{P-1}].
+    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; where decay is 0 nothing passes.
 
-    states: list of [..., K, V], one a rank. decays: list of [..., K], [...] or numbers, or None. transitions: list of
-    [..., K, K] in their place.
+    Args:
+        states: list of [..., K, V], one a rank.
+        decays: list of [..., K], [...] or numbers, or None.
+        initial_state: [..., K, V], or None (0).
+        reverse: whether the last rank is the first.
+        transitions: list of [..., K, K] in place of decays.
+
+    Returns:
+        [R_0, ..., R_{P-1}], float64.
     """
     order = range(len(states))
     if reverse:
@@ -53,8 +60,15 @@ def gla_reference(
 ) -> tuple[Tensor, Tensor]:
     """Gated linear attention token by token: S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t.
 
-    q, k, g: [B, T, H, K]; v: [B, T, H, V]; initial_state: [B or N, H, K, V] or None; cu_seqlens: N + 1 boundaries of
-    packed sequences (B = 1) or None. Returns (o, final_state [B or N, H, K, V]), float64.
+    Args:
+        q, k, g: [B, T, H, K].
+        v: [B, T, H, V].
+        scale: default K ** -0.5.
+        initial_state: [B or N, H, K, V] or None.
+        cu_seqlens: N + 1 boundaries of packed sequences (B = 1) or None.
+
+    Returns:
+        (o, final_state [B or N, H, K, V]), float64.
     """
     if cu_seqlens is not None:
         cuts = [int(cut) for cut in cu_seqlens]
@@ -89,9 +103,17 @@ def delta_reference(
     """Delta rules token by token: S = diag(exp(g_t)) S_{t-1}, S_t = S + beta_t k_t^T (v_t - k_t S),
     o_t = scale * q_t S_t.
 
-    q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K] (KDA) or [B, T, HV] (Gated DeltaNet); beta: [B, T, HV];
-    initial_state: [B or N, HV, K, V] or None; cu_seqlens: N + 1 boundaries of packed sequences (B = 1) or None.
-    Returns (o, final_state [B or N, HV, K, V]), float64.
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV, K] (KDA) or [B, T, HV] (Gated DeltaNet).
+        beta: [B, T, HV].
+        scale: default K ** -0.5.
+        initial_state: [B or N, HV, K, V] or None.
+        cu_seqlens: N + 1 boundaries of packed sequences (B = 1) or None.
+
+    Returns:
+        (o, final_state [B or N, HV, K, V]), float64.
     """
     if cu_seqlens is not None:
         cuts = [int(cut) for cut in cu_seqlens]
@@ -133,8 +155,12 @@ def ssd_reference(
 ) -> tuple[Tensor, Tensor]:
     """Mamba2's scan token by token: S_t = exp(d_t A) S_{t-1} + d_t x_t^T B_t, y_t = S_t C_t + D x_t, times silu(z_t).
 
-    The arguments of :func:`allscan.zeco_ssd`; d_t is the clamped softplus of dt + dt_bias. Returns (y [B, T, H, P],
-    final_states [B or number of sequences, H, P, N]), float64.
+    Args:
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_states, cu_seqlens: those of ``allscan.zeco_ssd``;
+            d_t is the clamped softplus of dt + dt_bias.
+
+    Returns:
+        (y [B, T, H, P], final_states [B or number of sequences, H, P, N]), float64.
     """
     if cu_seqlens is not None:
         cuts = [int(cut) for cut in cu_seqlens]

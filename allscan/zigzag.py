@@ -24,36 +24,62 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
     The whole sequence is cut into 2P pieces of equal length; rank p has pieces 2p and 2p + 1 before, and p and
     2P - 1 - p after, which is how ring attention and torch's context_parallel balance their load.
 
-    x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype are the same on every rank: the first call with
-        them asks the other ranks on the host. A call that the others do not make alike ends there after 120 s, and on
-        them, on CPUs, after the communicator's timeout; on GPUs NCCL waits as long as its process group says.
-    Returns [B, T, ...], a new tensor, on one rank too. One all-to-all of the process group's back end; each rank sends
-    at most what it has.
-    Raises TypeError, ValueError (T, dimensions, device; ranks that differ), and what :func:`allscan.allscan` raises of
-    the communicator.
+    Args:
+        x: [B, T, ...], this rank's T tokens; T is even. Shape and dtype are the same on every rank: the first call with
+            them asks the other ranks on the host. A call that the others do not make alike ends there after 120 s, and
+            on them, on CPUs, after the communicator's timeout; on GPUs NCCL waits as long as its process group says.
+        comm: the ranks.
+
+    Returns:
+        [B, T, ...], a new tensor, on one rank too. One all-to-all of the process group's back end; each rank sends at
+        most what it has.
+
+    Raises:
+        TypeError: another type.
+        ValueError: T, dimensions, device; ranks that differ.
+        RuntimeError: and whatever else ``allscan.allscan`` raises of the communicator.
     """
     return _move(x, comm, True)
 
 
 def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
-    """The way back from :func:`to_zigzag`."""
+    """The way back from ``to_zigzag``: tokens in rank order again. Differentiable.
+
+    Args:
+        x: [B, T, ...], as ``to_zigzag`` returns it.
+        comm: the ranks.
+
+    Returns:
+        [B, T, ...], a new tensor: this rank's consecutive tokens.
+
+    Raises:
+        ValueError: and whatever else ``to_zigzag`` raises.
+    """
     return _move(x, comm, False)
 
 
 def zigzag_positions(
     T: int, *, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None = None, per_document: bool = False
 ) -> Tensor:
-    """[T] int64: where in the whole row the tokens of this rank lie in the zigzag layout, T tokens a rank.
+    """Where in the whole row the tokens of this rank lie in the zigzag layout.
 
-    cu_seqlens: [N + 1] from 0 to P T, where packed sequences begin and end in the whole row; the host waits for one
-        that is on a GPU.
-    per_document: False: the row is cut into 2P chunks, wherever sequences begin. True, with cu_seqlens: each sequence
-        is cut into 2P chunks of its own, of which a rank has r and 2P - 1 - r, one sequence behind the other, as
-        Megatron-core, Transformer Engine and torch's context parallelism have them. Its length is a multiple of 2P.
-        What operators and models take with per_document=True.
+    Args:
+        T: tokens of each rank.
+        comm: the ranks.
+        cu_seqlens: [N + 1] from 0 to P T, where packed sequences begin and end in the whole row; the host waits for one
+            that is on a GPU.
+        per_document: False: the row is cut into 2P chunks, wherever sequences begin. True, with cu_seqlens: each
+            sequence is cut into 2P chunks of its own, of which a rank has r and 2P - 1 - r, one sequence behind the
+            other, as Megatron-core, Transformer Engine and torch's context parallelism have them. Its length is a
+            multiple of 2P. What operators and models take with per_document=True.
 
-    This rank's part of anything [B, P T, ...] of the whole row, such as position_ids, is ``x[:, places]``.
-    Raises TypeError for another type, ValueError for an odd T and for cu_seqlens that do not go with it.
+    Returns:
+        [T] int64. This rank's part of anything [B, P T, ...] of the whole row, such as position_ids, is
+        ``x[:, places]``.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for an odd T and for cu_seqlens that do not go with it.
     """
     check_communicator(comm)
     if T % 2 or T < 0:

@@ -188,7 +188,7 @@ class Graph:
 
 
 class ExecutableGraph:
-    """Can be launched; its memory is the driver's until :meth:`destroy`, or until nothing holds it."""
+    """Can be launched; its memory is the driver's until ``destroy``, or until nothing holds it."""
 
     def __init__(self, executable: c_void_p) -> None:
         self._executable = executable

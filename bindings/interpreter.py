@@ -1,5 +1,5 @@
 """Triton's interpreter with less work repeated: about fifteen times as fast on this package's kernels, with the
-same results. And with what else CPU ranks need of it: see :func:`prepare_interpreter`.
+same results. And with what else CPU ranks need of it: see ``prepare_interpreter``.
 
 As it is (Triton 3.6 to 3.9), it puts its own functions into ``triton.language`` again at every call of a device
 function from another one, works out every block's type and shape again at every operation, and makes each operation on

@@ -12,8 +12,8 @@
 ``dst`` and ``sig_addr`` are **local symmetric** addresses: NVSHMEM translates them for the PE that is named. Pointers
 may be given as Triton pointers or as int64. Functions that end in ``_block`` are called by the whole block, which they
 synchronise themselves. The others are executed by **every thread** that reaches them: harmless for queries, ``fence``
-and waiting; wrong for :func:`signal_op` with ``SIGNAL_ADD`` unless the kernel runs with one thread in mind, because
-each thread adds. Triton's interpreter runs :func:`putmem_signal_nbi_block` and :func:`signal_wait_until` alone, where a
+and waiting; wrong for ``signal_op`` with ``SIGNAL_ADD`` unless the kernel runs with one thread in mind, because
+each thread adds. Triton's interpreter runs ``putmem_signal_nbi_block`` and ``signal_wait_until`` alone, where a
 test transport stands for the network (``interpreted_network``).
 
 Reference: NVSHMEM API documentation, "Device API"; OpenSHMEM 1.5 specification.
@@ -87,7 +87,7 @@ def putmem_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
 
 @core.extern
 def putmem_nbi_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
-    """As :func:`putmem_block`, but ``src`` may be reused only after :func:`quiet`."""
+    """As ``putmem_block``, but ``src`` may be reused only after ``quiet``."""
     return _extern("nvshmemx_putmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
@@ -99,7 +99,7 @@ def getmem_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
 
 @core.extern
 def getmem_nbi_block(dst, src, nbytes, pe, _semantic=None) -> core.tensor:
-    """As :func:`getmem_block`, but ``dst`` is complete only after :func:`quiet`."""
+    """As ``getmem_block``, but ``dst`` is complete only after ``quiet``."""
     return _extern("nvshmemx_getmem_nbi_block", [dst, src, nbytes, pe], [_P, _P, _SIZE, _INT], _INT, _semantic)
 
 
@@ -108,14 +108,14 @@ _PUT_SIGNAL = [_P, _P, _SIZE, _P, _U64, _INT, _INT]
 
 @core.extern
 def putmem_signal_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
-    """:func:`putmem_block`, then apply ``signal`` to the uint64 ``sig_addr`` on ``pe`` once the data is there."""
+    """``putmem_block``, then apply ``signal`` to the uint64 ``sig_addr`` on ``pe`` once the data is there."""
     args = [dst, src, nbytes, sig_addr, signal, sig_op, pe]
     return _extern("nvshmemx_putmem_signal_block", args, _PUT_SIGNAL, _INT, _semantic)
 
 
 @builtin
 def putmem_signal_nbi_block(dst, src, nbytes, sig_addr, signal, sig_op, pe, _semantic=None) -> core.tensor:
-    """As :func:`putmem_signal_block`, but ``src`` may be reused only after :func:`quiet` or the receiver's answer."""
+    """As ``putmem_signal_block``, but ``src`` may be reused only after ``quiet`` or the receiver's answer."""
     if _semantic is None:
         if _number(sig_op) != SIGNAL_SET.value:
             raise NotImplementedError("the interpreter's network has SIGNAL_SET only")

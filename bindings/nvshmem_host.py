@@ -100,7 +100,7 @@ def initialize(rank: int, size: int, exchange) -> bool:
 class NvshmemHeap:
     """One symmetric block a process, taken once from NVSHMEM's heap; ``pe`` is NVSHMEM's number of a process.
 
-    Collective over the job, like NVSHMEM's own initialisation. ``exchange`` is that of :func:`initialize`. Ranks are
+    Collective over the job, like NVSHMEM's own initialisation. ``exchange`` is that of ``initialize``. Ranks are
     numbered like NVSHMEM's processing elements only where this class initialised it, so rank -> pe goes through the
     table ``pes``.
     """

@@ -83,13 +83,13 @@ unsafe_view: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = torch.ops.a
 
 
 def ipc_handle(memory: torch.Tensor) -> tuple:
-    """Numbers and bytes by which another process maps a tensor's memory on a GPU (:func:`mapped`): what torch gives its
+    """Numbers and bytes by which another process maps a tensor's memory on a GPU (``mapped``): what torch gives its
     own queues between processes, without those."""
     return memory.untyped_storage()._share_cuda_()
 
 
 def mapped(handle: Sequence[Any]) -> torch.UntypedStorage:
-    """See :func:`ipc_handle`."""
+    """See ``ipc_handle``."""
     return torch.UntypedStorage._new_shared_cuda(*handle)
 
 

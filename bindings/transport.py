@@ -25,7 +25,7 @@ class SymmetricHeap(Protocol):
 
     def view(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> Any:
         """What a kernel is given to reach ``offset`` of the block of ``pe`` by loads and stores. RuntimeError unless
-        :meth:`is_mapped`."""
+        ``is_mapped``."""
 
     def symmetric(self, offset: int, dtype: torch.dtype) -> Any:
         """The local address by which a put names ``offset`` on whatever PE it is given."""

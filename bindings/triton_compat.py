@@ -5,7 +5,7 @@ Read in Triton 3.6 to 3.9:
 
 * 3.6: a launcher is a module of C for each signature, which takes the arguments one by one.
 * 3.7: one launcher for all kernels takes them in a tuple, with annotations and the signature's types.
-* 3.8: a compiled kernel unloads its CUDA module when nothing holds it: see :func:`hold`.
+* 3.8: a compiled kernel unloads its CUDA module when nothing holds it: see ``hold``.
 * 3.9: warns where ``enable_fp_fusion`` is not given, since 3.10 will not contract products and sums by itself.
 """
 

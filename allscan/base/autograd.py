@@ -243,7 +243,7 @@ class CustomOperator:
 
 
 class Operator:
-    """Where inputs are :func:`watched` a :class:`CustomOperator`, which see; else an autograd.Function of the same
+    """Where inputs are ``watched`` a ``CustomOperator``, which see; else an autograd.Function of the same
     functions, which takes about a third of the host's time.
 
     tensors: how many inputs, the first ones, may be tensors.

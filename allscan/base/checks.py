@@ -22,7 +22,7 @@ class Shift(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """What a scan is given, as for :func:`allscan.allscan`: before the checks anything, in the zigzag layout pairs."""
+    """What a scan is given, as for ``allscan.allscan``: before the checks anything, in the zigzag layout pairs."""
 
     state: Any
     decay: Any = None
@@ -78,12 +78,12 @@ def reject_in_capture(cu_seqlens: Tensor) -> None:
 
 def plain(x: Tensor) -> Tensor:
     """``x`` contiguous, and no view that stands for the negative of its memory (Tensor.is_neg), which is all that a
-    kernel sees. Where torch.compile does not trace: see :func:`plain_or_traced`."""
+    kernel sees. Where torch.compile does not trace: see ``plain_or_traced``."""
     return x.resolve_neg().contiguous() if x.is_neg() or not x.is_contiguous() else x
 
 
 def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
-    """:func:`plain` of each, wherever this is called: torch.compile cannot trace the questions."""
+    """``plain`` of each, wherever this is called: torch.compile cannot trace the questions."""
     if torch.compiler.is_compiling():
         return [x if x is None else x.resolve_neg().contiguous() for x in tensors]
     for x in tensors:
@@ -96,9 +96,9 @@ described = operator.attrgetter("dtype", "shape", "device")  # of a tensor, to b
 
 
 def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> Sequence[Any]:
-    """The ``tensors`` that autograd has saved for the backward pass of ``what``, :func:`plain`; a word of ``names`` for
+    """The ``tensors`` that autograd has saved for the backward pass of ``what``, ``plain``; a word of ``names`` for
     each. A saved_tensors_hook may give back others than were saved: raises RuntimeError, before anything is launched,
-    unless they are :func:`described` by ``wanted``. Strides and negative bits may be others."""
+    unless they are ``described`` by ``wanted``. Strides and negative bits may be others."""
     if [*map(described, tensors)] != wanted:
         for name, x, kind in zip(names.split(), tensors, wanted, strict=True):
             if described(x) != kind:
@@ -116,7 +116,7 @@ def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeErr
 
 def signature_of(*inputs: object) -> tuple[Any, ...]:
     """What checks of tensors look at, and whether other inputs are None or of which type. Hashable. Tangents are looked
-    for by Communicator.call; see :func:`plain` of negative bits and strides."""
+    for by Communicator.call; see ``plain`` of negative bits and strides."""
     found: list[Any] = []
     for x in inputs:
         if x is None:
@@ -129,7 +129,7 @@ def signature_of(*inputs: object) -> tuple[Any, ...]:
 
 
 def call_key(inputs: Sequence[object]) -> tuple[Any, ...]:
-    """Of which variant a call with these inputs is: :func:`signature_of` them, with whether a number is 0; and at the
+    """Of which variant a call with these inputs is: ``signature_of`` them, with whether a number is 0; and at the
     end whether a gradient is wanted, 1, or 2 if torch could not save for one what was made in torch.inference_mode."""
     grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
     found: list[Any] = []
@@ -223,7 +223,7 @@ def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device
 def decay_rows(
     decay: Tensor | float | None, shape: Sequence[int], device: torch.device
 ) -> tuple[Tensor | None, tuple[int, int]]:
-    """What a kernel gets of a decay that :func:`decay_target` has seen: (float32 tensor or None, (stride of a matrix,
+    """What a kernel gets of a decay that ``decay_target`` has seen: (float32 tensor or None, (stride of a matrix,
     stride of a row))."""
     if decay is None:
         return None, (0, 0)

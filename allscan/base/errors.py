@@ -27,9 +27,15 @@ class DeferredError:
 class AllScanTimeout(RuntimeError):
     """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
 
-    Attributes: ``rank`` waited for ``neighbour``, both of the group; ``job_ranks``: the two as ranks of the job;
-    ``tile``, ``expected`` and ``seen`` (epochs) say for what; ``timeout`` in seconds; ``others``: what other ranks have
-    said of themselves, or "".
+    Attributes:
+        rank: that waited, in the group.
+        neighbour: the rank that was waited for.
+        tile: which tile of the state.
+        expected: epoch.
+        seen: epoch that was there instead.
+        timeout: seconds.
+        others: what other ranks have said of themselves, or "".
+        job_ranks: rank and neighbour as ranks of the job.
     """
 
     def __init__(

@@ -3,12 +3,12 @@
 All ranks of a communicator make the same calls in the same order. A rank can leave that order in three ways, and each
 must be found before a number of another call is taken for one's own:
 
-* it *rejects* a call: an argument is wrong there, or the call runs out of memory. :class:`Order` remembers it, and the
+* it *rejects* a call: an argument is wrong there, or the call runs out of memory. ``Order`` remembers it, and the
   rank's next calls raise instead of computing.
 * it *never enters* a call, because an exception came before it. The tags that are sent with every tile show it at once
   where the ranks call ``Communicator.step()``; else the counts that are compared wherever the host meets the others.
 * it *ignores* what a call returned, so that autograd never runs the call's backward on this rank. Tags again, and
-  :class:`allscan.comm.backwards.PendingBackward`.
+  ``allscan.comm.backwards.PendingBackward``.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Calls:
 
 
 class _Call(tuple):
-    """See :meth:`Calls.call`: (communicator, reverse, what, inputs)."""
+    """See ``Calls.call``: (communicator, reverse, what, inputs)."""
 
     __slots__ = ()
 

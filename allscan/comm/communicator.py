@@ -54,51 +54,57 @@ class Collective(Protocol):
 class Communicator(Calls):
     """The ranks of a process group as the neighbours of a scan, in the group's order.
 
-    group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
-        group; without torch.distributed, None is a group of this process alone.
-    transport: "auto", "nvshmem", "ipc" or "shm"; see :func:`init`.
-    timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer than
-        a rank may be busy with something else, such as writing a checkpoint. The time in which Triton or torch.compile
-        compiles on any rank of the job does not count, up to 10 minutes of one compilation.
-    debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
-        differs, in kind, shape, direction or :meth:`step`, is named on every rank (RuntimeError). Default: whether the
-        environment has ALLSCAN_DEBUG=1. Also compares the arguments of every call, looks at its gates, and for NaN in
-        what it returns. The same on every rank.
-    max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default: half
-        the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all, however
-        long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run beside it.
-    nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a node
-        must reach each other by loads and stores. The same on every rank.
-    algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` go over several nodes: "chain", "rails",
-        "recursive_doubling" (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a table
-        that a model has made. The same on every rank.
-    cuda_graphs: whether launches that come again with the same addresses become CUDA graphs, which nothing is captured
-        for; or the most bytes of GPU memory that they may take, 256 MiB by default. They are freed by :meth:`close`.
-        Default: unless the environment has ALLSCAN_CUDA_GRAPHS=0. Each rank may choose for itself.
-    replay: whether fla's functions inside of the delta rules are replaced by the kernels that they launch
-        (docs/architecture.md). Default: unless the environment has ALLSCAN_REPLAY=0. Each rank may choose for itself.
-
     Attributes: rank, size, group, device, transport; timeout, max_ctas, algorithm and nodes, which are fixed (nodes is
     None where the ranks of a node do not follow one another); mapped (whether all neighbours reach each other by loads
     and stores); broken (whether a kernel has given up: a wait timed out, or the ranks were in different calls); closed;
     cuda_graphs (counts).
 
     The constructor involves the group's ranks only, apart from the first one in a job, which makes the arena
-    (:func:`init`) and so involves all. **All ranks of the group make the same calls in the same order.** After
+    (``init``) and so involves all. **All ranks of the group make the same calls in the same order.** After
     construction the host waits for the other ranks at the first call for a shape or for a cu_seqlens, in
-    :meth:`barrier`, in :meth:`close`, in :meth:`resync`, in ``AllScan.close``, and with ``debug`` at every launch. And
+    ``barrier``, in ``close``, in ``resync``, in ``AllScan.close``, and with ``debug`` at every launch. And
     for a while where something went wrong: up to 10 s after a call that this rank has rejected, and for the neighbour's
     next launch after a call with gradients whose backward did not run.
 
-    What happens when a rank leaves that order (:class:`allscan.AllScanOutOfStep`, :class:`allscan.AllScanTimeout`):
+    What happens when a rank leaves that order (``allscan.AllScanOutOfStep``, ``allscan.AllScanTimeout``):
     a rank on which a call raises makes no further ones, and says so, unless the call has raised on every rank. A rank
-    that never entered a call is found on the device in the first launch that pairs different calls if :meth:`step` is
+    that never entered a call is found on the device in the first launch that pairs different calls if ``step`` is
     called once an iteration; otherwise by the numbers of calls, in the next barrier, first call or close, and the
-    results since then are those of other calls. :meth:`resync` brings all ranks back into step.
+    results since then are those of other calls. ``resync`` brings all ranks back into step.
 
-    Raises ValueError (arguments, a mesh of several dimensions, a rank outside the group), RuntimeError (transport);
-    what is wrong with nodes or algorithm, on every rank.
+    Args:
+        group: a torch.distributed ProcessGroup, a one-dimensional DeviceMesh (``mesh["sp"]``), or None for the default
+            group; without torch.distributed, None is a group of this process alone.
+        transport: "auto", "nvshmem", "ipc" or "shm"; see ``init``.
+        timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer
+            than a rank may be busy with something else, such as writing a checkpoint. The time in which Triton or
+            torch.compile compiles on any rank of the job does not count, up to 10 minutes of one compilation.
+        debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
+            differs, in kind, shape, direction or ``step``, is named on every rank (RuntimeError). Default: whether
+            the environment has ALLSCAN_DEBUG=1. Also compares the arguments of every call, looks at its gates, and for
+            NaN in what it returns. The same on every rank.
+        max_ctas: most programs (thread blocks) of a kernel that waits for other ranks; NCCL's name for it. Default:
+            half the GPU's multiprocessors, so that the others are free for kernels of other streams, NCCL's above all,
+            however long a rank is late. With more the scan's latency is 1 to 2 us shorter, where nothing else is to run
+            beside it.
+        nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a
+            node must reach each other by loads and stores. The same on every rank.
+        algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` go over several nodes: "chain", "rails",
+            "recursive_doubling" (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a
+            table that a model has made. The same on every rank.
+        cuda_graphs: whether launches that come again with the same addresses become CUDA graphs, which nothing is
+            captured for; or the most bytes of GPU memory that they may take, 256 MiB by default. They are freed by
+            ``close``. Default: unless the environment has ALLSCAN_CUDA_GRAPHS=0. Each rank may choose for itself.
+        replay: whether fla's functions inside of the delta rules are replaced by the kernels that they launch
+            (docs/architecture.md). Default: unless the environment has ALLSCAN_REPLAY=0. Each rank may choose for
+            itself.
 
+    Raises:
+        ValueError: arguments, a mesh of several dimensions, a rank outside the group; what is wrong with nodes or
+            algorithm, on every rank.
+        RuntimeError: the transport is missing.
+
+    Example:
         >>> with allscan.Communicator(mesh["sp"]) as comm:
         ...     prev = allscan.allscan(state, decay, comm=comm)
     """
@@ -188,7 +194,7 @@ class Communicator(Calls):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` has been called."""
+        """Whether ``close`` has been called."""
         return self._closed
 
     @property
@@ -230,7 +236,7 @@ class Communicator(Calls):
         return self.graphs.counts()
 
     def check(self) -> None:
-        """Raise :class:`AllScanTimeout` if a wait has timed out so far, :class:`AllScanOutOfStep` if this rank is out
+        """Raise ``AllScanTimeout`` if a wait has timed out so far, ``AllScanOutOfStep`` if this rank is out
         of step with the others, RuntimeError if the communicator is closed.
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
@@ -243,7 +249,7 @@ class Communicator(Calls):
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.
 
         Counts a word in stream order, so it may be part of a CUDA graph; it is sent with every tile, and a rank whose
-        neighbour sent a tile in another step raises :class:`AllScanOutOfStep` instead of taking it. So a rank that
+        neighbour sent a tile in another step raises ``AllScanOutOfStep`` instead of taking it. So a rank that
         skips the calls of an iteration is found in the next launch.
         """
         self.check()
@@ -258,8 +264,9 @@ class Communicator(Calls):
         kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used,
         and their backward passes raise. Graphs that were captured before stay good. No memory is taken or lost.
 
-        Raises RuntimeError if a rank does not come (after a fault that this rank knows of within twice ``timeout``, in
-        which the others hear of it), or if the ranks do not have the same AllScans.
+        Raises:
+            RuntimeError: if a rank does not come (after a fault that this rank knows of within twice ``timeout``, in
+                which the others hear of it), or if the ranks do not have the same AllScans.
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
@@ -287,8 +294,11 @@ class Communicator(Calls):
     def barrier(self) -> None:
         """Return when every rank of the group has called this and its device work so far is done.
 
-        Raises what :meth:`check` raises, without waiting for anybody, and the others AllScanOutOfStep then; this on
-        every rank if they have not made equally many calls."""
+        Raises:
+            AllScanOutOfStep: on every rank if they have not made equally many calls, and on the others if this rank
+                raises.
+            AllScanTimeout: and whatever else ``check`` raises, without waiting for anybody.
+        """
         self.check()
         self.streams.synchronize()
         self.check()
@@ -300,8 +310,12 @@ class Communicator(Calls):
         with a warning, where the ranks cannot hear of each other any more, because torch.distributed was ended.
 
         After a fault that this rank knows of it waits no longer than ``timeout`` for the others.
-        Raises AllScanOutOfStep, after it has closed, where this rank has not raised it before: on every rank if they
-        have not made equally many calls, and if one of them has raised it, or AllScanTimeout, and does not come."""
+
+        Raises:
+            AllScanOutOfStep: after it has closed, where this rank has not raised it before: on every rank if they
+                have not made equally many calls, and if one of them has raised it, or AllScanTimeout, and does not
+                come.
+        """
         if self._closed:
             return
         if self.broken or self.gone:

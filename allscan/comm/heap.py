@@ -52,16 +52,20 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     """Make this process's symmetric arena. Collective over the whole job (torch.distributed's default group).
 
-    The first :class:`Communicator` calls it; call it yourself to choose the size, or where only some ranks of the job
+    The first ``Communicator`` calls it; call it yourself to choose the size, or where only some ranks of the job
     make communicators at first. A second call does nothing if it asks for no other size.
 
-    heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
-    transport: "nvshmem" (one process a GPU; the current CUDA device is used), "ipc" (CUDA IPC: processes of one host,
-        which may share GPUs, for tests; without puts), "shm" (processes without GPUs, for Triton's interpreter), or
-        "auto": "nvshmem" where CUDA is, or "ipc" if ``ALLSCAN_TRANSPORT`` says so.
-    Raises RuntimeError if the transport is missing, or NVSHMEM was left by :func:`finalize`; ValueError for a bad size
-    or name, or if ranks disagree.
+    Args:
+        heap_bytes: size of the arena; default ``ALLSCAN_HEAP`` (e.g. ``512M``), else 256 MiB. The same on every rank.
+        transport: "nvshmem" (one process a GPU; the current CUDA device is used), "ipc" (CUDA IPC: processes of one
+            host, which may share GPUs, for tests; without puts), "shm" (processes without GPUs, for Triton's
+            interpreter), or "auto": "nvshmem" where CUDA is, or "ipc" if ``ALLSCAN_TRANSPORT`` says so.
 
+    Raises:
+        RuntimeError: if the transport is missing, or NVSHMEM was left by ``finalize``.
+        ValueError: for a bad size or name, or if ranks disagree.
+
+    Example:
         >>> allscan.init(1 << 30)                                   # 1 GiB on every rank, before the first Communicator
     """
     global _heap, _job
@@ -104,13 +108,15 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
 
 
 def finalize() -> None:
-    """Give the arena back, and NVSHMEM if :func:`init` initialised it. Collective over the job, after the last use.
+    """Give the arena back, and NVSHMEM if ``init`` initialised it. Collective over the job, after the last use.
 
     Communicators of a torch.distributed that was ended, or begun anew, since, cannot be closed together any more: they
     are closed here, with a warning, and the next init() works. But NVSHMEM's end is collective: where ranks may be gone
     (such a communicator, or one that closed without the others, and ranks that cannot be asked, or do not come) its
     memory is left, with a warning, and init() over it needs a new process.
-    Raises RuntimeError, before anything is given back, if another Communicator is open.
+
+    Raises:
+        RuntimeError: before anything is given back, if another Communicator is open.
     """
     global _heap, _job, _deserted
     if _heap is None:
@@ -151,7 +157,7 @@ def desert() -> None:
 
 
 def symmetric_heap(user: Any = None) -> SymmetricHeap:
-    """What :func:`init` has made; ``user``, a communicator, keeps it from being finalized until it is closed. Raises
+    """What ``init`` has made; ``user``, a communicator, keeps it from being finalized until it is closed. Raises
     RuntimeError before init."""
     if _heap is None:
         raise RuntimeError("there is no symmetric heap: allscan.init() was not called, or finalize() was")

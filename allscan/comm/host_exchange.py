@@ -112,7 +112,7 @@ class StoreExchange:
         with REJECTED they raise Rejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the life
         of this StoreExchange, behind which processes may end.
         Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
-        compiles, or is interrupted; Abandoned if one has called :meth:`abandon`."""
+        compiles, or is interrupted; Abandoned if one has called ``abandon``."""
         if self.size == 1:
             return [value]
         store = self._store()
@@ -145,7 +145,7 @@ class StoreExchange:
         return list(values)
 
     def abandon(self, topic: str, why: str) -> None:
-        """In place of the last :meth:`exchange`, without waiting for anybody."""
+        """In place of the last ``exchange``, without waiting for anybody."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             store, base = self._store(), f"{self._prefix}{topic}/"
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
@@ -236,7 +236,7 @@ class StoreExchange:
             return {}
 
     def tell_fault(self, why: str) -> None:
-        """Let all ranks know of a fault; the first one is kept, until :meth:`forget_fault`."""
+        """Let all ranks know of a fault; the first one is kept, until ``forget_fault``."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
                 self._store().compare_set(f"{self._prefix}fault", "", f"rank {self.rank} {why}")

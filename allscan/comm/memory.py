@@ -33,7 +33,7 @@ class Memory:
             words.zero_()
 
     def alloc(self, nbytes: int) -> int:
-        """Offset of a block of this rank's arena, until :meth:`free`."""
+        """Offset of a block of this rank's arena, until ``free``."""
         offset = self.heap.arena.alloc(nbytes)
         self._offsets.add(offset)
         return offset
@@ -50,7 +50,7 @@ class Memory:
         return buffer
 
     def release(self, *buffers: torch.Tensor) -> None:
-        """No kernel uses these buffers of :meth:`keep` any more."""
+        """No kernel uses these buffers of ``keep`` any more."""
         for buffer in buffers:
             del self._buffers[id(buffer)]
 

@@ -319,7 +319,7 @@ def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
 
 
 def packed_documents(q, k, v, comm, lengths, scale=None) -> torch.Tensor:
-    """:func:`packed` where each sequence is cut."""
+    """``packed`` where each sequence is cut."""
     scale, width, table = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], documents_of(comm, lengths)
     q, k, v = (x[0].transpose(0, 1) for x in _wide(q, k, v))
     k, v = (Seen.apply(x, *table.seen) for x in (k, v))
@@ -331,7 +331,7 @@ def packed_documents(q, k, v, comm, lengths, scale=None) -> torch.Tensor:
 
 
 def reads(rank: int, size: int, zigzag: bool) -> tuple[range, list[tuple[int, range]]]:
-    """(slots of :class:`softmax.Gather` that a rank's queries see beside its own causal blocks, [(half, those of its
+    """(slots of ``softmax.Gather`` that a rank's queries see beside its own causal blocks, [(half, those of its
     slots that this half of the queries sees)]); in the contiguous layout there is one half."""
     if not zigzag:
         return range(rank), [(0, range(rank))] if rank else []
@@ -343,11 +343,12 @@ class Attention(NamedTuple):
     """How the softmax layers of a split model run: ``sequence_parallel(model, comm=comm, attention=Attention(...))``,
     alike on every rank.
 
-    merged: in blocks whose results are merged, where there are kernels for that. False: the keys of all ranks are
-        brought into the order of the sequence, and one kernel runs over those up to each query, without a merge.
-    memory: bytes that the tokens of other ranks and the keys made of them may take in a layer. Where they would take
-        more, as many of each rank's tokens come at a time as fit, in forward and again in backward; only with
-        merged=True. None: all at once, and they are kept for backward. Gradients are as large again for a moment.
+    Args:
+        merged: in blocks whose results are merged, where there are kernels for that. False: the keys of all ranks are
+            brought into the order of the sequence, and one kernel runs over those up to each query, without a merge.
+        memory: bytes that the tokens of other ranks and the keys made of them may take in a layer. Where they would
+            take more, as many of each rank's tokens come at a time as fit, in forward and again in backward; only with
+            merged=True. None: all at once, and they are kept for backward. Gradients are as large again for a moment.
     """
 
     merged: bool = True
@@ -366,7 +367,7 @@ def check_attention(attention) -> None:
 
 
 class Later:
-    """What softmax.Gather takes, for :func:`attend` to gather when it knows how many tokens fit into ``memory`` bytes.
+    """What softmax.Gather takes, for ``attend`` to gather when it knows how many tokens fit into ``memory`` bytes.
 
     made: of the tensors, keys are made: of which attend is told. Else the tensors are the keys."""
 
@@ -474,7 +475,7 @@ class _Shared:
 
 
 class _Own(torch.autograd.Function):
-    """The causal blocks. Their gradients are those of o over all keys, which :class:`_Others` returns."""
+    """The causal blocks. Their gradients are those of o over all keys, which ``_Others`` returns."""
 
     @staticmethod
     def forward(ctx, shared, kernel, scale, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
@@ -576,7 +577,7 @@ class _Plan:
 
 
 class _Enter(torch.autograd.Function):
-    """Where this rank's tokens leave for :class:`_Steps`, and in backward their gradients arrive."""
+    """Where this rank's tokens leave for ``_Steps``, and in backward their gradients arrive."""
 
     @staticmethod
     def forward(ctx, plan, *tensors) -> torch.Tensor:
@@ -593,7 +594,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Steps(torch.autograd.Function):
-    """:class:`_Others` with the other ranks' tokens, and the keys made of them, step by step, in backward again.
+    """``_Others`` with the other ranks' tokens, and the keys made of them, step by step, in backward again.
 
     inputs: the tensors that are gathered, and parameters by which keys are made of them."""
 

@@ -47,25 +47,31 @@ class _Stamp(NamedTuple):
 def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_document: bool = False) -> dict[str, Any]:
     """This rank's part of a batch of whole sequences, for ``model(**part)`` of a model of ``sequence_parallel``.
 
+    Args:
+        batch: what the ordinary model takes by name, the same on every rank: ``input_ids`` [B, T] or ``inputs_embeds``
+            [B, T, H]; with these ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
+            nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the whole; so does what
+            is no tensor or has no dimension, such as ``use_cache`` or ``num_items_in_batch``.
+        comm, layout, per_document: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one
+            token more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must each sequence
+            that ``cu_seq_lens_q`` or ``cu_seqlens`` tells; a batch without these is cut by the row.
+
+    Returns:
+        a dict with this rank's tokens, and under ``allscan_cut`` a stamp (a str): rows, tokens of each rank and layout,
+        and of a batch in the CPU's memory a checksum of its contents. transformers' models compare it with the other
+        ranks' in every forward pass, fla's where they ask the other ranks anyway and at the first batch of a shape;
+        ranks that have cut different batches, or a model that is given other rows or numbers of tokens than were cut,
+        are a ValueError on every rank. In debug mode (``comm.debug``) a checksum is made of batches on GPUs, too, which
+        waits for the GPU, and compared with the tokens that the model is given. In the rank's own process, not in a
+        loader's worker.
+
+    Raises:
+        ValueError: for other tensors, for shapes that do not go together, a mask that masks, T below P, and in zigzag
+            for a T, or a sequence that is cut, that is no multiple of 2P; the other ranks hear of it in their next
+            call.
+
+    Example:
         >>> loss = model(**cut_batch(batch, comm=comm)).loss      # this rank's share
-
-    batch: what the ordinary model takes by name, the same on every rank: ``input_ids`` [B, T] or ``inputs_embeds``
-        [B, T, H]; with these ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
-        nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the whole; so does what is
-        no tensor or has no dimension, such as ``use_cache`` or ``num_items_in_batch``.
-    comm, layout, per_document: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one token
-        more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must each sequence that
-        ``cu_seq_lens_q`` or ``cu_seqlens`` tells; a batch without these is cut by the row.
-
-    Returns a dict with this rank's tokens, and under ``allscan_cut`` a stamp (a str): rows, tokens of each rank and
-    layout, and of a batch in the CPU's memory a checksum of its contents. transformers' models compare it with the
-    other ranks' in every forward pass, fla's where they ask the other ranks anyway and at the first batch of a shape;
-    ranks that have cut different batches, or a model that is given other rows or numbers of tokens than were cut, are a
-    ValueError on every rank. In debug mode (``comm.debug``) a checksum is made of batches on GPUs, too, which waits for
-    the GPU, and compared with the tokens that the model is given. In the rank's own process, not in a loader's worker.
-
-    Raises ValueError for other tensors, for shapes that do not go together, a mask that masks, T below P, and in zigzag
-    for a T, or a sequence that is cut, that is no multiple of 2P; the other ranks hear of it in their next call.
     """
     check_communicator(comm)
     zigzag, size = is_zigzag(layout), comm.size
@@ -162,7 +168,7 @@ def looked_at(comm, ids) -> int | None:
 
 def misfit(comm, rows, tokens, layout, stamps, seen=None) -> str | None:
     """What is wrong with the parts of a batch; each argument has an entry for each rank, and ``seen`` those of
-    :func:`looked_at`. Alike on all ranks."""
+    ``looked_at``. Alike on all ranks."""
     if len(set(rows)) > 1:
         return f"the numbers of rows differ between ranks: {by_rank(rows)}"
     seen = seen or [None] * len(rows)

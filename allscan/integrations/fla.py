@@ -59,22 +59,6 @@ def sequence_parallel(
 ) -> torch.nn.Module:
     """Let ``module``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
-        >>> model = sequence_parallel(GLAForCausalLM(config).cuda(), comm=comm)
-        >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
-        >>> loss.backward()                                  # add the gradients up over the ranks of comm
-
-    module: a ``GatedLinearAttention``, ``KimiDeltaAttention`` or ``GatedDeltaNet``, or anything made of such layers, of
-        softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``, ``GatedDeltaNetModel`` or
-        ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay as they are.
-    comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
-    layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the whole is cut into, as for
-        zeco_gla. All ranks of a softmax layer have the same work then.
-    per_document: with cu_seqlens in the zigzag layout, the same on every rank: whether each sequence is cut into 2P
-        chunks, and not the row of all, as for zeco_gla. Lengths are multiples of 2P then, and all ranks have the same
-        work in softmax layers whatever they are; labels do not reach over the end of a sequence.
-    attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`: without a window, a cache
-        and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the whole.
-
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
     convolutions look back at come from the ranks before. A rank may have few tokens or none: fla's norms and MLPs,
     which have no backward for none, see one of zeros then. Softmax attention gathers the keys and values of all ranks,
@@ -90,11 +74,31 @@ def sequence_parallel(
     goes on from, each rank by itself: ``sequence_parallel(model, comm=None)``. The logits of the last token are on the
     rank that has it, in zigzag the first.
 
-    Raises ValueError if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
-    class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack with
-    cu_seqlens instead; looking waits for the GPU, once a mask: do not write to one made in torch.inference_mode), for a
-    cache that is not empty, for cu_seqlens where a cache is wanted (fla's default in eval mode: pass use_cache=False),
-    and for ``use_l2warp``, whose penalty fla scales by what one rank has.
+    Args:
+        module: a ``GatedLinearAttention``, ``KimiDeltaAttention`` or ``GatedDeltaNet``, or anything made of such
+            layers, of softmax ``Attention`` and of parts that look at one token at a time: a ``KDABlock``,
+            ``GatedDeltaNetModel`` or ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay
+            as they are.
+        comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
+        layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the whole is cut into, as for
+            zeco_gla. All ranks of a softmax layer have the same work then.
+        per_document: with cu_seqlens in the zigzag layout, the same on every rank: whether each sequence is cut into 2P
+            chunks, and not the row of all, as for zeco_gla. Lengths are multiples of 2P then, and all ranks have the
+            same work in softmax layers whatever they are; labels do not reach over the end of a sequence.
+        attention: how softmax layers run, see ``allscan.integrations.attention.Attention``: without a window, a
+            cache and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the whole.
+
+    Raises:
+        ValueError: if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
+            class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack
+            with cu_seqlens instead; looking waits for the GPU, once a mask: do not write to one made in
+            torch.inference_mode), for a cache that is not empty, for cu_seqlens where a cache is wanted (fla's default
+            in eval mode: pass use_cache=False), and for ``use_l2warp``, whose penalty fla scales by what one rank has.
+
+    Example:
+        >>> model = sequence_parallel(GLAForCausalLM(config).cuda(), comm=comm)
+        >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
+        >>> loss.backward()                                  # add the gradients up over the ranks of comm
     """
     if comm is not None:
         check_communicator(comm)

@@ -36,12 +36,13 @@ _every_group = False  # whether enable() was called
 def enable() -> None:
     """Let fla's operators carry their states by All-Scan wherever they are given a ``cp_context``.
 
+    The Communicator of a context's group is made at the first call with it, which is collective on the host; see
+    ``context_parallel``, which takes one that exists. Calling it again changes nothing.
+
+    Example:
         >>> allscan.integrations.fla_cp.enable()                                  # once, before or after fla's imports
         >>> context = build_cp_context(cu_seqlens, group)                         # fla.ops.cp, as ever
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
-
-    The Communicator of a context's group is made at the first call with it, which is collective on the host; see
-    :func:`context_parallel`, which takes one that exists. Calling it again changes nothing.
     """
     global _every_group
     _every_group = True
@@ -50,10 +51,6 @@ def enable() -> None:
 
 def context_parallel(comm: Communicator) -> None:
     """Let fla's operators carry their states over ``comm.group`` by All-Scan where they are given a ``cp_context``.
-
-        >>> context_parallel(comm)
-        >>> context = build_cp_context(cu_seqlens, comm.group)                    # fla.ops.cp, as ever
-        >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
 
     By itself fla goes through all chunks of a rank one after the other for the rank's state and transition, gathers
     those of every rank on every rank, size * HV * K * (K + V) words, and each rank goes through the ones before it.
@@ -66,6 +63,14 @@ def context_parallel(comm: Communicator) -> None:
     fla's in zigzag. Of rules without gates, or with gates of the keys, the summaries stay fla's. ``use_graph`` goes on
     as fla does it, but for the convolutions: there the boundaries of sequences are read on the GPU at every replay. The
     first call for a shape is collective on the host, and must come before a CUDA graph's capture.
+
+    Args:
+        comm: the ranks of the contexts' group.
+
+    Example:
+        >>> context_parallel(comm)
+        >>> context = build_cp_context(cu_seqlens, comm.group)                    # fla.ops.cp, as ever
+        >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
     """
     check_communicator(comm)
     _communicators[comm.group] = comm

@@ -40,34 +40,37 @@ def sequence_parallel(
 ) -> Any:
     """A copy of a spec of Megatron-core in which Gated DeltaNet and Mamba2 mixers pass their state by All-Scan.
 
-        >>> spec = sequence_parallel(hybrid_stack_spec)                # megatron.core.models.hybrid.hybrid_layer_specs
-        >>> model = HybridModel(config, spec, ...)                     # with context_parallel_size > 1
-
-    spec: a ModuleSpec, or submodules, with GatedDeltaNet or MambaMixer anywhere in it. It is not changed.
-    layout: where a rank's tokens lie. "zigzag" is Megatron's own: chunks p and 2P - 1 - p of 2P, as its
-        get_batch_on_this_cp_rank cuts them. "contiguous" is for models without softmax attention: consecutive tokens
-        in rank order, their number may differ between ranks.
-    per_document: of packed sequences in the zigzag layout: whether each of them is cut, as Megatron does by default
-        and its attention wants it, or the row of all (its use_per_sequence_balancing).
-    comm: the ranks of context parallelism in their order; by default one for each process group, made with the first
-        mixer of it and kept to the end of the process; making it is collective on the host, the first of a job over all
-        of its ranks (:func:`allscan.init`).
-
     Parameters, their names and checkpoints are those of Megatron's mixers. With one rank of context parallelism the
     mixers are Megatron's own. With more, each rank has all heads: their number, and that of groups, does not bound the
     number of ranks. Gradients of parameters are of this rank's tokens, for Megatron to add up.
 
-    Operators are those that Megatron looks up: fla's gated delta rule as :func:`allscan.zeco_gated_delta_rule`, and any
-    other one around ``self.gated_delta_rule``; mamba_ssm's chunk scan in :func:`allscan.zeco_ssd`; short convolutions
-    of fla, causal_conv1d or torch, with the tokens before a cut by :func:`allscan.halo`.
+    Operators are those that Megatron looks up: fla's gated delta rule as ``allscan.zeco_gated_delta_rule``, and any
+    other one around ``self.gated_delta_rule``; mamba_ssm's chunk scan in ``allscan.zeco_ssd``; short convolutions
+    of fla, causal_conv1d or torch, with the tokens before a cut by ``allscan.halo``.
 
     Packed sequences (``packed_seq_params``, format "thd") have one scan for all. Where each is cut, each is a multiple
     of 2P tokens, and the states of all are sent in it. Sequences of a row may have any length. As for Megatron,
     packed_seq_params of another format and without boundaries are none.
 
-    Raises ValueError for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made
-    with CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own, or
-    with packed sequences that do not fit.
+    Args:
+        spec: a ModuleSpec, or submodules, with GatedDeltaNet or MambaMixer anywhere in it. It is not changed.
+        layout: where a rank's tokens lie. "zigzag" is Megatron's own: chunks p and 2P - 1 - p of 2P, as its
+            get_batch_on_this_cp_rank cuts them. "contiguous" is for models without softmax attention: consecutive
+            tokens in rank order, their number may differ between ranks.
+        per_document: of packed sequences in the zigzag layout: whether each of them is cut, as Megatron does by default
+            and its attention wants it, or the row of all (its use_per_sequence_balancing).
+        comm: the ranks of context parallelism in their order; by default one for each process group, made with the
+            first mixer of it and kept to the end of the process; making it is collective on the host, the first of a
+            job over all of its ranks (``allscan.init``).
+
+    Raises:
+        ValueError: for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made with
+            CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own,
+            or with packed sequences that do not fit.
+
+    Example:
+        >>> spec = sequence_parallel(hybrid_stack_spec)                # megatron.core.models.hybrid.hybrid_layer_specs
+        >>> model = HybridModel(config, spec, ...)                     # with context_parallel_size > 1
     """
     if comm is not None:
         check_communicator(comm)
@@ -195,7 +198,7 @@ def _rule(operator, tokens, *tensors) -> torch.Tensor:
 
 
 class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
-    """Megatron-core's GatedDeltaNet; see :func:`sequence_parallel`."""
+    """Megatron-core's GatedDeltaNet; see ``sequence_parallel``."""
 
     def forward(
         self,
@@ -248,7 +251,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
 
 
 class AllScanMambaMixer(_Mixer, MambaMixer):
-    """Megatron-core's MambaMixer; see :func:`sequence_parallel`."""
+    """Megatron-core's MambaMixer; see ``sequence_parallel``."""
 
     def forward(
         self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None

@@ -33,7 +33,7 @@ def convolved(conv: Callable, n: int, x, pieces: list[Piece], *, comm, **where) 
     """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins.
 
     The row is convolved as it lies. The first n outputs of each piece, which have not seen what is before it, are made
-    again of 2n tokens, and put in place in the memory of conv's result; see :func:`taken` for the backward.
+    again of 2n tokens, and put in place in the memory of conv's result; see ``taken`` for the backward.
     """
     if not x.shape[1]:
         before = halo(x, n, comm=comm, **where)
@@ -85,7 +85,7 @@ class Tokens(Tables):
 
 
 class _Cuts(Tokens):
-    """What :func:`convolved` takes of a row: the last n tokens of each half, and for each piece 2n."""
+    """What ``convolved`` takes of a row: the last n tokens of each half, and for each piece 2n."""
 
     def __init__(self, pieces: list[Piece], n: int, device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
@@ -153,7 +153,7 @@ def delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
-    Of cut documents, see :class:`Piece`, the states of all are sent in one scan each way, and there is no final state.
+    Of cut documents, see ``Piece``, the states of all are sent in one scan each way, and there is no final state.
     operator: called as fla's are, with initial_state and output_final_state, for each piece. Outputs and last states
     are linear in values and first states together: K columns of zeros behind the values, with the unit matrix for their
     first state, give how both depend on it.

@@ -76,31 +76,13 @@ def sequence_parallel(
 ) -> nn.Module:
     """Let ``model``, in place, take this rank's part of each sequence where it took the whole; returns it.
 
-        >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
-        >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
-        >>> loss.backward()                                  # add the gradients up over the ranks of comm
-
-    model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5 and
-        its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters, their names
-        and checkpoints stay as they are.
-    comm: the ranks that share a sequence, in the order of its parts; None makes the model an ordinary one again.
-    layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
-        number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
-        chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens, the
-        same on every rank.
-    per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut. True:
-        each sequence is cut into 2P chunks of its own, and a rank has r and 2P - 1 - r of each, one sequence behind the
-        other, so that all have the same work whatever the lengths are: multiples of 2P, of which the caller takes care.
-        The states of all sequences are sent then.
-    attention: how softmax layers run, see :class:`allscan.integrations.attention.Attention`.
-
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
     result has, since transformers' layers take none.
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
-    depend on the first; where the function is fla's, on GPUs, it is :func:`allscan.zeco_kda` or
-    :func:`allscan.zeco_gated_delta_rule` instead. Mamba2's layers call :func:`allscan.zeco_ssd` around theirs. The
+    depend on the first; where the function is fla's, on GPUs, it is ``allscan.zeco_kda`` or
+    ``allscan.zeco_gated_delta_rule`` instead. Mamba2's layers call ``allscan.zeco_ssd`` around theirs. The
     tokens that short convolutions look back at come from the ranks before. Softmax layers gather keys and values, of
     Kimi-Linear the latents, of all ranks. With "sdpa" as the model's attention function, for whole sequences without a
     cache or dropout, a rank's own causal blocks run meanwhile, then those of earlier tokens, which need no mask, by
@@ -108,13 +90,13 @@ def sequence_parallel(
     "eager" or FlashAttention) is called with keys in the order of the sequence, once for each sequence of a rank, in
     zigzag for each half. Each forward pass asks on the host how
     many tokens the ranks have. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
-    tokens, in zigzag :func:`allscan.zigzag.zigzag_positions`.
+    tokens, in zigzag ``allscan.zigzag.zigzag_positions``.
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
     this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
     layers, also where the ordinary model would need packages for it. With per_document=True it is ``cu_seq_lens_q``,
-    and labels do not reach over the end of a sequence; :func:`cut_batch` and
-    :func:`allscan.zigzag.zigzag_positions` cut such rows, if they are told ``per_document=True``, too.
+    and labels do not reach over the end of a sequence; ``cut_batch`` and
+    ``allscan.zigzag.zigzag_positions`` cut such rows, if they are told ``per_document=True``, too.
     The loss is this rank's share of the mean over the labels of all ranks: the sum over the ranks is the loss
     (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by ``comm.size``).
     Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
@@ -123,15 +105,37 @@ def sequence_parallel(
     that of the whole, which the ordinary model goes on from, each rank by itself: ``sequence_parallel(model,
     comm=None)``. The logits of the last token are on the rank that has it: the last one, in zigzag the first.
 
-    Raises ValueError for models of another kind or around one, with a forward that was replaced (hooks that do so come
-    after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that depend on the
-    length ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under "sdpa"; when called, for
-    an attention mask that masks anything (pack instead), for a cache that is not empty or of packed sequences, for
-    ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than a convolution's kernel, for
-    ``output_attentions`` and ``output_router_logits``; with a limit of memory for ``use_cache=True``, packed sequences,
-    dropout and dtypes without a kernel; in zigzag for an odd number of tokens or one that differs between ranks, and
-    for ``position_ids`` that begin a sequence with another number than 0; with per_document=True for lengths that are
-    no multiples of 2P, and for packed sequences without ``cu_seq_lens_q``.
+    Args:
+        model: a causal language model of transformers, its text model, or a module around one, of Qwen3-Next, Qwen3.5
+            and its mixture of experts, Kimi-Linear, Nemotron-H, Bamba, Granite-MoE-hybrid or Falcon-H1. Parameters,
+            their names and checkpoints stay as they are.
+        comm: the ranks that share a sequence, in the order of its parts; None makes the model an ordinary one again.
+        layout: where a rank's tokens lie, the same on every rank. "contiguous": consecutive tokens in rank order, their
+            number may differ between ranks. "zigzag": rank r of P has chunk r of 2P in the first half of its tokens and
+            chunk 2P - 1 - r in the second, so that all have the same work in softmax layers: an even number of tokens,
+            the same on every rank.
+        per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut.
+            True: each sequence is cut into 2P chunks of its own, and a rank has r and 2P - 1 - r of each, one sequence
+            behind the other, so that all have the same work whatever the lengths are: multiples of 2P, of which the
+            caller takes care. The states of all sequences are sent then.
+        attention: how softmax layers run, see ``allscan.integrations.attention.Attention``.
+
+    Raises:
+        ValueError: for models of another kind or around one, with a forward that was replaced (hooks that do so come
+            after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that
+            depend on the length ("dynamic", "longrope"), a z-loss, for a limit of memory without merged blocks under
+            "sdpa"; when called, for an attention mask that masks anything (pack instead), for a cache that is not empty
+            or of packed sequences, for ``use_cache=True`` where the last rank, in zigzag a half, has fewer tokens than
+            a convolution's kernel, for ``output_attentions`` and ``output_router_logits``; with a limit of memory for
+            ``use_cache=True``, packed sequences, dropout and dtypes without a kernel; in zigzag for an odd number of
+            tokens or one that differs between ranks, and for ``position_ids`` that begin a sequence with another number
+            than 0; with per_document=True for lengths that are no multiples of 2P, and for packed sequences without
+            ``cu_seq_lens_q``.
+
+    Example:
+        >>> model = sequence_parallel(Qwen3NextForCausalLM(config).cuda(), comm=comm)
+        >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
+        >>> loss.backward()                                  # add the gradients up over the ranks of comm
     """
     if comm is not None:
         check_communicator(comm)
@@ -704,7 +708,7 @@ OPERATORS = {
 
 class _Keys:
     """In place of a softmax layer's cache: what the layer appends its keys and values, or latents, to. It gets those of
-    all ranks back; or where :func:`attend` can do with them its own, and those of the others are under way."""
+    all ranks back; or where ``attend`` can do with them its own, and those of the others are under way."""
 
     def __init__(self, sequence, cache) -> None:
         self.sequence, self.cache = sequence, cache

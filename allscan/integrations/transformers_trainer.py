@@ -74,16 +74,13 @@ REJECTED: dict[str, tuple] = {
 
 
 class SequenceParallelTrainer(Trainer):
-    """transformers' ``Trainer`` for a model of :func:`sequence_parallel`: losses, gradients, metrics and predictions
+    """transformers' ``Trainer`` for a model of ``sequence_parallel``: losses, gradients, metrics and predictions
     are those of the ordinary Trainer with the ordinary model in one process.
-
-        >>> model = sequence_parallel(Qwen3NextForCausalLM(config), comm=allscan.Communicator(mesh["sp"]))
-        >>> SequenceParallelTrainer(model=model, args=arguments, train_dataset=rows).train()
 
     Arguments are Trainer's; comm and layout are the model's. Started as Trainer is on several GPUs (torchrun), with
     every process in the comm of one model, all of the same size P. N processes are N / P groups, in the order of their
     first ranks, which each take some rows of a batch; the ranks of a group each take their part of every row
-    (:func:`cut_batch`). So ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the rows of a group:
+    (``cut_batch``). So ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the rows of a group:
     with N / P times as many one process does the same. Every rank reads every row of a batch, and the ranks compare
     their checksums: rows that differ, as of a dataset that is random or sharded over processes, are a ValueError on
     every rank. A last batch of fewer rows is divided as evenly as may be, and rows are neither repeated nor dropped.
@@ -94,11 +91,17 @@ class SequenceParallelTrainer(Trainer):
     ``predict``: every rank holds the logits of a whole batch. Rank 0 saves, and a checkpoint is the ordinary model's.
     Dropout draws other numbers than in one process.
 
-    Raises ValueError on every rank, when made: for a model that is not split, ranks whose comms do not divide the
-    processes into groups of one size, processes that were not started as Trainer wants them, arguments that differ
-    between ranks, and what is not covered: ``model_init``, ``compute_loss_func``, label smoothing, NEFTune, Liger
-    kernels, torch_compile, auto_find_batch_size, grouping by length, FSDP, DeepSpeed, a ``parallelism_config``, batches
-    that accelerate splits or dispatches. Later for batches that cut_batch rejects, padded ones above all.
+    Raises:
+        ValueError: on every rank, when made: for a model that is not split, ranks whose comms do not divide the
+            processes into groups of one size, processes that were not started as Trainer wants them, arguments that
+            differ between ranks, and what is not covered: ``model_init``, ``compute_loss_func``, label smoothing,
+            NEFTune, Liger kernels, torch_compile, auto_find_batch_size, grouping by length, FSDP, DeepSpeed, a
+            ``parallelism_config``, batches that accelerate splits or dispatches. Later for batches that cut_batch
+            rejects, padded ones above all.
+
+    Example:
+        >>> model = sequence_parallel(Qwen3NextForCausalLM(config), comm=allscan.Communicator(mesh["sp"]))
+        >>> SequenceParallelTrainer(model=model, args=arguments, train_dataset=rows).train()
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -73,7 +73,7 @@ class Launch:
     only, not in dtypes; addresses that are no multiples of 16 bytes, for which Triton compiles another kernel, launch
     hooks (profilers such as Proton) and the interpreter go through Triton at each call.
 
-    kernel: a triton.jit function, or one of :func:`with_nvshmem`.
+    kernel: a triton.jit function, or one of ``with_nvshmem``.
     fixed: all parameters of the kernel but tensors and channels, which a call gives in their order: numbers, constants,
         None; and launch options (num_warps, num_stages), beside those of ``OPTIONS``, for which None means Triton's own
         choice, for kernels of other packages.

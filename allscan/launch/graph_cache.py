@@ -15,7 +15,7 @@ FAILURES = 3  # in a row to make a graph of one plan, after which no other is tr
 
 
 class GraphCounts(NamedTuple):
-    """CUDA graphs of a communicator so far; see :attr:`allscan.Communicator.cuda_graphs`."""
+    """CUDA graphs of a communicator so far; see ``allscan.Communicator.cuda_graphs``."""
 
     enabled: bool
     kept: int  # graphs

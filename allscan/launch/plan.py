@@ -36,7 +36,7 @@ class Buffer(NamedTuple):
 
 
 class Plan:
-    """Records what is launched on which stream, and with which memory; :meth:`run` does it for a call's tensors.
+    """Records what is launched on which stream, and with which memory; ``run`` does it for a call's tensors.
 
         plan = Plan()
         x = plan.input(like_x)                              # the tensors of each run, in this order
@@ -49,8 +49,8 @@ class Plan:
 
     All runs have contiguous tensors of the same shapes and dtypes. With compiled kernels a run is an allocation for
     each output and one for all else, the addresses in them, and launches; those are one CUDA graph where the same
-    addresses have come before and nothing else is recorded, see :class:`allscan.launch.graph_cache.Graphs`. In the
-    interpreter, and where a :class:`Launch` has to go through Triton, every buffer is a tensor.
+    addresses have come before and nothing else is recorded, see ``allscan.launch.graph_cache.Graphs``. In the
+    interpreter, and where a ``Launch`` has to go through Triton, every buffer is a tensor.
 
     graphs: those of the communicator; None: nothing becomes a graph.
     """
@@ -195,7 +195,7 @@ class Plan:
         self._add(lambda run: run.join(), lambda builder: builder.join())
 
     def run(self, context: Any, *given: Tensor) -> list[Tensor]:
-        """All steps, with the tensors that :meth:`given` has announced. Returns those of :meth:`output`."""
+        """All steps, with the tensors that ``given`` has announced. Returns those of ``output``."""
         new_empty, tensors = given[0].new_empty, [*given]
         for like, shape, dtype in self.makes:
             tensors.append(new_empty(shape, dtype=dtype) if like is None else torch.empty_like(given[like]))

@@ -152,7 +152,7 @@ def _nothing() -> None:
 
 
 class Side:
-    """See :meth:`Streams.side`; torch.cuda.stream would take 7 us more. With ``done``, which is then recorded behind
+    """See ``Streams.side``; torch.cuda.stream would take 7 us more. With ``done``, which is then recorded behind
     what was launched inside, the current stream goes on at once."""
 
     def __init__(self, streams: Streams, priority: int, done: torch.cuda.Event | None = None) -> None:
@@ -179,7 +179,7 @@ class Side:
 
 
 class Beside:
-    """See :meth:`Streams.beside`: a context manager, and what was launched inside."""
+    """See ``Streams.beside``: a context manager, and what was launched inside."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._side = streams, None

@@ -63,32 +63,44 @@ def allscan(
     E_{p-1} = decay_p * E_p + dL/d(out_p),  dstate_p = E_p,  ddecay_p = sum(E_p * R_p) over what it is broadcast along;
     E_{p-1} = transition_p^T E_p + dL/d(out_p),  dtransition_p = E_p R_p^T.
 
-    state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
-    decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
-        number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this one only.
-    transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of the
-        transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
-    initial_state: like state, the same on every rank or None on all; its gradient is non-zero on the first rank only.
-    reverse, layout: the same on every rank.
-    out: like state, to be written instead of a new array; not with gradients.
-    layout: "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and transition where there are
-        any, are pairs of tensors, of the former and of the latter. The states go over the ranks and back:
-        E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses a
-        result, or both in one backward pass.
-    async_op: return an :class:`allscan.Work` at once, whose ``wait()`` returns R_p: the scan runs on the communicator's
-        own stream, beside what is launched next on the current one. The scan of the backward pass is not asynchronous.
-        For torch tensors in the contiguous layout.
-    Returns R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
-
     In a chain each rank receives one state and sends one; with several nodes ``comm.algorithm`` decides how they are
-    sent (docs/rails.md). The first call for a shape is collective on the host (it makes an :class:`AllScan`, which
+    sent (docs/rails.md). The first call for a shape is collective on the host (it makes an ``AllScan``, which
     ``comm`` keeps); later ones only launch one kernel on the current stream. torch.compile takes it as one operator,
     also with fullgraph=True, but not the zigzag layout, out, async_op and other arrays.
 
-    Raises TypeError (dtype), ValueError (shape, device, ranks that differ), RuntimeError (closed, no transport, a first
-    call in a CUDA graph's capture), MemoryError (arena full), AllScanTimeout (an earlier call has timed out),
-    AllScanOutOfStep (the ranks have not made the same calls), before anything is launched.
+    Args:
+        state: [..., K, V] float32; on the communicator's device. A torch tensor, or a CuPy or NumPy array.
+        decay: None (1), a number, or float32 [..., K], [...], or no dimension; in [0, 1]. 0 lets nothing pass; with the
+            number 0 in a chain this rank sends all tiles before it waits for any, so the next rank waits for this one
+            only.
+        transition: float32 [..., K, K] in place of a decay, for delta rules and other dense recurrences: the product of
+            the transitions of this rank's tokens. Stays where it is; products are as accurate as float32's.
+        initial_state: like state, the same on every rank or None on all; its gradient is non-zero on the first rank
+            only.
+        reverse: whether the last rank is the first; the same on every rank.
+        comm: the ranks.
+        out: like state, to be written instead of a new array; not with gradients.
+        layout: "contiguous", or "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: state, and decay and
+            transition where there are any, are pairs of tensors, of the former and of the latter. An ascending scan and
+            a descending one:
+            E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses a
+            result, or both in one backward pass.
+        async_op: return an ``allscan.Work`` at once, whose ``wait()`` returns R_p: the scan runs on the
+            communicator's own stream, beside what is launched next on the current one. The scan of the backward pass is
+            not asynchronous. For torch tensors in the contiguous layout.
 
+    Returns:
+        R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).
+
+    Raises:
+        TypeError: dtype.
+        ValueError: shape, device, ranks that differ.
+        RuntimeError: closed, no transport, a first call in a CUDA graph's capture.
+        MemoryError: arena full.
+        AllScanTimeout: an earlier call has timed out.
+        AllScanOutOfStep: the ranks have not made the same calls. Each before anything is launched.
+
+    Example:
         >>> comm = allscan.Communicator()
         >>> prev = allscan.allscan(state, decay, comm=comm)         # rank p: what ranks 0 .. p-1 have left
         >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
@@ -112,7 +124,7 @@ _not_traced = dynamo_disabled(allscan)
 
 
 def _compiled(comm, inputs, reverse, layout, async_op) -> Tensor:
-    """:func:`allscan` as torch.compile traces it."""
+    """``allscan`` as torch.compile traces it."""
     check_communicator(comm)
     state, decay, transition, initial_state, out = inputs
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
@@ -125,7 +137,7 @@ def _compiled(comm, inputs, reverse, layout, async_op) -> Tensor:
 
 
 def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
-    """:func:`allscan` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
+    """``allscan`` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
     "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
     key = call_key(inputs)
     prepared = None if comm.debug else comm.calls.get((key, reverse, part))
@@ -177,7 +189,7 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
 
 
 def _agree(layout, reverse, initial_state) -> tuple:
-    """What is the same on all ranks in :func:`allscan`, beside shapes."""
+    """What is the same on all ranks in ``allscan``, beside shapes."""
     return "allscan", ("layout", layout), ("reverse", bool(reverse)), ("initial_state is None", initial_state is None)
 
 
@@ -310,7 +322,7 @@ def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedS
 
 
 def _restored(factor, shape, is_decay, prev, dprev) -> Sequence[Any]:
-    """(factor, of that shape, and prev or None) as :func:`restored`; prev has the shape of ``dprev``."""
+    """(factor, of that shape, and prev or None) as ``restored``; prev has the shape of ``dprev``."""
     kinds, names = [(dprev.dtype, x, dprev.device) for x in (shape, dprev.shape)], "decay" if is_decay else "transition"
     if prev is None:
         return *restored("allscan()", names, (factor,), kinds[:1]), None

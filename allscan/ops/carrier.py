@@ -48,7 +48,7 @@ class StateCarrier(Protocol):
 
     def prepare(self, shape, agree=None, deferred: DeferredError | None = None, *, at_first: bool = False) -> Any:
         """Before the first forward call with tensors like its own; see agreement.get_or_create_scan. Returns what
-        :meth:`pending` takes."""
+        ``pending`` takes."""
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
@@ -64,7 +64,7 @@ class StateCarrier(Protocol):
         would do neither, as on one rank, there is no call."""
 
     def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
-        """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: :func:`record_call`, or
+        """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: ``record_call``, or
         something quicker."""
 
     def expected_us(self, words: int, zigzag: bool) -> float:
@@ -72,7 +72,7 @@ class StateCarrier(Protocol):
         long, forward leaves more for this time."""
 
     def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
-        """For the backward that a forward call is to have; ``prepared``: by :meth:`prepare`."""
+        """For the backward that a forward call is to have; ``prepared``: by ``prepare``."""
 
 
 def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:

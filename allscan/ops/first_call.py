@@ -42,9 +42,9 @@ def check_first(
     """All checks of an operator with gates ``g`` at the first call with this ``signature``, which is then in
     ``comm.checked``, and what the ranks agree upon; in debug mode at every call.
 
-    shape, agree: as for :func:`get_or_create_scan`, which ``prepare(shape, agree, deferred, at_first=)`` calls; None
+    shape, agree: as for ``get_or_create_scan``, which ``prepare(shape, agree, deferred, at_first=)`` calls; None
     where the arguments have no such shape. ``check()`` raises TypeError or ValueError for arguments that are wrong on
-    this rank. Gates are looked at, see :func:`check_gates`, at the first call with shape and agree.
+    this rank. Gates are looked at, see ``check_gates``, at the first call with shape and agree.
     """
     deferred, looked = None, False
     try:

@@ -51,24 +51,36 @@ def halo(
 
     With reverse=True those that follow it: out[:, i] = whole[:, first + T + i]. Zeros where there are none.
 
-    x: [B, T, ...], this rank's T tokens; T may differ between ranks, and be less than n or 0, other dimensions may not.
-        Floats of at most 32 bits, which are sent as float32 (-0.0 may arrive as +0.0), or integers, which are sent 16
-        bits a word and arrive as they are. Or a tuple of such tensors, alike in B and T, which are sent together.
-    cu_seqlens, first_token: packed sequences, B = 1, as for :func:`allscan.zeco_gla`: tokens of another sequence than
-        the one at the cut count as none.
-    layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second.
-    per_document: as for zeco_gla: out is [1, N * 2n, ...], n tokens for each piece of x, empty ones too, in their
-        order. One message each way has those of all sequences; of pieces shorter than n there is one for each length.
-    Returns [B, n, ...] like x, a tuple for a tuple. torch.compile takes it with fullgraph=True, but not the zigzag
-    layout, nor cu_seqlens that is no tensor. One hop, by :func:`allscan.allscan` with the decay 0: a rank waits for
-    its neighbours only; one with fewer than n tokens passes on those of ranks before it, and waits for them first. The
-    first call for a shape is collective on the host. For gradients every rank uses the result, the first one too,
-    which has zeros: else its own backward does not run, and the next call raises (in a compiled function the others
-    time out instead).
+    A neighbour shift, by ``allscan.allscan`` with the decay 0: a rank waits for its neighbours only; one with fewer
+    than n tokens passes on those of ranks before it, and waits for them first. The first call for a shape is collective
+    on the host. For gradients every rank uses the result, the first one too, which has zeros: else its own backward
+    does not run, and the next call raises (in a compiled function the others time out instead). torch.compile takes it
+    with fullgraph=True, but not the zigzag layout, nor cu_seqlens that is no tensor.
 
-    Raises ValueError (n, an odd T in zigzag, shapes that differ, cu_seqlens), TypeError (dtype), and what allscan()
-    raises.
+    Args:
+        x: [B, T, ...], this rank's T tokens; T may differ between ranks, and be less than n or 0, other dimensions may
+            not. Floats of at most 32 bits, which are sent as float32 (-0.0 may arrive as +0.0), or integers, which are
+            sent 16 bits a word and arrive as they are. Or a tuple of such tensors, alike in B and T, which are sent
+            together.
+        n: how many tokens, at least 1; the same on every rank.
+        comm: the ranks.
+        reverse: whether the tokens that follow are wanted; the same on every rank.
+        cu_seqlens, first_token: packed sequences, B = 1, as for ``allscan.zeco_gla``: tokens of another sequence
+            than the one at the cut count as none.
+        layout: "zigzag" as for zeco_gla: out is [B, 2n, ...], n tokens for the first half of x and n for the second.
+        per_document: as for zeco_gla: out is [1, N * 2n, ...], n tokens for each piece of x, empty ones too, in their
+            order. One message each way has those of all sequences; of pieces shorter than n there is one for each
+            length.
 
+    Returns:
+        [B, n, ...] like x, a tuple for a tuple.
+
+    Raises:
+        ValueError: n, an odd T in zigzag, shapes that differ, cu_seqlens.
+        TypeError: dtype.
+        RuntimeError: and whatever else ``allscan.allscan`` raises.
+
+    Example:
         >>> before = allscan.halo(x, 3, comm=comm)                       # a causal convolution over 4 tokens:
         >>> y = conv(torch.cat([before, x], 1))                          # without padding of its own
         >>> after = allscan.halo(tokens, 1, comm=comm, reverse=True)     # 0 behind the last rank's
@@ -128,7 +140,7 @@ def halo_of_ends(
     first_token=None,
     per_document: bool = False,
 ) -> Xs:
-    """:func:`halo` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half, or of
+    """``halo`` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half, or of
     each document's pieces."""
     with comm.call(False, "halo()", x):
         return _halo(x, n, comm, False, cu_seqlens, first_token, layout, per_document, T)

@@ -53,38 +53,50 @@ def zeco_ssd(
 
     The arguments are those of ``mamba_ssm``'s ``mamba_chunk_scan_combined``, and comm=.
 
-    x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and be 0, nothing
-        else may differ but what is said to.
-    dt: [B, T, H]. A: [H], at most 0. Neither A nor the sum of d_t A over chunk_size tokens may be below -1,048,576.
-        That is checked at the first call for a shape only, and in debug mode: looking waits for the GPU.
-    B, C: [B, T, G, N], of groups of H / G heads. D: [H] or [H, P]. z: like x. dt_bias: [H]. Any float types.
-    chunk_size: tokens that are computed at once; results do not depend on it, and ranks may differ in it.
-    dt_softplus, dt_limit: the same on every rank; dt_limit: bounds of d_t, the lower one at least 0.
-    initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on the
-        rank that has a sequence's first token, without cu_seqlens on the first rank.
-    return_final_states: whether to return each sequence's state after its last token. Each rank may choose for itself,
-        but for "all": on every rank, see output_final_state of :func:`allscan.zeco_gla`.
-    cu_seqlens, first_token, layout, per_document: as in :func:`allscan.zeco_gla`; in place of ``seq_idx``.
-    chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
-        return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or None
-        where the rank has tokens of one sequence; on a rank without tokens with one of zeros. Default: that of
-        mamba_ssm on GPUs, if it is installed, else torch.
-
-    Returns y [B, T, H, P] like x, with return_final_states (y, final_states): [B or number of sequences, H, P, N]
-    float32, true on the rank that has the sequence's last token, without cu_seqlens on the last rank, and zeros on the
-    others.
-
     Differentiable in all tensors; gradients of A, D and dt_bias are this rank's share. The operator runs once, from
     zero: what the state before this rank's tokens adds to outputs is linear in it, one product. One scan forward and
     one in reverse in backward, each moving one state of B * H * P * N float32 words from a rank to the next. Products
     here, and those of torch's chunk scan, are float64's, rounded to float32, under torch.autocast too and whatever
     torch.set_float32_matmul_precision says; a ``chunk_scan`` is called with what the caller has set.
 
-    Raises TypeError (dtypes), ValueError (shapes, device, cu_seqlens, a positive A), and what :func:`allscan.allscan`
-    raises, before anything is launched.
-    Source: Mamba2, arXiv 2405.21060; ZeCO, arXiv 2507.01004.
+    Args:
+        x: [B, T, H, P], this rank's T tokens; bfloat16, float16 or float32. T may differ between ranks and be 0,
+            nothing else may differ but what is said to.
+        dt: [B, T, H].
+        A: [H], at most 0. Neither A nor the sum of d_t A over chunk_size tokens may be below -1,048,576. That is
+            checked at the first call for a shape only, and in debug mode: looking waits for the GPU.
+        B, C: [B, T, G, N], of groups of H / G heads.
+        D: [H] or [H, P].
+        z: like x.
+        dt_bias: [H]. Any float types.
+        chunk_size: tokens that are computed at once; results do not depend on it, and ranks may differ in it.
+        dt_softplus, dt_limit: the same on every rank.
+        dt_limit: bounds of d_t, the lower one at least 0.
+        initial_states: [B or number of sequences, H, P, N] float32, the same on every rank. Its gradient is non-zero on
+            the rank that has a sequence's first token, without cu_seqlens on the first rank.
+        return_final_states: whether to return each sequence's state after its last token. Each rank may choose for
+            itself, but for "all": on every rank, see output_final_state of ``allscan.zeco_gla``.
+        cu_seqlens, first_token, layout, per_document, comm: as in ``allscan.zeco_gla``; in place of ``seq_idx``.
+        chunk_scan: what computes this rank's tokens alone, called with x, dt, A, B, C, chunk_size=, D=, seq_idx=,
+            return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or
+            None where the rank has tokens of one sequence; on a rank without tokens with one of zeros. Default: that of
+            mamba_ssm on GPUs, if it is installed, else torch.
 
+    Returns:
+        y [B, T, H, P] like x, with return_final_states (y, final_states): [B or number of sequences, H, P, N] float32,
+        true on the rank that has the sequence's last token, without cu_seqlens on the last rank, and zeros on the
+        others.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, device, cu_seqlens, a positive A.
+        RuntimeError: and whatever else ``allscan.allscan`` raises, before anything is launched.
+
+    Example:
         >>> y = allscan.zeco_ssd(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True, comm=comm)
+
+    Source:
+        Mamba2, arXiv 2405.21060; ZeCO, arXiv 2507.01004.
     """
     check_communicator(comm)
     given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
@@ -224,7 +236,7 @@ def _grouped(x, B) -> Tensor:
 
 
 def _steps(dt, dt_bias, dt_softplus, dt_limit) -> Tensor:
-    """d_t of :func:`zeco_ssd`."""
+    """d_t of ``zeco_ssd``."""
     d = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     return (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
 

@@ -60,23 +60,29 @@ class AllScan:
     arrive as +0.0. In a chain each rank receives one state, whatever the number of ranks (ZeCO, arXiv 2507.01004,
     section 3); with rails about two over NVLink, and a part of one over the network.
 
-    comm: Communicator.
-    shape: [..., K, V] of the float32 state, the same on every rank.
-    depth: how many scans a rank may run ahead of the next one; slots an inbox has for each tile.
-    protocol: "sentinel" (mapped peers: stores whose words announce themselves), "signal" (mapped peers: stores, then a
-        released signal), "put" (NVSHMEM put with signal), "auto": sentinel where peers are mapped, else put.
-    tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
-        programs. Kernels that need whole rows or columns at a time choose themselves.
-    max_ctas: most programs of a launch; default ``comm.max_ctas``.
-    algorithm: "chain", "rails" or "recursive_doubling" (docs/rails.md), for several nodes, or "auto", by the number of
-        nodes and the size of the state; default ``comm.algorithm``. Kernels of one's own (:meth:`channel`,
-        :meth:`launch`) and transitions need a chain.
-
     Collective over the group: all ranks construct it alike, at the same place in their order of calls, and close it
-    alike: :meth:`close`, or ``with``.
-    Raises ValueError, TypeError (arguments; ranks that differ), RuntimeError (protocol not possible), MemoryError
-    (arena full); on every rank before anything is launched.
+    alike: ``close``, or ``with``.
 
+    Args:
+        comm: Communicator.
+        shape: [..., K, V] of the float32 state, the same on every rank.
+        depth: how many scans a rank may run ahead of the next one; slots an inbox has for each tile.
+        protocol: "sentinel" (mapped peers: stores whose words announce themselves), "signal" (mapped peers: stores,
+            then a released signal), "put" (NVSHMEM put with signal), "auto": sentinel where peers are mapped, else put.
+        tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
+            programs. Kernels that need whole rows or columns at a time choose themselves.
+        max_ctas: most programs of a launch; default ``comm.max_ctas``.
+        algorithm: "chain", "rails" or "recursive_doubling" (docs/rails.md), for several nodes, or "auto", by the number
+            of nodes and the size of the state; default ``comm.algorithm``. Kernels of one's own (``channel``,
+            ``launch``) and transitions need a chain.
+
+    Raises:
+        ValueError: arguments; ranks that differ.
+        TypeError: arguments of another type.
+        RuntimeError: the protocol is not possible.
+        MemoryError: the arena is full. Each on every rank, before anything is launched.
+
+    Example:
         >>> with allscan.AllScan(comm, (32, 128, 128)) as scan:     # 2 MiB of state
         ...     prev = scan.scan(state, decay)
     """
@@ -141,12 +147,12 @@ class AllScan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory of both directions on this rank, in bytes: see :meth:`size_hint`."""
+        """Symmetric memory of both directions on this rank, in bytes: see ``size_hint``."""
         return workspace_bytes(self.comm, self.spec, self.launcher.rails)
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether ``close`` was called."""
         return self.launcher.closed
 
     def close(self) -> None:
@@ -154,7 +160,10 @@ class AllScan:
 
         Waits for this rank's kernels and for the other ranks. CUDA graphs that hold it must not be replayed any more.
         Where the communicator is broken or desynchronized the memory stays taken until that is closed.
-        Raises AllScanOutOfStep if the ranks have not made equally many calls, RuntimeError if one does not come.
+
+        Raises:
+            AllScanOutOfStep: if the ranks have not made equally many calls.
+            RuntimeError: if one does not come.
         """
         comm, rails = self.comm, self.launcher.rails
         if self.launcher.closed:
@@ -192,8 +201,11 @@ class AllScan:
         For a kernel that has a backward pass of its own: ``fwd_epoch``, int64 [1] on the device, takes the number of
         this launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it goes with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
-        Raises ValueError where the algorithm is not a chain, for both of them, for a forward epoch that is none, and
-        for ``adjoint_of`` in the direction of its forward launch; RuntimeError if this is closed.
+
+        Raises:
+            ValueError: where the algorithm is not a chain, for both of them, for a forward epoch that is none, and for
+                ``adjoint_of`` in the direction of its forward launch.
+            RuntimeError: if this is closed.
         """
         if self.launcher.closed:
             raise RuntimeError("this AllScan is closed")
@@ -221,7 +233,7 @@ class AllScan:
         return self.launcher.channel(reverse, fwd_epoch, adjoint_of)
 
     def fwd_epoch(self) -> Tensor:
-        """Memory for a forward epoch: see :meth:`channel`."""
+        """Memory for a forward epoch: see ``channel``."""
         return new_fwd_epochs(self.comm, 1)
 
     def reset(self) -> None:
@@ -232,15 +244,24 @@ class AllScan:
     def launch(self, kernel: Any, grid: tuple[int, ...] | Callable, *args: Any, **options: Any) -> None:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
-        grid: one to three numbers of programs, or a function of the kernel's constants that returns them, as for
-        Triton. Its programs handle every tile exactly once. Where they do not, on CPU ranks and in debug mode,
+        Its programs handle every tile exactly once. Where they do not, on CPU ranks and in debug mode,
         AllScanOutOfStep; on one rank no tiles are counted, and nothing is found.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
         num_warps is by default what the tile fills with 16 bytes a thread, at most 4. A kernel that waits should have
         at most ``comm.max_ctas`` programs: see ``allscan.device``.
-        Raises TypeError or ValueError for another grid, and for channels of another AllScan.
+
+        Args:
+            kernel: a ``triton.jit`` function.
+            grid: one to three numbers of programs, or a function of the kernel's constants that returns them, as for
+                Triton.
+            *args: of the kernel, among them a channel of this AllScan.
+            **options: the kernel's constants, and Triton's launch options.
+
+        Raises:
+            TypeError: for another grid.
+            ValueError: for another grid, and for channels of another AllScan.
         """
         if self.launcher.rails is not None:
             raise ValueError(f'kernels of your own need algorithm="chain", this AllScan has "{self.algorithm}"')
@@ -322,18 +343,23 @@ class AllScan:
         channel: Channel | None = None,
         async_op: bool = False,
     ) -> Tensor | Work:
-        """The exclusive scan of this rank's ``state``; not differentiable, see :func:`allscan` for that.
+        """The exclusive scan of this rank's ``state``; not differentiable, see ``allscan`` for that.
 
-        state: float32 tensor of this AllScan's shape, on the communicator's device.
-        decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
-        transition: instead of a decay, float32 [..., K, K]: R_{p+1} = transition_p R_p + state_p; with ``adjoint`` the
-            transposed one. For an AllScan whose tiles are whole columns, see ``allscan.base.tiling.transition_tile``.
-        initial_state: like state, or None (0); used by the first rank in the direction of the scan.
-        out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument otherwise.
-        channel: what ``self.channel(reverse, ...)`` has returned, to be used instead of ``self.channel(reverse)``.
-        async_op: return a :class:`Work` at once; the scan runs on the communicator's own stream, beside what is
-            launched next on the current one; in a CUDA graph's capture on the current one.
-        Returns out, or a new tensor. Runs on torch's current stream; the host does not wait.
+        Args:
+            state: float32 tensor of this AllScan's shape, on the communicator's device.
+            decay: None (1), a number, or a float32 tensor [..., K], [...] or of no dimension, in [0, 1].
+            transition: instead of a decay, float32 [..., K, K]: R_{p+1} = transition_p R_p + state_p; with ``adjoint``
+                the transposed one. For an AllScan whose tiles are whole columns, see
+                ``allscan.base.tiling.transition_tile``.
+            initial_state: like state, or None (0); used by the first rank in the direction of the scan.
+            out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument
+                otherwise.
+            channel: what ``self.channel(reverse, ...)`` has returned, to be used instead of ``self.channel(reverse)``.
+            async_op: return a ``Work`` at once; the scan runs on the communicator's own stream, beside what is
+                launched next on the current one; in a CUDA graph's capture on the current one.
+
+        Returns:
+            ``out``, or a new tensor. Runs on torch's current stream; the host does not wait.
         """
         inputs = ScanInputs(state, decay, transition, initial_state, out)
         with self.comm.call(reverse, "AllScan.scan()", inputs):
@@ -348,7 +374,7 @@ class AllScan:
 
 
 def _channels_in(given: tuple) -> list:
-    """Of what a kernel is given, tuples included; also the method that makes one, see :func:`_check_channel`."""
+    """Of what a kernel is given, tuples included; also the method that makes one, see ``_check_channel``."""
     found: list = []
     for x in given:
         if isinstance(x, Channel) or getattr(x, "__func__", None) is AllScan.channel:

@@ -85,7 +85,7 @@ class Launcher:
         self.backwards.reset()
 
     def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
-        """As of :meth:`AllScan.channel`, whatever the algorithm."""
+        """As of ``AllScan.channel``, whatever the algorithm."""
         if fwd_epoch is not None:
             return _with_fwd_epoch(self.channels[reverse], fwd_epoch)
         if adjoint_of is not None:
@@ -138,7 +138,7 @@ class Launcher:
     def prepare(
         self, key: tuple, inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
     ) -> PreparedScan:
-        """What runs scans of inputs with this :func:`call_key`, after all checks. of_adjoint: a launch that belongs to
+        """What runs scans of inputs with this ``call_key``, after all checks. of_adjoint: a launch that belongs to
         the forward launch of its forward epoch."""
         known = key, reverse, adjoint, of_adjoint
         found = self._prepared.get(known)
@@ -186,7 +186,7 @@ class Launcher:
             self._with_tensors(launch, reverse, adjoint, *tensors)
 
     def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple:
-        """``addresses``, as :class:`Launch` takes them; the last one is the forward epoch's."""
+        """``addresses``, as ``Launch`` takes them; the last one is the forward epoch's."""
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, addresses[-1], *behind))
 
@@ -257,7 +257,7 @@ def name_of(kernel: Any) -> str:
 
 
 class PreparedScan:
-    """Scans of one variant: their inputs were checked, and their kernel is known. Made by :meth:`Launcher.prepare`."""
+    """Scans of one variant: their inputs were checked, and their kernel is known. Made by ``Launcher.prepare``."""
 
     __slots__ = (
         "comm",
@@ -287,7 +287,7 @@ class PreparedScan:
         self.backward: PreparedScan | None = None  # of allscan()
 
     def run(self, inputs: ScanInputs, async_op: bool = False, fwd_epoch: Tensor | None = None) -> Any:
-        """:meth:`AllScan.scan`, in a call of the communicator. fwd_epoch: as for :meth:`AllScan.channel`; with
+        """``AllScan.scan``, in a call of the communicator. fwd_epoch: as for ``AllScan.channel``; with
         ``of_adjoint`` that of the forward launch."""
         comm = self.comm
         state, decay, transition, initial_state, out = inputs

@@ -306,7 +306,7 @@ class Rails:
         self.comm.memory.release(*self._kept)
 
     def launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
-        """``kernel``: rails_kernel, linked with NVSHMEM if :attr:`puts`."""
+        """``kernel``: rails_kernel, linked with NVSHMEM if ``puts``."""
         owner = self.position < self.owners
         launch = Launch(
             kernel,

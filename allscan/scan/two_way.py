@@ -43,7 +43,7 @@ def two_way_scan(
 
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:
-    """For :func:`two_way_scan`; ``fwd_epoch``: int64 [FWD_EPOCHS], with room for one of each."""
+    """For ``two_way_scan``; ``fwd_epoch``: int64 [FWD_EPOCHS], with room for one of each."""
     make = scan.launcher.channel
     if adjoint:  # of the halves in the other order
         return make(False, adjoint_of=fwd_epoch[2:]), make(True, adjoint_of=fwd_epoch[:2])

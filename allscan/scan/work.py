@@ -11,10 +11,13 @@ from ..launch.streams import Beside
 class Work:
     """A scan under way, as ``async_op=True`` returns it.
 
-    What the scan reads must not be written before :meth:`wait`. A Work that goes without having been waited for only
+    What the scan reads must not be written before ``wait``. A Work that goes without having been waited for only
     gives its memory back behind the scan (in a CUDA graph's capture, with the next call behind that): this rank has
-    taken part all the same. With gradients its result then counts
-    as ignored, see :func:`allscan.allscan`.
+    taken part all the same. With gradients its result then counts as ignored, see ``allscan.allscan``.
+
+    Example:
+        >>> work = allscan.allscan(state, decay, comm=comm, async_op=True)
+        >>> prev = work.wait()
     """
 
     def __init__(self, comm: Communicator, result: Tensor, beside: Beside, read: tuple) -> None:
@@ -26,10 +29,18 @@ class Work:
         return self
 
     def wait(self) -> Tensor:
-        """The result. What is launched on the current stream from here on has it; the host does not wait. May be called
-        again. Raises AllScanTimeout or AllScanOutOfStep if the scan is known to have failed; as long as it is not, the
-        next call does, as for a scan that was not asynchronous. RuntimeError in a CUDA graph's capture, which goes on,
-        for a scan that was begun before: a graph cannot wait for it."""
+        """Let the current stream wait for the scan; the host does not wait. May be called again.
+
+        Returns:
+            The result, which what is launched on the current stream from here on has.
+
+        Raises:
+            AllScanTimeout: the scan is known to have failed, or
+            AllScanOutOfStep: likewise; as long as it is not known, the next call raises it, as for a scan that was not
+                asynchronous.
+            RuntimeError: in a CUDA graph's capture, which goes on, for a scan that was begun before: a graph cannot
+                wait for it.
+        """
         self._beside.wait(self._read)
         self._read = ()
         self._comm.check()

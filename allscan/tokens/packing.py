@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 class Tables:
     """Tables that were made on the host, in the device's memory, which calls on any stream may read from now on: they
-    are one copy, for which the host has waited. Before each call that reads them comes :meth:`use`.
+    are one copy, for which the host has waited. Before each call that reads them comes ``use``.
 
     tensors: the tables."""
 
@@ -125,7 +125,7 @@ class Layout(Tables):
 
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
         """What ``make()`` returned for ``key`` at one of the last KEPT such calls: launches for these tokens. It should
-        hold :meth:`tables`, not this, which would then hold itself."""
+        hold ``tables``, not this, which would then hold itself."""
         found = self._derived.get(key)
         if found is None:
             if len(self._derived) >= KEPT:
@@ -252,7 +252,7 @@ def without_empty(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """cu_seqlens as Python's numbers; see :class:`TensorKey`. Raises ValueError for one on the GPU in a capture."""
+    """cu_seqlens as Python's numbers; see ``TensorKey``. Raises ValueError for one on the GPU in a capture."""
     if cu_seqlens.device.type == "cpu":
         return tuple(cu_seqlens.tolist())
     reject_in_capture(cu_seqlens)

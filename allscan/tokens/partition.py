@@ -71,7 +71,7 @@ def partition_start(
 
 
 def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]:
-    """The number of tokens of every rank; see :func:`partition_start`."""
+    """The number of tokens of every rank; see ``partition_start``."""
     partitions = comm.agreed.partitions
     tokens = partitions.get(lengths)
     if tokens is not None:
@@ -145,7 +145,7 @@ def _rises_from_0(lengths: tuple[int, ...]) -> bool:
 
 
 def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
-    """:func:`_check_place`; in debug mode ask the others."""
+    """``_check_place``; in debug mode ask the others."""
     _check_place(comm, lengths, begin, end, halves)
     if comm.debug:
         places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")

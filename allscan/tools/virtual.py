@@ -193,7 +193,7 @@ class VirtualRanks:
     """The scan of ``size`` ranks over states of ``shape`` [..., K, V], each rank on a stream of the current GPU.
 
     nodes: how many ranks each node has; default one node. algorithm: "chain", "rails" or "recursive_doubling".
-    depth, tile: as for :class:`allscan.AllScan`. protocol: "sentinel" or "signal". programs: of each rank's launches.
+    depth, tile: as for ``allscan.AllScan``. protocol: "sentinel" or "signal". programs: of each rank's launches.
     timeout: seconds that a kernel waits.
     """
 
@@ -256,7 +256,7 @@ class VirtualRanks:
         join: bool = True,
     ) -> torch.Tensor:
         """One call of all ranks: [P, ...], what each gets. Does not wait for it. The current stream does, but behind a
-        gate and without ``join``: then ranks run ahead of each other, and :meth:`join` comes later. Until then nothing
+        gate and without ``join``: then ranks run ahead of each other, and ``join`` comes later. Until then nothing
         that is given may be written or dropped.
 
         states: float32 [P, ..., K, V]. decays: float32 [P, ..., K]. initial: of the first rank, [..., K, V].

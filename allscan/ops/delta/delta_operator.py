@@ -53,7 +53,7 @@ BETAS = torch.float32, torch.bfloat16, torch.float16  # types that fla's kernels
 
 
 class Before(NamedTuple):
-    """What is done to the arguments before the rule; see :func:`zeco_kda`."""
+    """What is done to the arguments before the rule; see ``zeco_kda``."""
 
     normalize: bool
     gate: bool
@@ -129,32 +129,44 @@ def zeco_kda(
 
     The arguments are those of ``fla.ops.kda.chunk_kda``, and comm=, with the same defaults.
 
-    q, k: [B, T, H, K], v: [B, T, HV, V], HV a multiple of H; this rank's T tokens; float16, float32 or, on
-        GPUs, bfloat16, all three alike. K up to 256. T may differ between ranks and be 0, nothing else may differ.
-    g: [B, T, HV, K], natural logarithm of the decay, at most 0, and at least -1,048,576 in the sum of 64 tokens, which
-        is checked at the first call for a shape only, and in debug mode: looking waits for the GPU. Errors grow with
-        that sum (docs/delta.md); begin documents by cu_seqlens. float32, or like q. beta: [B, T, HV], any float type.
-    use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
-    use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g + dt_bias),
-        with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV], optional where there is
-        a lower_bound; dt_bias: HV * K numbers, optional.
-    use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
-    safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
-    state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
-    scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document: as in
-        :func:`allscan.zeco_gla`; states are [B or N, HV, K, V] float32.
+    Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state; the gradients of A_log and dt_bias are this
+    rank's share. One scan forward, with the K x K transition that a rank's tokens make, and one in reverse in backward,
+    each moving one state of B * HV * K * V float32 words from a rank to the next.
 
-    Returns (o, final_state), as zeco_gla does. Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state;
-    the gradients of A_log and dt_bias are this rank's share. One scan forward, with the K x K transition that a rank's
-    tokens make, and one in reverse in backward, each moving one state of B * HV * K * V float32 words from a rank to
-    the next. What happens inside of chunks of 64 tokens is done by flash-linear-attention, which must be installed
-    (``pip install flash-linear-attention``), or with chunk="allscan" by kernels of our own, alike on all ranks: for any
-    gates, and on CPUs for bfloat16, too; on GPUs they have not been measured.
+    Args:
+        q, k: [B, T, H, K], this rank's T tokens; float16, float32 or, on GPUs, bfloat16, v alike. K up to 256. T may
+            differ between ranks and be 0, nothing else may differ.
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV, K], natural logarithm of the decay, at most 0, and at least -1,048,576 in the sum of 64 tokens,
+            which is checked at the first call for a shape only, and in debug mode: looking waits for the GPU. Errors
+            grow with that sum (docs/delta.md); begin documents by cu_seqlens. float32, or like q.
+        beta: [B, T, HV], any float type.
+        use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
+        use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g +
+            dt_bias), with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        A_log: [HV], optional where there is a lower_bound.
+        dt_bias: HV * K numbers, optional.
+        use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
+        safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
+        state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
+        scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, comm: as in
+            ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
+        chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "fla", flash-linear-attention, which must
+            be installed (``pip install flash-linear-attention``), or "allscan", kernels of our own: for any gates, and
+            on CPUs for bfloat16, too; on GPUs they have not been measured.
 
-    Raises what :func:`allscan.zeco_gla` raises, and ImportError without fla, before anything is launched.
-    Source: Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
+    Returns:
+        (o, final_state), as ``allscan.zeco_gla`` does.
 
+    Raises:
+        ImportError: without fla.
+        RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
+
+    Example:
         >>> o, _ = allscan.zeco_kda(q, k, v, g, beta, comm=comm)         # q[:, t0:t1], ... of the whole sequence
+
+    Source:
+        Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     before = Before(
         use_qk_l2norm_in_kernel,
@@ -200,12 +212,28 @@ def zeco_gated_delta_rule(
 
         S_t = exp(g_t) (1 - beta_t k_t k_t^T) S_{t-1} + beta_t k_t^T v_t,     o_t = scale * q_t S_t
 
-    The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, and comm=. g: [B, T, HV], natural
-    logarithm of the decay of a head; dt_bias: [HV]. All else as in :func:`zeco_kda`. Trains on Hopper with
+    The arguments are those of ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``, and comm=. Trains on Hopper with
     Triton 3.6 too, where fla rejects this rule's backward.
-    Source: Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
 
+    Args:
+        g: [B, T, HV], natural logarithm of the decay of a head.
+        dt_bias: [HV], optional.
+        q, k, v, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, state_v_first, cu_seqlens, first_token, layout,
+            per_document, chunk: as in ``allscan.zeco_kda``.
+
+    Returns:
+        (o, final_state), as ``allscan.zeco_gla`` does.
+
+    Raises:
+        ImportError: without fla.
+        RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
+
+    Example:
         >>> o, _ = allscan.zeco_gated_delta_rule(q, k, v, g, beta, comm=comm)
+
+    Source:
+        Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     before = Before(
         use_qk_l2norm_in_kernel,

@@ -120,7 +120,7 @@ class StatePass:
     def turn(
         self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Any]:
-        """(h, v_new of forward, made again; each segment's incoming gradient, for :meth:`backward`). The scan of
+        """(h, v_new of forward, made again; each segment's incoming gradient, for ``backward``). The scan of
         the gradient runs beside the former. ``dv``, or scores Aqk to make it of. dfinal: [N, H, K, V] or None."""
         given, options = scores if dv is None else dv, dict(scale=scale, from_scores=dv is None)
         h, v_new, *entering = self._run(self._turn, q, k, w, u, g, do, given, dfinal, *kept, **options)
@@ -132,12 +132,12 @@ class StatePass:
         return self._run(self._backward, q, k, w, g, do, dv, *entering, dinitial, scale=scale)
 
     def forward_of_none(self, initial, final: Tensor | None, kept: Kept) -> None:
-        """:meth:`forward` of a rank without tokens: what comes goes on."""
+        """``forward`` of a rank without tokens: what comes goes on."""
         k, v, g = self._nothing()
         self.forward(k, k, v, g, initial, final, kept)
 
     def backward_of_none(self, dfinal, dinitial: Tensor | None, kept: Kept) -> None:
-        """:meth:`turn` and :meth:`backward` of such a rank."""
+        """``turn`` and ``backward`` of such a rank."""
         k, v, g = self._nothing()
         *_, entering = self.turn(k, k, k, v, g, v, None, dfinal, 1.0, kept, dv=v)
         self.backward(k, k, k, g, v, v, 1.0, entering, dinitial)

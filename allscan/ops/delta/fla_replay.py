@@ -51,14 +51,14 @@ class FlaReplay:
 
     No plan is made of a function that calls other operators of torch, uses tensors beside its arguments and those that
     it makes, or returns parts of tensors; of one whose kernels do not all go through Triton, unless the comparison
-    misses it. :meth:`plans` says what has one.
+    misses it. ``plans`` says what has one.
 
     The function may not change its arguments. What it launches may depend on the arguments' shapes, dtypes and
     constants, not on values that it reads from the GPU, nor on settings (torch's default dtype, environment variables).
     It is called as it is outside of GPUs, where gradients are to go through it, with tensors that are not contiguous,
     and with anything else than tensors and constants.
 
-    cuda: whether anything is traced at all. graphs: what plans become, see :class:`Plan`.
+    cuda: whether anything is traced at all. graphs: what plans become, see ``Plan``.
     """
 
     def __init__(self, cuda: bool, graphs: Graphs | None = None) -> None:
@@ -214,7 +214,7 @@ class _Rejected(Exception):
 
 
 class _Trace(TorchDispatchMode):
-    """Of one call: its steps; see :class:`FlaReplay`."""
+    """Of one call: its steps; see ``FlaReplay``."""
 
     def __init__(self, given: list[Tensor]) -> None:
         super().__init__()

@@ -66,57 +66,68 @@ def zeco_gla(
 
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,     o_t = scale * q_t S_t         for every sequence and head
 
-    q, k: [B, T, H, K], v: [B, T, H, V]; this rank's T tokens; bfloat16, float16 or float32, all three alike. K up to
-        512. T may differ between ranks, and from call to call, and be 0: such a rank passes on what comes. B, H, K and
-        V may not differ. B * T of a rank at most 65,535 chunks of 64 tokens, a sequence's last one on the rank counting
-        as whole.
-    g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no gate
-        is positive or NaN is checked at the first call for a shape only, and in debug mode: looking waits for the GPU.
-    scale: default K ** -0.5; the same on every rank.
-    initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token. Its
-        gradient is non-zero on the rank that has this token, without cu_seqlens on the first rank.
-    output_final_state: whether to return each sequence's state after its last token. Each rank may choose for itself.
-        "all", on all ranks or on none: true on every rank, for decoding behind a split prefill. It goes from the rank
-        that has it to the others, by one scan more, with cu_seqlens by two; its gradient is the sum over the ranks.
-    cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks; sequence
-        i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor on the CPU or
-        the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one communicator a cu_seqlens has
-        one split: each rank has the same T whenever it comes again. A call and its backward have the values of when it
-        was made. A tensor on the GPU is read once, which waits for it, and again when torch has counted a write to it:
-        do not change it in other ways (``.data``, other code's kernels, a CUDA graph's replay), and not at all if made
-        in torch.inference_mode; debug mode compares. In a CUDA graph's capture it must be a list or on the CPU.
-    first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
-        cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
-        tokens follow one another is the caller's word; debug mode compares it.
-    layout: "zigzag" where the whole is cut into 2P chunks and rank r has chunk r in the first half of its T tokens and
-        chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even. Two states
-        are sent instead of one: that of the first halves in ascending order of ranks, then that of the second halves in
-        descending order. first_token is that of the first half; final_state is rank 0's.
-    per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
-        wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
-        2P - 1 - r of each, one sequence behind the other (:func:`allscan.zigzag.zigzag_positions`): each length is a
-        multiple of 2P, T is a P-th of the whole on every rank, and first_token r T / 2. Then the states of all N
-        sequences are sent, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
-    recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False: they
-        are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16 inputs, 8 *
-        K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either way. Each rank may
-        choose for itself.
-
-    Returns (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has
-    the sequence's last token, without cu_seqlens on the last rank, even if that has none, and zeros on the others, with
-    "all" on every rank; or None.
-
     Differentiable in q, k, v, g and initial_state. One scan forward and one in reverse in backward, each moving one
     state of B*H*K*V float32 words from a rank to the next, while the kernels that need nothing remote run. The result
     is ready on the current stream; the host does not wait. All ranks make the same calls in the same order, forward and
     backward; activation checkpointing keeps that order. torch.compile takes it as a whole, a custom operator. The first
     call for a shape, or for a cu_seqlens, is collective on the host and must come before a CUDA graph's capture.
 
-    Raises TypeError (dtypes), ValueError (shapes, device, cu_seqlens, a positive gate), and what
-    :func:`allscan.allscan` raises, before anything is launched.
-    Source: ZeCO, arXiv 2507.01004, algorithms 1 and 2.
+    Args:
+        q, k, v: [B, T, H, K] (v: V), this rank's T tokens; bfloat16, float16 or float32, all three alike. K up
+            to 512. T may differ between ranks, and from call to call, and be 0: such a rank passes on what comes. B, H,
+            K and V may not differ. B * T of a rank at most 65,535 chunks of 64 tokens, a sequence's last one on the
+            rank counting as whole.
+        g: [B, T, H, K], natural logarithm of the decay, at most 0 (down to -inf is exact); float32, or like q. That no
+            gate is positive or NaN is checked at the first call for a shape only, and in debug mode: looking waits for
+            the GPU.
+        comm: the ranks.
+        scale: default K ** -0.5; the same on every rank.
+        initial_state: [B or N, H, K, V] float32, the same on every rank: each sequence's state before its first token.
+            Its gradient is non-zero on the rank that has this token, without cu_seqlens on the first rank.
+        output_final_state: whether to return each sequence's state after its last token. Each rank may choose for
+            itself. "all", on all ranks or on none: true on every rank, for decoding behind a split prefill. It goes
+            from the rank that has it to the others, by one scan more, with cu_seqlens by two; its gradient is the sum
+            over the ranks.
+        cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks;
+            sequence i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor
+            on the CPU or the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one
+            communicator a cu_seqlens has one split: each rank has the same T whenever it comes again. A call and its
+            backward have the values of when it was made. A tensor on the GPU is read once, which waits for it, and
+            again when torch has counted a write to it: do not change it in other ways (``.data``, other code's kernels,
+            a CUDA graph's replay), and not at all if made in torch.inference_mode; debug mode compares. In a CUDA
+            graph's capture it must be a list or on the CPU.
+        first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
+            cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
+            tokens follow one another is the caller's word; debug mode compares it.
+        layout: "zigzag" where the whole is cut into 2P chunks and rank r has chunk r in the first half of its T tokens
+            and chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even.
+            Two states are sent instead of one: that of the first halves in ascending order of ranks, then that of the
+            second halves in descending order. first_token is that of the first half; final_state is rank 0's.
+        per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
+            wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
+            2P - 1 - r of each, one sequence behind the other (``allscan.zigzag.zigzag_positions``): each length is
+            a multiple of 2P, T is a P-th of the whole on every rank, and first_token r T / 2. Then the states of all N
+            sequences are sent, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
+        recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False:
+            they are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16
+            inputs, 8 * K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either
+            way. Each rank may choose for itself.
 
+    Returns:
+        (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has the
+        sequence's last token, without cu_seqlens on the last rank, even if that has none, and zeros on the others, with
+        "all" on every rank; or None.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, device, cu_seqlens, a positive gate.
+        RuntimeError: and whatever else ``allscan.allscan`` raises, before anything is launched.
+
+    Example:
         >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)         # q[:, t0:t1], ... of the whole sequence
+
+    Source:
+        ZeCO, arXiv 2507.01004, algorithms 1 and 2.
     """
     if type(comm) is not Communicator:
         check_communicator(comm)
@@ -158,7 +169,7 @@ def zeco_gla_by(
     recompute: bool = True,
     per_document: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`zeco_gla` with the state carried over the ranks by ``carrier``."""
+    """``zeco_gla`` with the state carried over the ranks by ``carrier``."""
     tensors, comm = (q, k, v, g, initial_state), carrier.comm
     if torch.compiler.is_compiling():
         keeps = wants_gradient(tensors) and not recompute
@@ -219,8 +230,8 @@ class Prepared:
     """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
     by which they find it.
 
-    options: (scale, first_token, zigzag, keeps), with which :func:`_find` finds the same again. saved: see
-    :func:`_saved`."""
+    options: (scale, first_token, zigzag, keeps), with which ``_find`` finds the same again. saved: see
+    ``_saved``."""
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved

@@ -62,7 +62,7 @@ Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what is store
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shape:
-    """Of a call: what its plans depend on, besides where its sequences begin. See :func:`shape_of`."""
+    """Of a call: what its plans depend on, besides where its sequences begin. See ``shape_of``."""
 
     B: int
     T: int
@@ -301,14 +301,14 @@ class GLAPlan(Plan):
         fwd_epoch,
         long: Callable[[], Any] | None = None,
     ) -> Any:
-        """Through the segments (carry_kernel), then over the ranks, beside what is recorded until :meth:`join_carry`.
+        """Through the segments (carry_kernel), then over the ranks, beside what is recorded until ``join_carry``.
 
         Then ``states`` and ``gates`` are each segment's incoming state, ``prev`` [states, H, K, V] this rank's,
         ``final`` the ends of the sequences.
 
         Forward has little to run beside the scan: operands_kernel where keys are made apart, otherwise nothing. So the
         last rank, which sends to nobody, begins its scan first and goes through its segments while that waits. The
-        first rank, which waits for nobody, does not wait for its own scan either, until :meth:`end`.
+        first rank, which waits for nobody, does not wait for its own scan either, until ``end``.
 
         ``long``: records kernels of few long programs, which need the results of neither carry_kernel nor the scan.
         They run on a stream of their own (LONG), behind carry_kernel. Where room becomes free, their programs come
