@@ -13,7 +13,7 @@ import triton.language as tl
 import allscan
 from allscan.launch.streams import SCANS
 from allscan.ops.carrier import record_call, register
-from allscan.ops.gla import zeco_gla_by
+from allscan.ops.gla import Asked, zeco_gla_by
 
 
 @triton.jit
@@ -258,7 +258,7 @@ class Baseline:
 
 def gla(q, k, v, g, *, carrier: Baseline, recompute: bool = True):
     """zeco_gla with another communication."""
-    return zeco_gla_by(carrier, q, k, v, g, recompute=recompute)[0]
+    return zeco_gla_by(carrier, (q, k, v, g, None), Asked(recompute=recompute))[0]
 
 
 class Turn(torch.autograd.Function):

@@ -4,6 +4,6 @@
 ``gla_plans``     which kernel is launched with what.
 """
 
-from .gla_operator import zeco_gla, zeco_gla_by
+from .gla_operator import Asked, zeco_gla, zeco_gla_by
 
-__all__ = ["zeco_gla", "zeco_gla_by"]
+__all__ = ["Asked", "zeco_gla", "zeco_gla_by"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,47 +134,41 @@ def zeco_gla(
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
-    found = zeco_gla_by(
-        comm.attributes.get("carrier") or AllScanCarrier.of(comm),
-        q,
-        k,
-        v,
-        g,
-        scale,
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        first_token,
-        layout,
-        recompute,
-        per_document,
-    )
+    asked = Asked(scale, output_final_state, cu_seqlens, first_token, layout, recompute, per_document)
+    found = zeco_gla_by(comm.attributes.get("carrier") or AllScanCarrier.of(comm), (q, k, v, g, initial_state), asked)
     if not of_all:
         return found
     return final_of_all(*found, comm, cu_seqlens is not None and not per_document, layout == "zigzag")
 
 
-def zeco_gla_by(
-    carrier: StateCarrier,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    first_token: int | None = None,
-    layout: str = "contiguous",
-    recompute: bool = True,
-    per_document: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """``zeco_gla`` with the state carried over the ranks by ``carrier``."""
-    tensors, comm = (q, k, v, g, initial_state), carrier.comm
+class Asked(NamedTuple):
+    """Options of a call as they are given: see ``zeco_gla``."""
+
+    scale: float | None = None
+    output_final_state: bool = False
+    cu_seqlens: Tensor | Sequence[int] | None = None
+    first_token: int | None = None
+    layout: str = "contiguous"
+    recompute: bool = True
+    per_document: bool = False
+
+
+class Options(NamedTuple):
+    """The same, checked: what is not in the tensors. zigzag: see zigzag_of; keeps: forward keeps what is made of the
+    chunks."""
+
+    scale: float
+    first_token: int | None = None
+    zigzag: int = 0
+    keeps: bool = False
+
+
+def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
+    """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
+    comm, (scale, final, cu_seqlens, _, layout, recompute, per_document) = carrier.comm, asked
     if torch.compiler.is_compiling():
         keeps = wants_gradient(tensors) and not recompute
-        rest = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document)
-        return _traced_call(carrier, tensors, output_final_state, *rest, keeps)
+        return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, keeps))
     with comm.call(False, "zeco_gla", tensors):
         key = call_key(tensors)
         differentiable = bool(key[-1])
@@ -185,30 +179,30 @@ def zeco_gla_by(
         key = key, scale, layout, keeps, type(carrier)
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
-            cu_seqlens, *options = _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document)
-            options.append(keeps)
+            cu_seqlens, options = _checked(carrier, tensors, asked, keeps)
             if watched((*tensors, cu_seqlens)):
-                return _traced_call(carrier, tensors, output_final_state, cu_seqlens, *options)
-            prepared = _prepare(carrier, tensors, cu_seqlens, *options)
+                return _traced_call(carrier, tensors, final, cu_seqlens, options)
+            prepared = _prepare(carrier, tensors, cu_seqlens, options)
             if known:
                 comm.calls.remember(key, prepared)
         given = plain_or_traced(*tensors)
         if differentiable:
-            return _Eager.apply((prepared, output_final_state, cu_seqlens), *given)
-        o, final_state, _ = prepared.forward(output_final_state, *given)
+            return _Eager.apply((prepared, final, cu_seqlens), *given)
+        o, final_state, _ = prepared.forward(final, *given)
         return o, final_state
 
 
 _SCALES = float, int, type(None)
 
 
-def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_document) -> tuple:
-    """(cu_seqlens, scale, first_token, zigzag), after the checks that need no other rank."""
-    deferred, given = None, cu_seqlens
+def _checked(carrier, tensors, asked: Asked, keeps: bool) -> tuple[Tensor | None, Options]:
+    """(cu_seqlens, Options), after the checks that need no other rank."""
+    scale, _, given, first_token, layout, _, per_document = asked
+    deferred, cu_seqlens = None, None
     try:
-        zigzag = zigzag_of(layout, per_document, cu_seqlens)
+        zigzag = zigzag_of(layout, per_document, given)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
-        cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
+        cu_seqlens = None if given is None else own_boundaries(given)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
     except (TypeError, ValueError) as error:
@@ -217,12 +211,12 @@ def _checked(carrier, tensors, cu_seqlens, first_token, scale, layout, per_docum
         carrier.prepare(None, deferred=deferred)  # raises it, on the other ranks too if this is a first call
     compare_values(carrier.comm, given, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return cu_seqlens, scale, first_token, zigzag
+    return cu_seqlens, Options(scale, first_token, zigzag, keeps)
 
 
-def _traced_call(carrier, tensors, final, cu_seqlens, *rest) -> tuple[Tensor, Tensor | None]:
+def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple[Tensor, Tensor | None]:
     """By the custom operator."""
-    o, final_state, _ = _traced.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *rest)
+    o, final_state, _ = _traced.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *options)
     return o, final_state if final else None
 
 
@@ -230,10 +224,9 @@ class Prepared:
     """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
     by which they find it.
 
-    options: (scale, first_token, zigzag, keeps), with which ``_find`` finds the same again. saved: see
-    ``_saved``."""
+    options: with which ``_find`` finds the same again. saved: see ``_saved``."""
 
-    def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: tuple, saved: list) -> None:
+    def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
         self.scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
         self._states = shape.sequences, shape.H, shape.K, shape.V
@@ -258,17 +251,10 @@ class Prepared:
         return o, final_state, kept
 
     def backward(
-        self,
-        do: Tensor,
-        dfinal: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        kept: Tensor,
-        initial: bool,
+        self, do: Tensor, dfinal: Tensor | None, saved: Sequence[Tensor], initial: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """(dv, dq, dk, dg, dinitial_state or None)."""
+        q, k, v, g, kept = saved
         dinitial = q.new_zeros(self._states, dtype=torch.float32) if initial else None
         kind = backward_plan, dfinal is None, dinitial is None
         dv, dq, dk, dg = self._run(kind, q, k, v, g, do, dfinal, dinitial, kept)
@@ -282,15 +268,16 @@ class Prepared:
         self.layout.use(self.carrier.comm)
         plan = self._plans.get(kind)
         if plan is None:
-            (make, *_), shape, layout, scale = kind, self.shape, self.layout, self.options[0]
+            (make, *_), shape, layout, scale = kind, self.shape, self.layout, self.options.scale
             key = type(self.carrier), shape, scale, *kind
             plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), self.carrier, *tensors))
             self._plans[kind] = plan
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
 
-def _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag) -> None:
+def _check(tensors, cu_seqlens, comm, zigzag) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
+    q, k, v, g, initial_state = tensors
     names = dict(q=q, k=k, v=v, g=g)
     for name, x in names.items():
         if x.device != comm.device:
@@ -331,10 +318,10 @@ def _state_shape(q, v, cu_seqlens) -> tuple[int, int, int, int]:
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) -> Prepared:
+def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
     """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
     ranks."""
-    comm, (q, k, v, g, initial_state) = carrier.comm, tensors
+    comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _) = carrier.comm, tensors, options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, type(carrier)
@@ -345,18 +332,19 @@ def _prepare(carrier, tensors, cu_seqlens, scale, first_token, zigzag, keeps) ->
             agree = "zeco_gla", *common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
 
         def check() -> None:
-            _check(q, k, v, g, initial_state, cu_seqlens, comm, zigzag)
+            _check(tensors, cu_seqlens, comm, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, signature, shape, agree, check, g, carrier.prepare)
-    return _find(carrier, q, v, g.dtype, cu_seqlens, scale, first_token, zigzag, keeps)
+    return _find(carrier, q, v, g.dtype, cu_seqlens, options)
 
 
-def _find(carrier, q, v, gate_dtype, cu_seqlens, scale, first_token, zigzag, keeps) -> Prepared:
+def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
     """For tensors that were checked."""
+    _, first_token, zigzag, keeps = options
     shape = _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps)
     layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
-    return Prepared(carrier, shape, layout, (scale, first_token, zigzag, keeps), _saved(shape, carrier.comm.device))
+    return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
 
 
 def _saved(shape: Shape, device) -> list:
@@ -393,7 +381,7 @@ class _Eager(Function):
         carrier = prepared.carrier
         o, final_state, kept = prepared.forward(final, *tensors)
         pending = [] if recomputing() else carrier.pending(prepared.scan, bool(prepared.shape.zigzag))
-        _save(ctx, *tensors, cu_seqlens, kept, pending, carrier.handle, prepared.options)  # type: ignore[call-arg]
+        _save(ctx, (*tensors, cu_seqlens), kept, pending, carrier.handle, prepared.options)
         ctx.prepared = weakref.ref(prepared)
         return o, final_state
 
@@ -407,7 +395,8 @@ class _Eager(Function):
 _TORCHS = Tensor, type(None)
 
 
-def _save(ctx, q, k, v, g, initial_state, cu_seqlens, kept, pending, handle, options) -> None:
+def _save(ctx, tensors, kept, pending, handle, options: Options) -> None:
+    q, k, v, g, initial_state, cu_seqlens = tensors
     ctx.save_for_backward(q, k, v, g, cu_seqlens, kept)
     ctx.set_materialize_grads(False)
     ctx.pending = pending
@@ -424,23 +413,24 @@ def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dg, dinitial if ctx.rest[0] else None
 
 
-def _run_backward(
-    prepared: Prepared | None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *options
-) -> tuple[Any, ...]:
+def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
+    """``inputs``: those of ``_backward``."""
+    do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *rest = inputs
+    options = Options(*rest)
     carrier = carrier_of(handle) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         reject_second_derivative("zeco_gla")
         if q.ndim != 4:
             raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:
-            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, *options[2:]), carrier.comm.device)
+            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, *rest[2:]), carrier.comm.device)
         else:
             saved = prepared.saved
         q, k, v, g, kept, do = restored("zeco_gla", "q k v g kept do", (q, k, v, g, kept, do), saved)
-        prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, *options)
+        prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, options)
         if kept.data_ptr() % 16:  # in memory of another's, of which kernels want multiples
             kept = kept.clone()
-        return prepared.backward(do, dfinal, q, k, v, g, kept, initial)
+        return prepared.backward(do, dfinal, (q, k, v, g, kept), initial)
 
 
 # The custom operator, which torch.compile traces
@@ -462,7 +452,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     carrier = carrier_of(handle)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
-        prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, scale, first_token, zigzag, keeps)
+        options = Options(scale, first_token, zigzag, keeps)
+        prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options)
         return prepared.forward(final, q, k, v, g, initial_state)
 
 
@@ -523,7 +514,7 @@ def _save_traced(ctx, inputs, output) -> None:
         carried = _carried_shape(tensors[0], tensors[2], tensors[5], zigzag)
         carrier = carrier_of(handle)
         pending = carrier.pending(carrier.prepare(carried), bool(zigzag))
-    _save(ctx, *tensors, output[2], pending, handle, (scale, first_token, zigzag, keeps))  # type: ignore[call-arg]
+    _save(ctx, tensors, output[2], pending, handle, Options(scale, first_token, zigzag, keeps))
 
 
 def _gradient_traced(backward, ctx, do, dfinal, _) -> tuple[Tensor | None, ...]:

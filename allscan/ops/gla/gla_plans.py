@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +129,33 @@ class Shape:
 shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that it is quick to look up
 
 
+class Inputs(NamedTuple):
+    """Of the operator."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+
+
+class Chunks(NamedTuple):
+    """What is made of the chunks: see Shape.made."""
+
+    gate: Buffer
+    strong: Buffer
+    k_out: Buffer
+    q_in: Buffer
+    a: Buffer
+
+
+class Entering(NamedTuple):
+    """The incoming state of each segment from this rank's tokens, its gates, the incoming state of this rank."""
+
+    states: Buffer
+    gates: Buffer
+    prev: Buffer
+
+
 class GLAPlan(Plan):
     """A forward or backward pass for calls of one shape.
 
@@ -182,17 +209,12 @@ class GLAPlan(Plan):
         us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
         return us > APART_US * shape.B * shape.T * self.H * self.K
 
-    def keys(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
+    def keys(self, x: Inputs, made: Chunks) -> None:
         """See keys_kernel."""
         self.launch(
             keys_kernel,
             self.by_chunks,
-            k,
-            g,
-            self.chunks,
-            k_out,
-            gate,
-            strong,
+            *(x.k, x.g, self.chunks, made.k_out, made.gate, made.strong),
             **self.widths,
             BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1),
             BK=self.BK,
@@ -200,21 +222,13 @@ class GLAPlan(Plan):
             RANGE=self.range,
         )
 
-    def operands(self, keys: bool, q, k, g, gate, strong, q_in, k_out, a) -> None:
+    def operands(self, keys: bool, x: Inputs, made: Chunks) -> None:
         """See operands_kernel."""
         self.launch(
             operands_kernel,
             self.by_chunks,
-            q,
-            k,
-            g,
-            self.chunks,
-            self.weights,
-            gate,
-            strong,
-            q_in,
-            k_out,
-            a,
+            *(x.q, x.k, x.g, self.chunks, self.weights),
+            *(made.gate, made.strong, made.q_in, made.k_out, made.a),
             scale=self.scale,
             **self.widths,
             **self.precision,
@@ -225,19 +239,12 @@ class GLAPlan(Plan):
             num_stages=3,
         )
 
-    def strong_operands(self, q, k, g, gate, strong, q_in, k_out, a) -> None:
+    def strong_operands(self, x: Inputs, made: Chunks) -> None:
         """See strong_decay_kernel."""
         self.launch(
             strong_decay_kernel,
             self.lookers,
-            q,
-            k,
-            g,
-            self.chunks,
-            strong,
-            q_in,
-            k_out,
-            a,
+            *(x.q, x.k, x.g, self.chunks, made.strong, made.q_in, made.k_out, made.a),
             scale=self.scale,
             **self.widths,
             **self.precision,
@@ -292,13 +299,10 @@ class GLAPlan(Plan):
     def carry(
         self,
         carrier: StateCarrier,
-        states,
-        sums,
-        gates,
-        outside,
-        prev,
-        final,
-        fwd_epoch,
+        sums: Buffer,
+        entering: Entering,
+        ends: tuple[Buffer | None, Buffer | None],
+        fwd_epoch: Buffer,
         long: Callable[[], Any] | None = None,
     ) -> Any:
         """Through the segments (carry_kernel), then over the ranks, beside what is recorded until ``join_carry``.
@@ -314,6 +318,7 @@ class GLAPlan(Plan):
         They run on a stream of their own (LONG), behind carry_kernel. Where room becomes free, their programs come
         before those of the current stream that have not begun by then, and behind the scan's.
         Returns what ``long`` does."""
+        (states, gates, prev), (outside, final) = entering, ends
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
         halves = self.shape.carried, 1 + zigzag, H, K
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
@@ -381,29 +386,23 @@ class GLAPlan(Plan):
         if self._joins_last:
             self.join()
 
-    def outputs(self, k_out, v, q_in, a, gate, entering, o) -> None:
+    def outputs(self, v: Buffer, made: Chunks, entering: Entering, o: Buffer) -> None:
         """See output_kernel; forward has no use for what comes behind o."""
         self._with_state(
             output_kernel,
             self.BK,
             OUTPUTS,
-            k_out,
-            v,
-            q_in,
-            a,
-            gate,
-            self.segments,
+            *(made.k_out, v, made.q_in, made.a, made.gate, self.segments),
             *entering,
-            o,
-            o,
-            o,
-            o,
-            o,
+            *[o] * 5,
             REVERSE=False,
         )
 
-    def value_gradients(self, do, q_in, k_out, a, gate, entering, dv, states, low) -> tuple[Buffer, Buffer]:
+    def value_gradients(
+        self, do: Buffer, made: Chunks, entering: Entering, dv: Buffer, of_chunks: tuple[Buffer, Buffer]
+    ) -> tuple[Buffer, Buffer]:
         """Makes dv; (D, what passes from state to state): see output_kernel."""
+        (gate, _, k_out, q_in, a), (states, low) = made, of_chunks
         whole = self.BK <= 128
         BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
         dstates = self.of_chunks(self.dtype)
@@ -512,7 +511,7 @@ class GLAPlan(Plan):
         )
         return da, diagonal
 
-    def gradients(self, q, k, v, g, do, gate, strong, of_scores, of_states, grads) -> None:
+    def gradients(self, x: Inputs, do: Buffer, made: Chunks, of_scores, of_states, grads) -> None:
         """dq, dk, dg: see grad_kernel."""
         parts = of_states[2].shape[2]
         common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
@@ -521,15 +520,7 @@ class GLAPlan(Plan):
         self.launch(
             grad_kernel,
             (cdiv(self.K, BK), *self.by_chunks),
-            q,
-            k,
-            v,
-            g,
-            do,
-            self.chunks,
-            self.weights,
-            gate,
-            strong,
+            *(*x, do, self.chunks, self.weights, made.gate, made.strong),
             *of_scores,
             *of_states,
             *grads,
@@ -541,13 +532,7 @@ class GLAPlan(Plan):
         self.launch(
             strong_decay_grad_kernel,
             self.lookers,
-            q,
-            k,
-            v,
-            g,
-            do,
-            self.chunks,
-            strong,
+            *(*x, do, self.chunks, made.strong),
             *of_scores,
             *of_states,
             *grads,
@@ -555,10 +540,9 @@ class GLAPlan(Plan):
             **self.of_strong,
         )
 
-    def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()) -> tuple:
-        """(forward epoch, (states, gates, prev), gate, strong, (k_out, q_in, A)): see Shape.all_kept. What is not kept
-        has memory of the run; all but gate and strong, which backward uses to the end, where there is room that of
-        ``grads``, which it writes last."""
+    def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, Entering, Chunks]:
+        """(forward epoch, Entering, Chunks): see Shape.all_kept. What is not kept has memory of the run; all but gate
+        and strong, which backward uses to the end, where there is room that of ``grads``, which it writes last."""
         stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.kept, initial=0)
         parts = [self.view(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
@@ -566,34 +550,36 @@ class GLAPlan(Plan):
             self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ())
             for i, (shape, dtype) in enumerate(self.shape.made(self.num_chunks, self.reverse))
         ]
-        return parts[0], parts[1:4], *made[:2], made[2:]
+        return parts[0], Entering(*parts[1:4]), Chunks(*made)
 
 
-def forward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, initial, final, kept) -> GLAPlan:
-    """For runs with these tensors, of which initial and final may be None. Makes o."""
+def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
+    """For runs with these ``tensors``: q, k, v, g, initial, final, kept, of which initial and final may be None. Makes
+    o."""
+    *_, initial, final, _ = tensors
     plan = GLAPlan(carrier, shape, scale, layout, False, initial is not None, final is not None)
-    given = (None if x is None else plan.input(x) for x in (q, k, v, g, initial, final, kept))
-    q, k, v, g, initial, final, kept = given
-    fwd_epoch, (states, gates, prev), gate, strong, (k_out, q_in, a) = plan.kept_parts(kept)
-    o = plan.output_like(v)
-    operands = q, k, g, gate, strong, q_in, k_out, a
+    buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
+    x, (initial, final, kept) = Inputs(*buffers[:4]), buffers[4:]
+    fwd_epoch, entering, made = plan.kept_parts(kept)
+    o = plan.output_like(x.v)
     if apart := plan.keys_apart(carrier):
-        plan.keys(*operands)
+        plan.keys(x, made)
     else:
-        plan.operands(True, *operands)
-    plan.strong_operands(*operands)
-    sums = plan.segment_states(k_out, v, gate, states)
-    plan.carry(carrier, states, sums, gates, initial, prev, final, fwd_epoch)
+        plan.operands(True, x, made)
+    plan.strong_operands(x, made)
+    sums = plan.segment_states(made.k_out, x.v, made.gate, entering.states)
+    plan.carry(carrier, sums, entering, (initial, final), fwd_epoch)
     if apart:
-        plan.operands(False, *operands)
+        plan.operands(False, x, made)
     plan.join_carry()
-    plan.outputs(k_out, v, q_in, a, gate, (states, gates, prev), o)
+    plan.outputs(x.v, made, entering, o)
     plan.end()
     return plan
 
 
-def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, dinitial, kept) -> GLAPlan:
-    """For runs with these tensors, of which dfinal and dinitial may be None. Makes dv, dq, dk, dg.
+def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
+    """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, kept, of which dfinal and dinitial may be
+    None. Makes dv, dq, dk, dg.
 
     Two kernels need nothing remote and run beside the carry. da_kernel, on the caller's stream, has many short
     programs: where they end, the scan gets its room, and then state_kernel, on the stream LONG, which has few long
@@ -601,31 +587,28 @@ def backward_plan(shape: Shape, scale, layout, carrier, q, k, v, g, do, dfinal, 
     waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run beside
     them; with nothing beside them they would be a round of their own.
     """
+    *_, dfinal, dinitial, _ = tensors
     plan = GLAPlan(carrier, shape, scale, layout, True, dfinal is not None, dinitial is not None)
-    given = (None if x is None else plan.input(x) for x in (q, k, v, g, do, dfinal, dinitial, kept))
-    q, k, v, g, do, dfinal, dinitial, kept = given
-    dv, *grads = (plan.output_like(x) for x in (v, q, k, g))
-    fwd_epoch, entering, gate, strong, (k_out, q_in, a) = plan.kept_parts(kept, grads)
-    dstates, dgates, dprev = (plan.scratch(*of) for of, _ in shape.entering(layout.num_segments))
+    buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
+    x, (do, dfinal, dinitial, kept) = Inputs(*buffers[:4]), buffers[4:]
+    dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
+    fwd_epoch, entering, made = plan.kept_parts(kept, grads)
+    back = Entering(*(plan.scratch(*of) for of, _ in shape.entering(layout.num_segments)))
     if not shape.keeps:
-        operands = q, k, g, gate, strong, q_in, k_out, a
-        plan.operands(True, *operands)
-        plan.strong_operands(*operands)
-    sums = plan.segment_states(q_in, do, gate, dstates)
-    states, low = plan.carry(
+        plan.operands(True, x, made)
+        plan.strong_operands(x, made)
+    sums = plan.segment_states(made.q_in, do, made.gate, back.states)
+    of_chunks = plan.carry(
         carrier,
-        dstates,
         sums,
-        dgates,
-        dfinal,
-        dprev,
-        dinitial,
+        back,
+        (dfinal, dinitial),
         fwd_epoch,
-        lambda: plan.chunk_states(k_out, v, gate, entering, grads),
+        lambda: plan.chunk_states(made.k_out, x.v, made.gate, entering, grads),
     )
-    of_scores = plan.score_gradients(v, do)
+    of_scores = plan.score_gradients(x.v, do)
     plan.join_carry()
-    of_dstates = plan.value_gradients(do, q_in, k_out, a, gate, (dstates, dgates, dprev), dv, states, low)
+    of_dstates = plan.value_gradients(do, made, back, dv, of_chunks)
     # from here on grads are what they are called: low, and k_out, q_in, a unless they were kept, have been in them
-    plan.gradients(q, k, v, g, do, gate, strong, of_scores, (states, *of_dstates), grads)
+    plan.gradients(x, do, made, of_scores, (of_chunks[0], *of_dstates), grads)
     return plan

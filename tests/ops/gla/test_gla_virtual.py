@@ -13,7 +13,7 @@ import allscan
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import prefer_shared_memory_carveout
 from allscan.ops.carrier import register
-from allscan.ops.gla.gla_operator import zeco_gla_by
+from allscan.ops.gla import Asked, zeco_gla_by
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.tools.virtual import VirtualRanks
@@ -90,8 +90,9 @@ def virtual_case(group, case, scan_us, rounds):
             for seat, mine in zip(seats, parts):
                 first_token = None if case.lengths is None else sum(tokens[: seat.comm.rank])
 
-                def call(*x, comm, seat=seat, first_token=first_token, **options):
-                    return zeco_gla_by(seat, *x, **options, first_token=first_token, recompute=case.recompute)
+                def call(*x, comm, initial_state, seat=seat, first_token=first_token, **options):
+                    asked = Asked(**options, first_token=first_token, recompute=case.recompute)
+                    return zeco_gla_by(seat, (*x, initial_state), asked)
 
                 with torch.cuda.stream(seat.queue) if seat.queue else contextlib.nullcontext():
                     if seat.queue and i and chance.random() < 0.3:
