@@ -40,7 +40,7 @@ def same_with_stragglers(comm, whole, mine, where):
     return ours
 
 
-def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
+def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
     """(error of ours, of fla's chunk_kda on the whole) by tensor, of this rank's part."""
     import_fla()
     from fla.ops.kda import chunk_kda
@@ -52,7 +52,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta):
         expected = of_rank(whole.reference(), comm, tokens, lengths, sequences, *[bool(where)] * 2)
         theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
         theirs = of_rank(theirs, comm, tokens, lengths, sequences, *[bool(where)] * 2)
-        ours = same_with_stragglers(comm, whole, mine, where)
+        ours = same_with_stragglers(comm, whole, mine, where | dict(chunk=chunk))
         errors = [relative_all(NAMES, x, expected) for x in (ours, theirs)]
         return {name: (errors[0][name], errors[1][name]) for name in NAMES}
 
@@ -70,6 +70,20 @@ def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta):
         wrong = {name: pair for name, pair in errors.items() if not pair[0] <= 1.1 * pair[1] + 1e-5}
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "kind, dtype, cuts",
+    [(kind, BF16, "one") for kind in ("zero", "weak", "mild", "mixed")]
+    + [("weak", BF16, "packed"), ("weak", F32, "one")],
+)
+def test_own_chunks_are_near_flas(run, size, kind, dtype, cuts):
+    """Chunk kernels of our own; the same bits again, beside stragglers."""
+    tokens = [(700, 1000)[rank] for rank in range(size)]
+    for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, None, "allscan"):
+        for name, (ours, theirs) in errors.items():
+            assert ours <= 1.5 * theirs + 1e-5, (name, ours, theirs)
 
 
 def gated_case(group, tokens, kind, dtype, cuts):

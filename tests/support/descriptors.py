@@ -146,11 +146,11 @@ class Follower:
         return (-value if sign == "-" else ~value if sign else value) & WORD
 
     def _pair(self, name: str) -> int | None:
+        sign, name = (-1, name[1:]) if name[0] == "-" else (1, name)
         if not REGISTER.fullmatch(name):
-            value = name.replace("URZ", "0x0")
-            return int(value, 16)
+            return sign * int(name.replace("URZ", "0x0"), 16)
         low, high = self._value(name), self._value(self._next(name, 1))
-        return None if low is None or high is None else low | high << 32
+        return None if low is None or high is None else sign * (low | high << 32)
 
     def _predicate(self, name: str) -> bool | None:
         value = True if name.lstrip("!") in ("PT", "UPT") else self.predicates.get(name.lstrip("!"))
