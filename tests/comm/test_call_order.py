@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import time
@@ -16,99 +15,16 @@ import torch.distributed as dist
 
 import allscan
 from allscan.comm import heap
-from allscan.launch.compiled_kernel import Launch
+from support.call_order import (
+    TIMEOUT,
+    ignoring_case,
+    other_backward_case,
+    resync_case,
+    shifted_case,
+    validation_case,
+)
 from support.fla import import_fla
 from support.values import raised
-
-TIMEOUT = 3.0
-
-
-def delta(comm, v):
-    """zeco_kda, whose state is the last token's v; o of a token is its v, of each rank's first token that
-    of the token before."""
-    import_fla()
-    T = v.shape[1]
-    k = torch.nn.functional.one_hot(torch.zeros(1, T, 1, dtype=torch.long), 8).to(v)
-    beta = torch.ones(1, T, 1, device=v.device)
-    beta[:, :1] = 0.0
-    return allscan.zeco_kda(k, k, v, 0 * k, beta, comm=comm, scale=1.0)[0]
-
-
-def value(comm, how, i, bad):
-    """One call of iteration i, in which every rank gives 10 * i; what comes of it, or the exception's name."""
-    try:
-        if how == "allscan":
-            state = torch.full((1, 2), 10.0 * i, device=comm.device)
-            return allscan.allscan(state.double() if bad else state, comm=comm).mean().item()
-        kind = torch.float64 if bad else torch.float32
-        if how == "halo":
-            x = torch.full((1, 4, 3), 10.0 * i, device=comm.device, dtype=kind)
-            return allscan.halo(x, 2, comm=comm).mean().item()
-        if how == "zeco_gla":
-            x = torch.ones(1, 3, 1, 2, device=comm.device, dtype=kind)
-            return allscan.zeco_gla(0 * x + 1, x, 10.0 * i * x, 0 * x, comm=comm, scale=1.0)[0][0, 0, 0, 0].item()
-        if "halfway" in how:
-            with failing_launch(how.split()[-1] if bad else None):
-                return value(comm, how.split()[0], i, False)
-        if how == "delta":
-            return delta(comm, torch.full((1, 3, 1, 8), 10.0 * i, device=comm.device, dtype=kind))[0, 0, 0, 0].item()
-        if bad and "skipped" in how:
-            raise torch.OutOfMemoryError
-        if "zigzag" in how:
-            state = torch.full((1, 2), 10.0 * i, device=comm.device)
-            pair = state, state.double() if bad else state
-            return allscan.allscan(pair, comm=comm, layout="zigzag")[1].mean().item()
-        return allscan.allscan(torch.full((1, 2), 10.0 * i, device=comm.device), comm=comm).mean().item()
-    except (RuntimeError, ValueError, TypeError) as problem:
-        return type(problem).__name__
-
-
-@contextlib.contextmanager
-def failing_launch(name):
-    """Inside, the launch of the kernel ``name`` runs out of memory."""
-    whole = Launch.__call__
-
-    def launch(self, *tensors):
-        if self.kernel.fn.__name__ == name:
-            raise torch.OutOfMemoryError(name)
-        return whole(self, *tensors)
-
-    Launch.__call__ = launch
-    try:
-        yield
-    finally:
-        Launch.__call__ = whole
-
-
-def expected(how, comm, i):
-    how = how.split(" halfway")[0]
-    if how in ("halo", "delta"):
-        return 10.0 * i if comm.rank else 0.0
-    if how == "zeco_gla":  # 3 tokens a rank before this one's first, and that one; K = 2
-        return 2 * 10.0 * i * (3 * comm.rank + 1)
-    if "zigzag" in how:  # all states on the way there, and on the way back those of the ranks behind
-        return 10.0 * i * (2 * comm.size - 1 - comm.rank)
-    return 10.0 * i * comm.rank
-
-
-def shifted_case(group, how, step, options=None):
-    comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
-    last, found, right = comm.size - 1, [], []
-    for i in range(1, 10):
-        if step and not comm.broken:
-            try:
-                comm.step()
-            except RuntimeError:
-                pass
-        found.append(value(comm, how, i, i == 4 and comm.rank == last))
-        right.append(expected(how, comm, i))
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
-    end = raised(comm.barrier) or ("nothing", "")
-    comm.resync()
-    again = value(comm, how, 7, False) == expected(how, comm, 7)
-    comm.close()
-    return found, right, end, again
 
 
 @pytest.mark.parametrize("how, size", [*product(["allscan", "zigzag", "halo", "zeco_gla"], [2, 3]), ("delta", 2)])
@@ -345,48 +261,6 @@ def test_a_time_out_names_no_call_that_all_ranks_rejected(run):
         assert rank == 0 or (missed[0] == "AllScanTimeout" and "rejected" not in missed[1]), missed
 
 
-def training(comm, i, ignores, validate=False, how="allscan"):
-    """One step of prev = allscan(state); loss = prev * i; what state.grad is; of delta() that of the last token's v. In
-    the zigzag layout prev is the sum of both, and state that of the way there."""
-    if how == "delta":
-        v = torch.full((1, 3, 1, 8), float(i), device=comm.device, requires_grad=True)
-        o = delta(comm, v)
-        (v.sum() * 0 if ignores else (o * i).sum()).backward()
-        return v.grad[:, -1].mean().item()
-    state = torch.full((1, 1), float(i), device=comm.device, requires_grad=True)
-    if how == "zigzag":
-        prev = sum(allscan.allscan((state, state.detach()), comm=comm, layout=how))
-    else:
-        prev = allscan.allscan(state, comm=comm)
-    loss = state.sum() * 0 if ignores else (prev * i).sum()
-    if validate:
-        return None
-    loss.backward()
-    return state.grad.item()
-
-
-def ignoring_case(group, how, options=None):
-    """The first rank does not use what it gets."""
-    with allscan.Communicator(group, **options or {}) as patient:
-        training(patient, 1, False, how=how)  # compiles: a rank looks for another one's backward for TIMEOUT only
-    comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
-    found = []
-    for i in range(1, 8):
-        try:
-            gradient = training(comm, i, ignores=comm.rank == 0, how=how)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-                comm.check()
-            found.append(gradient)
-        except RuntimeError as problem:
-            found.append(type(problem).__name__)
-            break
-    comm.resync()
-    right = [training(comm, i, ignores=False, how=how) for i in range(1, 4)]
-    comm.close()
-    return found, right, comm.size - 1 - comm.rank
-
-
 @pytest.mark.parametrize("how, size", [("allscan", 2), ("allscan", 3), ("zigzag", 3), ("delta", 2)])
 def test_a_rank_that_ignores_what_it_gets(run, how, size):
     """Its gradient is wrong in the step in which it happens, and in none after it."""
@@ -399,17 +273,6 @@ def test_a_rank_that_ignores_what_it_gets(run, how, size):
         assert right == [float(wanted * i) for i in range(1, 4)]
     # in the zigzag layout the others' backward begins with what the first rank sends
     assert answers[0][0] == [0.0, "AllScanTimeout" if how == "zigzag" else "RuntimeError"]
-
-
-def validation_case(group, options=None):
-    """Calls with gradients and without backward, on all ranks: between training steps, and many of them."""
-    with allscan.Communicator(group, timeout=20, **options or {}) as comm:
-        found = []
-        for i in range(1, 5):
-            for _ in range(3):
-                training(comm, i, False, validate=True)
-            found.append(training(comm, i, False))
-        return found == [float((comm.size - 1 - comm.rank) * i) for i in range(1, 5)]
 
 
 def test_validation_without_backward(run, pool):
@@ -542,58 +405,11 @@ def test_what_ranks_compute_again(run, size, early_stop):
         assert len(found) == 70 and max(found.values()) < 1e-5, {k: v for k, v in found.items() if not v < 1e-5}
 
 
-def other_backward_case(group, options=None):
-    """Rank 0 runs the backward of its second call first, the others that of the first."""
-    comm = allscan.Communicator(group, timeout=TIMEOUT, **options or {})
-    states = [torch.full((1, 1), float(i), device=comm.device, requires_grad=True) for i in (1, 2)]
-    prevs = [allscan.allscan(state, comm=comm) for state in states]
-    try:
-        prevs[comm.rank == 0].sum().backward()
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
-        comm.check()
-        found = "nothing"
-    except RuntimeError as problem:
-        found = f"{type(problem).__name__}: {problem}"
-    nan = states[comm.rank == 0].grad
-    comm.resync()
-    old = raised(prevs[comm.rank != 0].sum().backward)
-    comm.close()
-    return found, nan is None or bool(nan.isnan().all()), old
-
-
 def test_backwards_in_another_order(run):
     first, last = run(2, other_backward_case)
     assert "AllScanOutOfStep" in first[0] and "backward of forward call" in first[0] and first[1]
     for _, _, old in (first, last):
         assert "before Communicator.resync()" in old[1]
-
-
-def resync_case(group, options=None):
-    """After a time-out, with the same objects and no memory lost, again and again."""
-
-    comm = allscan.Communicator(group, **dict(timeout=0.5) | (options or {}))
-    scan = allscan.AllScan(comm, (2, 4, 8))
-    free = heap.symmetric_heap().arena.free_bytes
-    state = torch.ones(2, 4, 8, device=comm.device)
-    for round in range(3):
-        if comm.rank != 1:
-            try:
-                scan.scan(state)
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()
-                comm.check()
-            except allscan.AllScanTimeout:
-                pass
-        dist.barrier(group)
-        comm.resync()
-        for i in range(1, 6):
-            assert (scan.scan(i * state) == i * comm.rank).all(), (round, i)
-            assert (scan.scan(i * state, reverse=True) == i * (comm.size - 1 - comm.rank)).all()
-        comm.barrier()
-    assert heap.symmetric_heap().arena.free_bytes == free
-    comm.close()
-    return True
 
 
 def test_resync_after_time_outs(run, pool):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import allscan
-from support.delta import NAMES, Whole, of_rank
+from support.delta import NAMES, DeltaCase, Whole, of_rank
 from support.fla import import_fla
 from support.gla import BF16, F32
 from support.values import late, place, relative_all
@@ -47,7 +47,8 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
 
     with allscan.Communicator(group) as comm:
         tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
-        whole = Whole("kda", sum(tokens), 1, 2, 4, 128, 128, kind, dtype, comm.device, lengths, beta)
+        case = DeltaCase("kda", tokens, H=2, HV=4, K=128, V=128, gates=kind, dtype=dtype, lengths=lengths, beta=beta)
+        whole = Whole(case, comm.device)
         sequences = 1 if lengths is None else len(lengths) - 1
         expected = of_rank(whole.reference(), comm, tokens, lengths, sequences, *[bool(where)] * 2)
         theirs = whole.ours(comm, slice(None), lambda *x, comm, **options: chunk_kda(*x, **options))
@@ -93,7 +94,9 @@ def gated_case(group, tokens, kind, dtype, cuts):
 
     with allscan.Communicator(group) as comm:
         tokens, lengths, mine, where = of_layout(comm, tokens, cuts)
-        whole = Whole("gated_delta_rule", sum(tokens), 1, 2, 4, 128, 128, kind, dtype, comm.device, lengths)
+        sizes = dict(H=2, HV=4, K=128, V=128)
+        case = DeltaCase("gated_delta_rule", tokens, **sizes, gates=kind, dtype=dtype, lengths=lengths)
+        whole = Whole(case, comm.device)
         sequences = 1 if lengths is None else len(lengths) - 1
         exact = whole.reference()
         expected = of_rank(exact, comm, tokens, lengths, sequences, *[bool(where)] * 2)
@@ -130,7 +133,8 @@ def graph_case(group, replays):
     import_fla()
     with allscan.Communicator(group) as comm:
         T = 512
-        whole = Whole("kda", T * comm.size, 1, 2, 2, 128, 128, "zero", BF16, comm.device)
+        case = DeltaCase("kda", [T] * comm.size, H=2, HV=2, K=128, V=128, gates="zero", dtype=BF16)
+        whole = Whole(case, comm.device)
         mine = slice(comm.rank * T, (comm.rank + 1) * T)
         own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
 

@@ -19,7 +19,7 @@ import allscan
 from allscan.ops.delta.delta_passes import functions_with_plans
 from allscan.ops.delta.fla_replay import FlaReplay
 from allscan.tokens import partition
-from support.delta import Whole
+from support.delta import DeltaCase, Whole
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward
 from support.values import late, place, relative
@@ -396,9 +396,8 @@ def delta_case(group, rule, dtype, lengths, layout):
         zigzag, total = layout == "zigzag", 512 * comm.size
         lengths = None if lengths is None else [0, 100, 130, total]
         plain = mock.patch.object(FlaReplay, "__call__", lambda _, function, **arguments: function(**arguments))
-        wholes = [
-            Whole(rule, total, 1, 2, 4, 64, 128, "weak", dtype, comm.device, lengths, None, seed) for seed in (0, 1)
-        ]
+        case = DeltaCase(rule, tokens, H=2, HV=4, K=64, V=128, dtype=dtype, lengths=lengths)
+        wholes = [Whole(case._replace(seed=seed), comm.device) for seed in (0, 1)]
         mine = place(comm, tokens, zigzag)
         with plain:
             expected = [whole.ours(comm, mine, layout=layout) for whole in wholes]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.reference import delta_reference
-from support.delta import Parts, Whole
+from support.delta import DeltaCase, Parts, Whole
 from support.fla import D, H, drawn, import_fla
 from support.gla import BF16, F32
 from support.values import error, relative
@@ -107,7 +107,7 @@ def own_summary_case(group, rule, cuts):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     packed, tokens = lengths(cuts, size, "cpu"), [T] * size
     context = build_cp_context(packed, group)
-    whole = Whole(rule, sum(tokens), 1, 1, 2, 16, 24, "weak", F32, "cpu", packed.tolist())
+    whole = Whole(DeltaCase(rule, tokens, HV=2, V=24, lengths=packed.tolist()), "cpu")
     whole.initial.zero_(), whole.dfinal.zero_()
     parts = Parts(Place(rank, size), whole, tokens, F32)
     q, k, w, u, sums, do, dv = parts.inputs()

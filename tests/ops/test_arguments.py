@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import allscan
 from allscan.zigzag import from_zigzag, to_zigzag
 from support import ROOT
-from support.delta import NAMES, Whole
+from support.delta import NAMES, DeltaCase, Whole
 from support.fla import import_fla
-from support.gla import F32
 from support.values import error, raised
 
 T, H, K = 8, 2, 16
@@ -404,7 +403,7 @@ def documented(title):
 def strong_case(group, rule, strength):
     import_fla(models=False)
     with allscan.Communicator(group) as comm:
-        whole = Whole(rule, 160, 1, 2, 2, 32, 16, "mild", F32, comm.device)
+        whole = Whole(DeltaCase(rule, [160], H=2, HV=2, K=32, gates="mild"), comm.device)
         generator = torch.Generator().manual_seed(1)
         whole.g = torch.where(torch.rand(whole.g.shape, generator=generator) < 0.05, strength, whole.g)
         return {n: error(a, b) for n, a, b in zip(NAMES, whole.ours(comm, slice(None)), whole.reference())}
@@ -428,7 +427,7 @@ def large_state_case(group, rule):
     with allscan.Communicator(group) as comm:
         answers = []
         for size in (2e4, 1e5):
-            whole = Whole(rule, 160, 1, 1, 1, 32, 16, "zero", torch.float16, comm.device)
+            whole = Whole(DeltaCase(rule, [160], K=32, gates="zero", dtype=torch.float16), comm.device)
             whole.q, whole.k, whole.initial = whole.q / 64, whole.k / 100, torch.full_like(whole.initial, size)
             found, expected = whole.ours(comm, slice(None)), whole.reference()
             largest = (x.abs().max().item() for x in (expected[1], expected[0]))

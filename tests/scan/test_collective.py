@@ -20,7 +20,7 @@ from allscan.reference import allscan_reference
 from allscan.scan.fwd_epochs import AT_ONCE as FWD_EPOCHS_AT_ONCE
 from allscan.scan.launcher import PreparedScan
 from support.fla import import_fla
-from support.scans import ScanCase, scan_case
+from support.scans import ScanCase, gradient_case, scan_case
 from support.values import backend_of_gpus, error, inputs, late, raised
 
 SIZES = [1, 2, 4, 8]
@@ -64,39 +64,6 @@ def test_special_values(run, pool, protocol):
 def test_many_epochs_with_stragglers(run, pool):
     size = min(4, pool.size)
     assert max(run(size, scan_case, ScanCase((1, 4, 8), (1, 4), epochs=60, most_ms=4))) < 1e-6
-
-
-def gradient_case(group, shape, decay_shape, reverse, options=None):
-    with allscan.Communicator(group, **options or {}) as comm:
-        states, decays = inputs(comm, shape, decay_shape, 7)
-        generator = torch.Generator().manual_seed(1)
-        initial = torch.randn(shape, generator=generator)
-        weights = [torch.randn(shape, generator=generator) for _ in range(comm.size)]
-
-        leaves = [x.double().requires_grad_() for x in states]
-        decay_leaves = [x.double().requires_grad_() for x in decays]
-        initial_leaf = initial.double().requires_grad_()
-        prevs = allscan_reference(leaves, decay_leaves, initial_leaf, reverse)
-        sum((w * prev).sum() for w, prev in zip(weights, prevs)).backward()
-
-        state = states[comm.rank].to(comm.device).requires_grad_()
-        decay = decays[comm.rank].to(comm.device).requires_grad_()
-        start = initial.to(comm.device).requires_grad_()
-        prev = allscan.allscan(state, decay, comm=comm, initial_state=start, reverse=reverse)
-        (prev * weights[comm.rank].to(comm.device)).sum().backward()
-        first = comm.rank == (comm.size - 1 if reverse else 0)
-        last = comm.rank == (0 if reverse else comm.size - 1)
-
-        def zeros_if_none(grad, like):
-            return torch.zeros_like(like) if grad is None else grad
-
-        return (
-            error(prev, prevs[comm.rank]),
-            error(state.grad, zeros_if_none(leaves[comm.rank].grad, state)),
-            # the last rank's decay enters nothing: the reference has no gradient, ours is zero
-            error(decay.grad, zeros_if_none(None if last else decay_leaves[comm.rank].grad, decay)),
-            error(start.grad, initial_leaf.grad if first else torch.zeros(shape)),
-        )
 
 
 @pytest.mark.quick("decay_shape1-2")

@@ -7,8 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_call_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
-from test_collective import gradient_case
 
 import allscan
 from allscan.comm.topology import choose, runs
@@ -16,13 +14,16 @@ from allscan.reference import allscan_reference
 from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
 from allscan.tools.virtual import VirtualRanks
+from support.call_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
+from support.scans import ScanCase, gradient_case
 from support.values import error, inputs, late, raised
 
 pytestmark = pytest.mark.cpu
 
 
-def values_case(group, nodes, algorithm, protocol, depth, shape, decay_shape, epochs, most_ms, special=False):
+def values_case(group, nodes, algorithm, case: ScanCase):
     """The largest error of both directions, with an initial state in every other epoch."""
+    shape, decay_shape, _, depth, protocol, _, epochs, special, most_ms = case
     with allscan.Communicator(group, nodes=nodes) as comm:
         scan = allscan.AllScan(comm, shape, depth=depth, protocol=protocol, algorithm=algorithm, tile=(2, 8))
         worst = 0.0
@@ -45,32 +46,34 @@ def values_case(group, nodes, algorithm, protocol, depth, shape, decay_shape, ep
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(2, 2), (4,), (1, 1, 1), (3, 1), (2, 3)])
 def test_values(run, nodes, algorithm):
-    shape = (3, 5, 7)
-    assert max(run(sum(nodes), values_case, nodes, algorithm, "auto", 3, shape, shape[:-1], 4, 2)) < 1e-6
+    case = ScanCase((3, 5, 7), (3, 5), depth=3, epochs=4, most_ms=2)
+    assert max(run(sum(nodes), values_case, nodes, algorithm, case)) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
 def test_values_of_16_ranks_and_of_uneven_nodes(fresh, nodes, algorithm):
     """Over the network that delays puts and delivers them in any order."""
-    arguments = nodes, algorithm, "put", 2, (2, 5, 7), (2, 5), 3, 3
-    assert max(fresh(sum(nodes)).run(values_case, None, *arguments)) < 1e-6
+    case = ScanCase((2, 5, 7), (2, 5), protocol="put", epochs=3, most_ms=3)
+    assert max(fresh(sum(nodes)).run(values_case, None, nodes, algorithm, case)) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol, depth", [("put", 1), ("put", 3), ("signal", 2)])
 def test_protocols_and_depths(run, algorithm, protocol, depth):
     """Many calls, with stragglers, in which the others run ahead; decays of several shapes."""
-    assert max(run(5, values_case, (2, 1, 2), algorithm, protocol, depth, (2, 3, 10), (2, 3), 8, 4)) < 1e-6
+    case = ScanCase((2, 3, 10), (2, 3), depth=depth, protocol=protocol, epochs=8, most_ms=4)
+    assert max(run(5, values_case, (2, 1, 2), algorithm, case)) < 1e-6
     for decay_shape in ((), (2,), None):
-        assert max(run(4, values_case, (2, 2), algorithm, protocol, depth, (2, 3, 9), decay_shape, 1, 0)) < 1e-6
+        case = ScanCase((2, 3, 9), decay_shape, depth=depth, protocol=protocol)
+        assert max(run(4, values_case, (2, 2), algorithm, case)) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 def test_special_values(run, algorithm):
     """A decay of 0 blocks Inf and NaN, and no other decay does; -0.0 is no sentinel."""
-    arguments = algorithm, "put", 3, (2, 8, 20), (2, 8), 2, 0, True
-    assert max(run(6, values_case, (2, 2, 2), *arguments)) < 1e-6
+    case = ScanCase((2, 8, 20), (2, 8), depth=3, protocol="put", epochs=2, special=True)
+    assert max(run(6, values_case, (2, 2, 2), algorithm, case)) < 1e-6
 
 
 def options(algorithm, nodes):

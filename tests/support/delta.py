@@ -46,18 +46,15 @@ class DeltaCase(NamedTuple):
     beta: float | None = None  # of all tokens; None: drawn
     zigzag: bool = False
     per_document: bool = False
-
-    def whole(self, device) -> Whole:
-        sizes = self.B, self.H, self.HV, self.K, self.V
-        drawn = self.gates, self.dtype, device, self.lengths, self.beta
-        return Whole(self.rule, sum(self.tokens), *sizes, *drawn)
+    seed: int = 0
 
 
 class Whole:
     """The whole sequence with all that belongs to it, the same on every rank."""
 
-    def __init__(self, rule, total, B, H, HV, K, V, kind, dtype, device, lengths=None, beta=None, seed=0):
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, case: DeltaCase, device):
+        rule, _, B, H, HV, K, V, kind, dtype, lengths, beta, _, _, seed = case
+        generator, total = torch.Generator().manual_seed(seed), sum(case.tokens)
 
         def normal(*shape):
             return torch.randn(shape, generator=generator).to(device)
@@ -107,22 +104,22 @@ def operator_case(group, case: DeltaCase):
     from .fla import import_fla
 
     import_fla()
-    _, tokens, B, *_, lengths, _, zigzag, per_document = case
+    _, tokens, B, *_, lengths, _, zigzag, per_document, _ = case
     with allscan.Communicator(group) as comm:
-        whole = case.whole(comm.device)
+        whole = Whole(case, comm.device)
         expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag, per_document)
         where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document)
         mine = place(comm, tokens, zigzag, lengths if per_document else None)
         return relative_all(NAMES, whole.ours(comm, mine, **where), expected)
 
 
-def own_case(group, rule, tokens, B, H, HV, K, V, kind, dtype=F32, lengths=None, zigzag=False, **options):
+def own_case(group, case: DeltaCase, **options):
     """Relative error by tensor, of chunk kernels of our own."""
     with allscan.Communicator(group) as comm:
-        whole = Whole(rule, sum(tokens), B, H, HV, K, V, kind, dtype, comm.device, lengths)
-        expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag)
-        options |= dict(layout="zigzag" if zigzag else "contiguous", chunk="allscan")
-        return relative_all(NAMES, whole.ours(comm, place(comm, tokens, zigzag), **options), expected)
+        whole = Whole(case, comm.device)
+        expected = of_rank(whole.reference(), comm, case.tokens, case.lengths, case.B, case.zigzag)
+        options |= dict(layout="zigzag" if case.zigzag else "contiguous", chunk="allscan")
+        return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens, case.zigzag), **options), expected)
 
 
 class Chunk:
@@ -215,7 +212,7 @@ def pass_case(group, case: DeltaCase):
     """Relative errors of StatePass against the chunks one after the other, for the same w, u, ... in the dtype."""
     rule, tokens, _, _, HV, K, V, _, dtype, lengths, *_ = case
     with allscan.Communicator(group) as comm:
-        whole = case.whole(comm.device)
+        whole = Whole(case, comm.device)
         parts = Parts(comm, whole, tokens, dtype)
         q, k, w, u, sums, do, dv = parts.inputs()
         T = w.shape[1]

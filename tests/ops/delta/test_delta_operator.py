@@ -98,7 +98,7 @@ def modes_case(group):
     import_fla()
     with allscan.Communicator(group) as comm:
         tokens = [30, 45]
-        whole = Whole("gated_delta_rule", 75, 1, 1, 1, 16, 16, "weak", F32, comm.device)
+        whole = Whole(DeltaCase("gated_delta_rule", [75]), comm.device)
         mine = place(comm, tokens)
         expected = of_rank(whole.reference(), comm, tokens, None, 1)
         call = allscan.zeco_gated_delta_rule
@@ -131,7 +131,7 @@ def raw_case(group, rule):
     with allscan.Communicator(group) as comm:
         tokens, HV, K = [9, 15], 2, 16
         kda = rule != "gated_delta_rule"
-        whole = Whole("kda" if kda else rule, 24, 1, 1, HV, K, 8, "weak", F32, comm.device)
+        whole = Whole(DeltaCase("kda" if kda else rule, [24], HV=HV, K=K, V=8), comm.device)
         g, beta, q = 2 * whole.g.sigmoid() - 3, 4 * whole.beta - 2, 3 * whole.q
         A_log, dt_bias = torch.linspace(-1, 1, HV), torch.linspace(-2, 1, HV * K if kda else HV)
         bound = -4.0 if rule == "bounded" else None

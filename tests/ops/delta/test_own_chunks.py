@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import allscan
-from support.delta import NAMES, Whole, own_case
+from support.delta import NAMES, DeltaCase, Whole, own_case
 from support.delta_chunks import chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
@@ -20,7 +20,7 @@ LIMIT = {F32: 3e-5, BF16: 1e-2}
 @pytest.mark.parametrize("kind", ["zero", "mixed", "strong"])
 def test_the_chunked_form(rule, kind):
     """The law of the kernels, and its gradients, in float64."""
-    whole = Whole(rule, 150, 1, 1, 2, 24, 16, kind, torch.float64, torch.device("cpu"))
+    whole = Whole(DeltaCase(rule, [150], HV=2, K=24, gates=kind, dtype=torch.float64), torch.device("cpu"))
     tensors = [x[0].double() for x in (*whole.tensors(), whole.do, whole.initial, whole.dfinal)]
     wanted = [x[0] for x in whole.reference()]
     errors = relative_all(NAMES, chunked(*tensors, 24**-0.5), wanted)
@@ -29,26 +29,26 @@ def test_the_chunked_form(rule, kind):
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize(
-    "tokens, H, HV, K, V, kind, dtype, more",
+    "case",
     [
-        ([70, 130, 20], 1, 2, 32, 16, "mixed", F32, ()),
-        ([150, 70], 2, 2, 16, 40, "zero", BF16, ()),
-        ([70, 130, 10, 90], 1, 1, 24, 16, "strong", F32, ([0, 13, 39, 39, 215, 216, 300],)),
-        ([140, 0, 36], 1, 1, 16, 16, "mild", F32, ()),
-        ([68, 68], 1, 1, 16, 16, "weak", F32, (None, True)),
+        DeltaCase("", [70, 130, 20], B=2, HV=2, K=32, gates="mixed"),
+        DeltaCase("", [150, 70], B=2, H=2, HV=2, V=40, gates="zero", dtype=BF16),
+        DeltaCase("", [70, 130, 10, 90], K=24, gates="strong", lengths=[0, 13, 39, 39, 215, 216, 300]),
+        DeltaCase("", [140, 0, 36], B=2, gates="mild"),
+        DeltaCase("", [68, 68], zigzag=True),
     ],
     ids=["GVA", "bfloat16", "packed", "a rank without tokens", "zigzag"],
 )
-def test_operators(run, rule, tokens, H, HV, K, V, kind, dtype, more):
-    for errors in run(len(tokens), own_case, rule, tokens, 1 if more else 2, H, HV, K, V, kind, dtype, *more):
-        assert max(errors.values()) < LIMIT[dtype], errors
+def test_operators(run, rule, case):
+    for errors in run(len(case.tokens), own_case, case._replace(rule=rule)):
+        assert max(errors.values()) < LIMIT[case.dtype], errors
 
 
 def prefix_case(group):
     """Whether o and its gradients of the first tokens are the same bits whatever comes after; raw gates."""
     with allscan.Communicator(group) as comm:
         cut, tokens, same = 41, [64 + 30, 20], []
-        first, other = (Whole("kda", sum(tokens), 1, 1, 1, 16, 16, "mixed", F32, comm.device, seed=i) for i in range(2))
+        first, other = (Whole(DeltaCase("kda", tokens, gates="mixed", seed=i), comm.device) for i in range(2))
         for whole in (first, other):
             for x, y in zip((*whole.tensors(), whole.do), (*first.tensors(), first.do), strict=True):
                 x[:, :cut] = y[:, :cut]
