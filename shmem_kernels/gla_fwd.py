@@ -244,6 +244,13 @@ def state_kernel(
 
 
 @triton.jit
+def _block_of_state(K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """This program's block of a state [K, V]: its rows, which words are inside, and their offsets."""
+    k, v = tl.program_id(0) * BK + tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    return k, (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
+
+
+@triton.jit
 def carry_kernel(
     p_state,
     p_gate,
@@ -271,11 +278,9 @@ def carry_kernel(
     it multiplies its incoming state. p_outside: the states at the beginning of each sequence. p_final: out, those at
     the end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
     """
-    i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i = tl.program_id(2)
     index, h = i // H, i % H
-    k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    inside = (k < K)[:, None] & (v < V)[None, :]
-    offsets = k[:, None] * V + v[None, :]
+    k, inside, offsets = _block_of_state(K, V, BK, BV)
     s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
@@ -324,11 +329,9 @@ def final_kernel(
 ):
     """Add this rank's incoming state (p_prev [B, H, K, V]) to the end of the sequence that comes with it, if it is
     here: the first segment with which one ends. Arguments and programs as in carry_kernel."""
-    i_k, i_v, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i = tl.program_id(2)
     index, h = i // H, i % H
-    k, v = i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    inside = (k < K)[:, None] & (v < V)[None, :]
-    offsets = k[:, None] * V + v[None, :]
+    k, inside, offsets = _block_of_state(K, V, BK, BV)
     s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     n = s_first * 0

@@ -114,6 +114,41 @@ def test_the_tree_in_the_documentation():
     assert named and all(os.path.exists(os.path.join(ROOT, path)) for path in named), named
 
 
+# Whose loops, or lists of arguments, are alike: a kernel's code cannot be shared without being compiled to another one
+ALIKE = "gla_strong.py", "delta_chunks_bwd.py", "rails.py"
+
+
+def statements(path):
+    """(number, text) of lines, without blank ones, comments, docstrings, imports and signatures."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    left_out = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= {*range(node.lineno, node.end_lineno + 1)}
+        elif isinstance(node, ast.FunctionDef):
+            left_out |= {*range(min(x.lineno for x in (node, *node.decorator_list)), node.body[0].lineno)}
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            left_out |= {*range(node.lineno, node.end_lineno + 1)}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.split("  # ")[0].strip()
+        if line and number not in left_out and not line.startswith("#"):
+            yield number, line
+
+
+def test_no_six_lines_come_twice():
+    """Six lines that follow one another and are equal have one place. Left out: blank lines, comments, docstrings,
+    imports, signatures."""
+    seen, twice = {}, []
+    for path in sorted(python_files("allscan")):
+        lines = [*statements(path)] if os.path.basename(path) not in ALIKE else []
+        for i in range(len(lines) - 5):
+            place = f"{os.path.relpath(path, ROOT)}:{lines[i][0]}"
+            first = seen.setdefault(tuple(text for _, text in lines[i : i + 6]), place)
+            twice += [(first, place)] if first != place else []
+    assert not twice, twice
+
+
 COMPAT = "bindings.torch_compat", "bindings.triton_compat", "bindings.interpreter", "bindings.interpreter_operations"
 OF_TRITON = "runtime compiler backends knobs tools language.core".split()  # whose insides change without notice
 OF_KERNELS = "_init_handles packed_metadata launch_cooperative_grid device_caches launch_enter_hook".split()

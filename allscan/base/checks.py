@@ -119,12 +119,10 @@ def signature_of(*inputs: object) -> tuple[Any, ...]:
     for by Communicator.call; see ``plain`` of negative bits and strides."""
     found: list[Any] = []
     for x in inputs:
-        if x is None:
-            found.append(None)
-        elif isinstance(x, Tensor):
+        if isinstance(x, Tensor):
             found += type(x), x.shape, x.dtype, x.device, x.layout
         else:
-            found.append(type(x))
+            found.append(None if x is None else type(x))
     return tuple(found)
 
 

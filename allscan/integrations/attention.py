@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from ..base.checks import is_zigzag
 from ..bindings.torch_compat import operator
 from ..bindings.triton_compat import OPTIONS
+from ..comm.communicator import check_communicator
 from ..shmem_kernels.merge import merge_kernel
 from ..tokens.packing import Tables, document_places
 from ..tokens.partition import cached_table
@@ -364,6 +366,17 @@ def check_attention(attention) -> None:
         raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
     if attention.memory is not None and (not isinstance(attention.memory, int) or attention.memory < 1):
         raise ValueError(f"attention.memory must be a number of bytes or None, got {attention.memory!r}")
+
+
+def check_split(comm, layout: str, per_document: bool, attention: Attention) -> bool:
+    """Whether a model is to be split in zigzag. Raises TypeError or ValueError for wrong arguments."""
+    if comm is not None:
+        check_communicator(comm)
+    zigzag = is_zigzag(layout)
+    if per_document and not zigzag:
+        raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
+    check_attention(attention)
+    return zigzag
 
 
 class Later:

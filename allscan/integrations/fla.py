@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..base.checks import PER_DOCUMENT, boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
-from ..comm.communicator import Communicator, check_communicator
+from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using
@@ -30,7 +30,7 @@ from .attention import (
     Later,
     Seen,
     attend,
-    check_attention,
+    check_split,
     documents_of,
     kernel_for,
     pieces_of,
@@ -100,12 +100,7 @@ def sequence_parallel(
         >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
         >>> loss.backward()                                  # add the gradients up over the ranks of comm
     """
-    if comm is not None:
-        check_communicator(comm)
-    zigzag = is_zigzag(layout)
-    if per_document and not zigzag:
-        raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
-    check_attention(attention)
+    zigzag = check_split(comm, layout, per_document, attention)
     if attention.memory is not None and not attention.merged:
         raise ValueError(f"attention.memory is for merged=True, got {attention}")
     layers = [m for m in module.modules() if _kind(m) is not None]

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from ..base.checks import boundaries, is_zigzag
-from ..comm.communicator import Communicator, check_communicator
+from ..base.checks import boundaries
+from ..comm.communicator import Communicator
 from ..comm.host_exchange import by_rank
 from ..ops.allscan import Using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
@@ -32,7 +32,7 @@ from .attention import (
     Attention,
     Later,
     attend,
-    check_attention,
+    check_split,
     kernel_for,
     packed,
     packed_documents,
@@ -137,12 +137,7 @@ def sequence_parallel(
         >>> loss = model(input_ids=tokens[:, mine], labels=tokens[:, mine]).loss      # this rank's share
         >>> loss.backward()                                  # add the gradients up over the ranks of comm
     """
-    if comm is not None:
-        check_communicator(comm)
-    zigzag = is_zigzag(layout)
-    if per_document and not zigzag:
-        raise ValueError(f'per_document=True is for layout="zigzag", got {layout!r}')
-    check_attention(attention)
+    zigzag = check_split(comm, layout, per_document, attention)
     family, bases, heads, layers = _parts(model)
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if comm is None:

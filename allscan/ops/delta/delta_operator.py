@@ -168,17 +168,8 @@ def zeco_kda(
     Source:
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    before = Before(
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        lower_bound,
-        A_log,
-        dt_bias,
-        state_v_first,
-        chunk,
-    )
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     where = cu_seqlens, first_token, layout, per_document
     return _call(rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, *where)
@@ -235,17 +226,8 @@ def zeco_gated_delta_rule(
     Source:
         Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    before = Before(
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        None,
-        A_log,
-        dt_bias,
-        state_v_first,
-        chunk,
-    )
+    flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
     return _call(
         "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule",
         before,

@@ -134,14 +134,8 @@ class ChunkPass(StatePass):
                 plan,
                 "gradient",
                 gradient_kernel,
-                q,
-                k,
-                v,
-                g,
-                beta,
-                plan.constant(self.layout.chunks),
-                strong,
-                plan.constant(self.layout.weights),
+                *(q, k, v, g, beta),
+                *self._tables(plan, strong),
                 pairs,
                 solved,
                 h,
@@ -173,14 +167,8 @@ class ChunkPass(StatePass):
             plan,
             "operands",
             operands_kernel,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            plan.constant(self.layout.chunks),
-            strong,
-            plan.constant(self.layout.weights),
+            *(q, k, v, g, beta),
+            *self._tables(plan, strong),
             scores,
             solved,
             w,
@@ -192,6 +180,9 @@ class ChunkPass(StatePass):
             SOLVED=SOLVED,
             STRONG=STRONG,
         )
+
+    def _tables(self, plan: Plan, strong) -> tuple:
+        return plan.constant(self.layout.chunks), strong, plan.constant(self.layout.weights)
 
     def _launch_chunks(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
         sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS, SCALAR=self.scalar)
