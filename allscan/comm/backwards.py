@@ -80,7 +80,8 @@ def saved_tensors(ctx: Any, comm: Callable[[], Communicator], reverse: bool) -> 
     """ctx.saved_tensors, for a backward pass that is about to make its call; here activation checkpointing may make
     others. What it raises (a tensor that was written to since) is this call's error: the others make it."""
     try:
-        return ctx.saved_tensors
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        return saved
     except Exception:
         with comm().call(reverse):
             raise

@@ -195,7 +195,7 @@ class Order:
 
         return excuse
 
-    def exchange(self, value: Any, what: str) -> list:
+    def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
 
         Raises AllScanOutOfStep on every rank if they have not made equally many calls so far, or if one of them has

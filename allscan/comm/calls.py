@@ -56,7 +56,7 @@ class Calls:
         self.order.compare_results(what, found)
 
 
-class _Call(tuple):
+class _Call(tuple[Any, ...]):
     """See ``Calls.call``: (communicator, reverse, what, inputs)."""
 
     __slots__ = ()

@@ -40,7 +40,7 @@ class Collective(Protocol):
     number: int  # in the order in which this process has made them
 
     @property
-    def spec(self) -> tuple:
+    def spec(self) -> tuple[Any, ...]:
         """Alike on all ranks."""
 
     @property
@@ -157,7 +157,7 @@ class Communicator(Calls):
         self.streams.synchronize()  # these words are there before any stream counts in them
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # that are free, see fwd_epochs.py
-        self.attributes: dict = {}  # what users of the communicator keep with it (MPI: attribute caching)
+        self.attributes: dict[Any, Any] = {}  # what users of the communicator keep with it (MPI: attribute caching)
         self.calls, self.checked = Recent(KEPT), Recent(16 * KEPT)  # what runs calls that were checked; signatures
         self.agreed = Agreed(self.calls, self.checked)  # by which calls are found that ask nobody
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
@@ -322,7 +322,7 @@ class Communicator(Calls):
             self.streams.synchronize()
         else:
             self._drain()
-        made: tuple = ()
+        made: tuple[Any, ...] = ()
         lost: str | None = None
         try:
             made = self._leave(self.broken)
@@ -345,7 +345,7 @@ class Communicator(Calls):
         if lost is not None and self.order.lost is None:
             raise AllScanOutOfStep(lost)
 
-    def _leave(self, broken: bool) -> tuple:
+    def _leave(self, broken: bool) -> tuple[Any, ...]:
         """Tell the other ranks that this one leaves, and wait for them unless it is broken. What calls each of them has
         made; nothing if any is broken. Raises AllScanOutOfStep if a rank does not come after a fault, and StoreGone."""
         order = self.order
@@ -365,7 +365,7 @@ class Communicator(Calls):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, error, *_) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             self.close()
         elif not self._closed:  # the other ranks may never come to close(), and kernels may still wait for them
@@ -381,7 +381,7 @@ class Communicator(Calls):
             self.memory.abandon()
             warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
 
-    def __deepcopy__(self, memo) -> Communicator:
+    def __deepcopy__(self, memo: object) -> Communicator:
         return self  # of modules that hold one
 
     def __reduce__(self) -> NoReturn:
@@ -424,7 +424,7 @@ def communicator_of(handle: int) -> Communicator:
         raise RuntimeError("this Communicator is gone") from None
 
 
-def _process_group(group) -> dist.ProcessGroup | None:
+def _process_group(group: Any) -> dist.ProcessGroup | None:
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is None:
@@ -440,7 +440,8 @@ def _process_group(group) -> dist.ProcessGroup | None:
     if hasattr(group, "get_group") and hasattr(group, "ndim"):  # DeviceMesh
         if group.ndim != 1:
             raise ValueError(f'a DeviceMesh must have one dimension (mesh["sp"]), got {group.ndim}')
-        return group.get_group()
+        found: dist.ProcessGroup = group.get_group()
+        return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not a member of the group")
     raise ValueError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")

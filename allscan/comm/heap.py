@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 _heap: SymmetricHeap | None = None
 _job: Any = None  # torch.distributed's default group when the heap was made
-_users: weakref.WeakSet = weakref.WeakSet()  # communicators that were made since
+_users: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators that were made since
 _deserted = False  # whether one of them has ended without all of its ranks, of which some may be gone
 
 
@@ -85,7 +85,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
         return
     everybody = StoreExchange(range(dist.get_world_size()))
 
-    def exchange(value) -> list[Any]:
+    def exchange(value: Any) -> list[Any]:
         return everybody.exchange(value, "allscan.init, collective over the job")
 
     left = transport == "nvshmem" and nvshmem_host.left_behind

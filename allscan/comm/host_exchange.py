@@ -46,7 +46,7 @@ class StoreGone(RuntimeError):
     """The store does not answer, or is of a job that has ended."""
 
 
-def by_rank(values: Iterable) -> str:
+def by_rank(values: Iterable[Any]) -> str:
     """One line that shows a value of every rank."""
     return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
@@ -93,7 +93,7 @@ class StoreExchange:
         makes the name."""
         return StoreExchange(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
 
-    def _next_topic(self, store, what: str) -> str:
+    def _next_topic(self, store: dist.Store, what: str) -> str:
         """The number of the next exchange that has not failed yet."""
         counts = self._counts()
         with _store_errors(what):
@@ -105,7 +105,7 @@ class StoreExchange:
                     return str(number)
                 self._read(store, base)
 
-    def exchange(self, value: Any, what: str, excuse: Excuse | None = None, last: str = "") -> list:
+    def exchange(self, value: Any, what: str, excuse: Excuse | None = None, last: str = "") -> list[Any]:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
@@ -151,7 +151,7 @@ class StoreExchange:
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base, last=True)
 
-    def _decision(self, store, base: str, excuse) -> str:
+    def _decision(self, store: dist.Store, base: str, excuse: Callable[[Callable[[], int]], str | None] | None) -> str:
         """What has been decided. O(1) requests a rank, but for who is missing where one is."""
 
         def missing() -> int:
@@ -179,18 +179,18 @@ class StoreExchange:
                     break
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        decision = store.get(f"{base}decision").decode()
+        decision: str = store.get(f"{base}decision").decode()
         if decision.startswith(_DONE):
             _absent.difference_update(self.ranks)
         return decision
 
     @staticmethod
-    def _decide(store, base: str, decision: str) -> None:
+    def _decide(store: dist.Store, base: str, decision: str) -> None:
         """Decide, unless somebody else has."""
         with contextlib.suppress(dist.DistError):
             store.compare_set(f"{base}decision", "", decision)
 
-    def _read(self, store, base: str, last: bool = False) -> None:
+    def _read(self, store: dist.Store, base: str, last: bool = False) -> None:
         """This rank has read the decision; the last one removes what was written, behind the last exchange all."""
         with contextlib.suppress(dist.DistError):
             if store.add(f"{base}read", 1) == self.size:
@@ -200,7 +200,7 @@ class StoreExchange:
                     store.delete_key(f"{base}{key}")
 
     @staticmethod
-    def _until_read(store, base: str) -> None:
+    def _until_read(store: dist.Store, base: str) -> None:
         """Return when all ranks have read the decision, GRACE_S later at the latest: this process may have the store,
         and end next."""
         deadline, pause = time.monotonic() + GRACE_S, 1e-4
@@ -268,7 +268,8 @@ class StoreExchange:
         """Raises StoreGone if this StoreExchange belongs to a job that has ended."""
         if self.gone:
             raise StoreGone("torch.distributed was ended, or begun anew, since this communicator was made")
-        return default_store()
+        store: dist.Store = default_store()
+        return store
 
     @staticmethod
     def _counts() -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 
 from ..shmem_kernels import wait
 
-_kept_alive: list = []  # what kernels of communicators that were not closed may still write to
+_kept_alive: list[Any] = []  # what kernels of communicators that were not closed may still write to
 
 
 class Memory:
@@ -34,7 +34,7 @@ class Memory:
 
     def alloc(self, nbytes: int) -> int:
         """Offset of a block of this rank's arena, until ``free``."""
-        offset = self.heap.arena.alloc(nbytes)
+        offset: int = self.heap.arena.alloc(nbytes)
         self._offsets.add(offset)
         return offset
 

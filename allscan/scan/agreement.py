@@ -42,8 +42,8 @@ def ask_all(
 
 def get_or_create_scan(
     comm: Communicator,
-    shape,
-    agree=None,
+    shape: Any,
+    agree: Any = None,
     deferred: DeferredError | None = None,
     at_first: bool = False,
     kind: ScanKind = CHAIN,
@@ -80,4 +80,5 @@ def get_or_create_scan(
             arguments.remember((shape, agree))
     if deferred is not None:
         raise deferred.take()
-    return scans[key]
+    scan: AllScan = scans[key]
+    return scan

@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 _DIRECTION = "_allscan_reverse"  # attribute of a forward epoch: of the launch that it was given to
 
 
-def _spec(comm: Communicator, shape, depth, protocol, tile, max_ctas, algorithm) -> Spec:
+def _spec(comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, max_ctas: Any, algorithm: Any) -> Spec:
     """Raises TypeError or ValueError for wrong arguments."""
     depth, max_ctas = integer("depth", depth), integer("max_ctas", max_ctas)
     shape = tuple(integer("a size of shape", n) for n in shape)
@@ -182,7 +182,7 @@ class AllScan:
     def __enter__(self) -> AllScan:
         return self
 
-    def __exit__(self, error, *_) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         if error is None:  # else the other ranks may never come: the memory stays with the communicator
             self.close()
 
@@ -241,7 +241,7 @@ class AllScan:
         self.launcher.reset()
 
     @dynamo_disabled
-    def launch(self, kernel: Any, grid: tuple[int, ...] | Callable, *args: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...] | Callable[..., Any], *args: Any, **options: Any) -> None:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
         Its programs handle every tile exactly once. Where they do not, on CPU ranks and in debug mode,
@@ -370,12 +370,13 @@ class AllScan:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 fwd_epoch, of_adjoint = channel.fwd_epoch, channel.ADJOINT.value
             prepared = self.launcher.prepare(call_key(inputs), inputs, bool(reverse), bool(adjoint), of_adjoint)
-            return prepared.run(inputs, async_op, fwd_epoch)
+            found: Tensor | Work = prepared.run(inputs, async_op, fwd_epoch)
+            return found
 
 
-def _channels_in(given: tuple) -> list:
+def _channels_in(given: tuple[Any, ...]) -> list[Any]:
     """Of what a kernel is given, tuples included; also the method that makes one, see ``_check_channel``."""
-    found: list = []
+    found: list[Any] = []
     for x in given:
         if isinstance(x, Channel) or getattr(x, "__func__", None) is AllScan.channel:
             found.append(x)

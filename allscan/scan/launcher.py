@@ -67,13 +67,13 @@ class Launcher:
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
         # by ADJOINT and direction: what kernels take before and behind the address of the forward epoch
-        self._addresses: list[list[tuple[tuple, tuple]]] = [[], []]
+        self._addresses: list[list[tuple[tuple[Any, ...], tuple[Any, ...]]]] = [[], []]
         if rails is None:
             for adjoint, channels in enumerate((self.channels, self._adjoint_channels)):
                 addresses = [channel_addresses(channel) for channel in channels]
                 self._addresses[adjoint] = [(x[:_FWD_EPOCH], x[_FWD_EPOCH + 1 :]) for x in addresses]
-        self._launches: dict[tuple, Any] = {}
-        self._prepared: dict[tuple, PreparedScan] = {}
+        self._launches: dict[tuple[Any, ...], Any] = {}
+        self._prepared: dict[tuple[Any, ...], PreparedScan] = {}
 
     def reset(self) -> None:
         """As if no scan had been made. While no kernel of any rank uses the channels."""
@@ -110,7 +110,7 @@ class Launcher:
         else:
             self.comm.check()  # the interpreter has run the kernel by now
 
-    def _description(self, kernel, reverse) -> str:
+    def _description(self, kernel: Any, reverse: bool) -> str:
         name = name_of(kernel)
         if name in ("scan_kernel", "shift_rows_kernel", "transition_kernel", "rails_kernel"):
             name = "scan"  # ranks may mix them
@@ -136,7 +136,7 @@ class Launcher:
             check_tensor("out", out, self.shape, self.comm.device)
 
     def prepare(
-        self, key: tuple, inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
+        self, key: tuple[Any, ...], inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
     ) -> PreparedScan:
         """What runs scans of inputs with this ``call_key``, after all checks. of_adjoint: a launch that belongs to
         the forward launch of its forward epoch."""
@@ -174,7 +174,7 @@ class Launcher:
             transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
         ), whole
 
-    def launch(self, prepared: PreparedScan, tensors: tuple, addresses: list[int]) -> None:
+    def launch(self, prepared: PreparedScan, tensors: tuple[Any, ...], addresses: list[int]) -> None:
         """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
@@ -185,7 +185,7 @@ class Launcher:
         else:
             self._with_tensors(launch, reverse, adjoint, *tensors)
 
-    def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple:
+    def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple[Any, ...]:
         """``addresses``, as ``Launch`` takes them; the last one is the forward epoch's."""
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, addresses[-1], *behind))
@@ -253,7 +253,7 @@ class Launcher:
 
 def name_of(kernel: Any) -> str:
     """The name of a kernel, as errors say it."""
-    return getattr(kernel, "__name__", None) or kernel.fn.__name__
+    return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
 
 
 class PreparedScan:
@@ -344,7 +344,7 @@ def check_out(inputs: ScanInputs) -> None:
     _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
 
 
-def _check_apart(tensors: tuple, addresses: list[int], in_place: bool) -> None:
+def _check_apart(tensors: tuple[Any, ...], addresses: list[int], in_place: bool) -> None:
     """Raise ValueError if a kernel would read what another of its programs has written: ``tensors`` are (state, decay
     or transition or state, initial_state or state, out, ...), at ``addresses``. in_place: the state may be there."""
     state, begin = tensors[0], addresses[3]

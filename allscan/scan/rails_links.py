@@ -77,7 +77,8 @@ class Rails:
             self.kinds = [(SENTINEL if all(mapped) else PUT).value]
         else:
             self.kinds = [(SENTINEL if yes else PUT).value for yes in mapped]
-        self.further: list[tuple] = []  # arguments of the kernel beside the channel of the node, forward and reverse
+        # arguments of the kernel beside the channel of the node, forward and reverse
+        self.further: list[tuple[Any, ...]] = []
         self._nodes: list[Channel] = []  # forward and reverse
         self._channels: list[list[Channel]] = [[], []]  # of the rails
         self._filled: list[tuple[torch.Tensor, float]] = []
@@ -135,7 +136,7 @@ class Rails:
         widths = [columns, self.decay_columns] * len(self.distances) or [columns]
         return [Spec((self.slice, rows, width), (rows, width), self.spec.depth, "auto") for width in widths]
 
-    def make(self, offsets: Sequence) -> tuple[Channel, Channel]:
+    def make(self, offsets: Sequence[Any]) -> tuple[Channel, Channel]:
         """The channels of the node, forward and reverse. offsets: [rank][direction] in its arena."""
         made = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]
         made[1] = made[1]._replace(backwards=made[0].backwards)
@@ -147,19 +148,21 @@ class Rails:
         members = [self.begins[self.node] + i for i in range(self.nodes[self.node])]
         layouts = {rank: self._layout(rank)[0] for rank in {me, *members, *self._line()}}
 
-        def mine(name) -> torch.Tensor:
+        def mine(name: str) -> torch.Tensor:
             offset, numel, dtype = layouts[me][name]
             if not numel:  # of a member that owns nothing: what follows in the arena is another's
                 return self._keep(torch.zeros(1, dtype=dtype, device=comm.device))
-            return comm.memory.heap.local(comm.line.pes[me], offsets[me] + offset, numel, dtype)
+            found: torch.Tensor = comm.memory.heap.local(comm.line.pes[me], offsets[me] + offset, numel, dtype)
+            return found
 
-        def theirs(rank, name, start) -> int:
+        def theirs(rank: int, name: str, start: int) -> int:
             """The address of element ``start`` of a part on a member."""
             offset, numel, dtype = layouts[rank][name]
             if not numel:
                 return 0
             start = offsets[rank] + offset + start * dtype.itemsize
-            return comm.memory.heap.view(comm.line.pes[rank], start, 1, dtype).data_ptr()
+            address: int = comm.memory.heap.view(comm.line.pes[rank], start, 1, dtype).data_ptr()
+            return address
 
         slots, words = spec.depth * self.slice, math.prod(spec.tile)
         last = len(self.nodes) - 1
@@ -226,12 +229,12 @@ class Rails:
         ranks = other, other if following is None else following
         return info_words(self.comm.line, ranks, [self.comm.line.pes[rank] if rank >= 0 else -1 for rank in ranks])
 
-    def _rail(self, direction: int, offsets, layouts, infos: int) -> tuple[Channel | None, list]:
+    def _rail(self, direction: int, offsets: Any, layouts: Any, infos: int) -> tuple[Channel | None, list[Any]]:
         """(The channel of a chain over the nodes, of rounds [(words of the table, info)] for states and decays)."""
         if self.position >= self.owners or len(self.nodes) == 1:
             return None, []
         line, step = self._line(), -1 if direction else 1
-        whole, rounds = self.comm.line, list[tuple[list, torch.Tensor]]()
+        whole, rounds = self.comm.line, list[tuple[list[Any], torch.Tensor]]()
         owners = whole._replace(rank=self.node, pes=[whole.pes[rank] for rank in line])
         for i, message in enumerate(self._messages()):
             layout = workspace_layout(message, PUT.value in self.kinds)[0]
@@ -267,7 +270,8 @@ class Rails:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
-        return self.comm.memory.keep(tensor)
+        kept: torch.Tensor = self.comm.memory.keep(tensor)
+        return kept
 
     def reset(self) -> None:
         """As if nothing had passed yet. While no kernel of any rank uses it."""
@@ -278,7 +282,7 @@ class Rails:
 
     def is_first(self, direction: int) -> bool:
         """Whether this rank is the first of all in a direction."""
-        return self.comm.rank == (self.comm.size - 1 if direction else 0)
+        return bool(self.comm.rank == (self.comm.size - 1 if direction else 0))
 
     def have_begun(self, direction: int, epoch: int) -> bool:
         """Whether another rank is seen to have begun a launch behind ``epoch`` in this direction."""
@@ -325,9 +329,9 @@ class Rails:
 class RailsLaunch:
     """A Launch of the arguments of a scan, and the further ones of rails."""
 
-    def __init__(self, launch: Launch, further: tuple) -> None:
+    def __init__(self, launch: Launch, further: tuple[Any, ...]) -> None:
         self.kernel, self._launch, self._further = launch.kernel, launch, further
 
-    def __call__(self, *args: Any, behind: tuple = ()) -> Any:
+    def __call__(self, *args: Any, behind: tuple[Any, ...] = ()) -> Any:
         """``behind``: arguments of a kernel that has more."""
         return self._launch(*args, *self._further, *behind)

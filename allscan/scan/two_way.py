@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,16 +55,22 @@ def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[C
 def leaves(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:
     """The outgoing state of a rank with the incoming state ``prev``, differentiable: decay * prev + state; of a decay
     that is 0, state."""
-    state, decay, transition, *_ = inputs
+    state: Tensor = inputs.state
+    decay, transition = inputs.decay, inputs.transition
+    factor: Any
+    found: Tensor
     if isinstance(decay, Shift):
         rows = -decay.rows if adjoint else decay.rows
         return state + F.pad(prev, (0, 0, -rows, rows))  # negative: rows that are left out
     if transition is not None:  # float64, since torch may multiply float32 as TF32
         factor = transition.mT if adjoint else transition
-        return (factor.double() @ prev.double() + state).float()
+        found = (factor.double() @ prev.double() + state).float()
+        return found
     if decay is None:
         return prev + state
     if not isinstance(decay, Tensor):
-        return state if decay == 0 else decay * prev + state
+        found = state if decay == 0 else decay * prev + state
+        return found
     factor = decay[(...,) + (None,) * (prev.ndim - decay.ndim)] if decay.ndim else decay
-    return factor * torch.where(factor == 0, prev.nan_to_num(0.0, 0.0, 0.0), prev) + state
+    found = factor * torch.where(factor == 0, prev.nan_to_num(0.0, 0.0, 0.0), prev) + state
+    return found

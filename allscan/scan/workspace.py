@@ -56,7 +56,7 @@ class Layout(Protocol):
     def nbytes(self) -> int:
         """Symmetric memory of one direction on this rank."""
 
-    def make(self, offsets: Sequence) -> tuple[Channel, Channel]:
+    def make(self, offsets: Sequence[Any]) -> tuple[Channel, Channel]:
         """The channels, of [rank][direction]: where the memory lies in each rank's arena."""
 
 
@@ -193,7 +193,7 @@ def make_channels(line: Line, offsets: Any, spec: Spec, links: list[int]) -> tup
     return channels[0], channels[1]._replace(backwards=channels[0].backwards)
 
 
-def _check_alike(comm: Communicator, specs, errors) -> None:
+def _check_alike(comm: Communicator, specs: Sequence[Any], errors: Sequence[str | None]) -> None:
     """Raise, as all ranks do, unless they can all make the same workspace."""
     if None in specs:
         raise ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
@@ -208,24 +208,28 @@ def _check_alike(comm: Communicator, specs, errors) -> None:
         raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
 
 
-def make_channel(line: Line, workspaces: list, spec: Spec, links: list[int], step: int) -> Channel:
+def make_channel(line: Line, workspaces: list[Any], spec: Spec, links: list[int], step: int) -> Channel:
     """The channel to the rank ``step`` places on. workspaces: (offset in its arena, _layout) of every rank."""
     prev, next_, memory = line.rank - step, line.rank + step, line.memory
     recv, send = _kinds(line, links, step)
 
-    def mine(name) -> torch.Tensor:
+    def mine(name: str) -> torch.Tensor:
         base, layout = workspaces[line.rank]
         offset, numel, dtype = layout[name]
-        return memory.heap.local(line.pes[line.rank], base + offset, numel, dtype)
+        found: torch.Tensor = memory.heap.local(line.pes[line.rank], base + offset, numel, dtype)
+        return found
 
-    def theirs(rank, link, name) -> torch.Tensor:
+    def theirs(rank: int, link: int, name: str) -> torch.Tensor:
         if link == NONE.value:
             return mine(name)
         base, layout = workspaces[rank]
         offset, numel, dtype = layout[name]
+        found: torch.Tensor
         if link == PUT.value:
-            return memory.heap.symmetric(base + offset, dtype)
-        return memory.heap.view(line.pes[rank], base + offset, numel, dtype)
+            found = memory.heap.symmetric(base + offset, dtype)
+        else:
+            found = memory.heap.view(line.pes[rank], base + offset, numel, dtype)
+        return found
 
     pes = [line.pes[rank] if link != NONE.value else -1 for rank, link in ((prev, recv), (next_, send))]
     info = info_words(line, (prev, next_), pes)
@@ -260,7 +264,7 @@ def info_words(line: Line, ranks: Sequence[int], pes: Sequence[int]) -> torch.Te
     return info
 
 
-def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict:
+def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict[Any, Any]:
     """The constants of a Channel."""
     values = dict(
         num_tiles=num_tiles,
