@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import allscan
-from support.delta import NAMES, DeltaCase, Whole, own_case
+from support.delta import NAMES, DeltaCase, Whole, of_rank, own_case
 from support.delta_chunks import chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
@@ -42,6 +42,23 @@ def test_the_chunked_form(rule, kind):
 def test_operators(run, rule, case):
     for errors in run(len(case.tokens), own_case, case._replace(rule=rule)):
         assert max(errors.values()) < LIMIT[case.dtype], errors
+
+
+def strong_case(group, rule, strength):
+    """Errors where one gate of twenty is ``strength``, the others are near 0."""
+    with allscan.Communicator(group) as comm:
+        whole = Whole(DeltaCase(rule, [100, 60], HV=2, K=32), comm.device)
+        whole.g[torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1)) < 0.05] = strength
+        mine = place(comm, [100, 60])
+        wanted = of_rank(whole.reference(), comm, [100, 60], None, 1)
+        return relative_all(NAMES, whole.ours(comm, mine, chunk="allscan"), wanted)
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+def test_strong_gates(run, rule, strength=-1e5):
+    """Values where fla's chunk kernels lose digits (docs/delta.md): as exact as others."""
+    for errors in run(2, strong_case, rule, strength):
+        assert max(errors.values()) < 2e-6, errors
 
 
 def prefix_case(group):
