@@ -109,7 +109,7 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 coalesced = dist._coalescing_manager  # collectives of one process group in one launch; nothing public does it
 
 
-def default_store() -> Any:
+def default_store() -> dist.Store:
     """The store of torch.distributed's default group. init_process_group takes one, nothing public gives it back."""
     return dist.distributed_c10d._get_default_store()
 

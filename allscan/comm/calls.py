@@ -28,7 +28,7 @@ class Calls:
     _closed: bool
     check: Callable[[], None]
 
-    def call(self, reverse: bool = False, what: str = "allscan", inputs: Any = ()) -> AbstractContextManager[None]:
+    def call(self, reverse: bool = False, what: str = "allscan", inputs: object = ()) -> AbstractContextManager[None]:
         """Around one call of a user's: counts it, and remembers if it ends with an error on this rank alone.
 
         ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
@@ -82,7 +82,7 @@ class _Call(tuple[Any, ...]):
         self.__exit__(type(error), error, None)
         raise error
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         comm = self[0]
         comm.order.inside = False
         if error is not None:

@@ -403,7 +403,7 @@ class Communicator(Calls):
             self.memory.heap.quiet()
 
 
-def check_communicator(comm: Any) -> None:
+def check_communicator(comm: object) -> None:
     """Raise TypeError unless it is a Communicator."""
     if not isinstance(comm, Communicator):
         kind = f"a {type(comm).__name__}"

@@ -28,7 +28,7 @@ _EXTRA = wait.RECORD_EXTRA.value
 
 _lock = threading.Lock()
 _depth = 0  # compilations that have begun in this process and not ended
-_counted_in: Any = None  # the store that counts this process
+_counted_in: dist.Store | None = None  # the store that counts this process
 _seen = 0, 0.0  # the count of all processes, and when it was seen to change last
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators
 _stop = threading.Event()
@@ -36,14 +36,14 @@ _thread: threading.Thread | None = None
 _dynamo_hooked = False
 
 
-def _store() -> Any:
+def _store() -> dist.Store | None:
     """None where there is no job, or it ends at this moment."""
     with contextlib.suppress(ValueError, RuntimeError):
         return default_store() if dist.is_initialized() else None
     return None
 
 
-def begin(*_: Any) -> None:
+def begin(*_: object) -> None:
     """This process begins to compile."""
     global _depth, _counted_in
     with _lock:
@@ -54,7 +54,7 @@ def begin(*_: Any) -> None:
                 _counted_in = store
 
 
-def end(*_: Any) -> None:
+def end(*_: object) -> None:
     """It has compiled."""
     global _depth
     with _lock:
@@ -117,8 +117,9 @@ class _Watch:
     """What the thread keeps from one look to the next: no communicator, which lives as long as its user wants."""
 
     def __init__(self) -> None:
-        self._own: Any = None  # a connection of the thread's own: another thread may wait for an answer in the first
-        self._of: Any = None
+        # a connection of the thread's own: another thread may wait for an answer in the first
+        self._own: dist.Store | None = None
+        self._of: dist.Store | None = None
         self._clocks: weakref.WeakKeyDictionary[Any, _Clock] = weakref.WeakKeyDictionary()
 
     def look(self) -> float:
@@ -158,11 +159,11 @@ class _Clock:
         return 0 if self._began is None else int(1e9 * self._held) & ~1
 
 
-def _connection(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store
+def _connection(store: Any) -> dist.Store:
+    found: dist.Store = store
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        found = store.clone()
+    return found
 
 
 def _end_thread() -> None:

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _heap: SymmetricHeap | None = None
-_job: Any = None  # torch.distributed's default group when the heap was made
+_job: dist.ProcessGroup | None = None  # torch.distributed's default group when the heap was made
 _users: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators that were made since
 _deserted = False  # whether one of them has ended without all of its ranks, of which some may be gone
 
@@ -156,7 +156,7 @@ def desert() -> None:
     _deserted = True
 
 
-def symmetric_heap(user: Any = None) -> SymmetricHeap:
+def symmetric_heap(user: object = None) -> SymmetricHeap:
     """What ``init`` has made; ``user``, a communicator, keeps it from being finalized until it is closed. Raises
     RuntimeError before init."""
     if _heap is None:

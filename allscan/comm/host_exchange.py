@@ -29,7 +29,7 @@ _DONE, FAILED, REJECTED, LOST, ABANDONED = "done ", "failed ", "rejected ", "los
 
 Excuse = Callable[[Callable[[], int]], str | None]  # of which rank has not come: how to decide without it, if at all
 
-_world: Any = None  # torch.distributed's default group that the following are of
+_world: dist.ProcessGroup | None = None  # torch.distributed's default group that the following are of
 _exchanges: dict[str, int] = {}  # name of a StoreExchange -> how many exchanges it has had: equal on all its ranks
 _absent: set[int] = set()  # global ranks that have not come to the last exchange that they were expected at
 
@@ -209,7 +209,7 @@ class StoreExchange:
                 time.sleep(pause)
                 pause = min(2 * pause, 5e-3)
 
-    def post(self, topic: str, value: Any) -> None:
+    def post(self, topic: str, value: object) -> None:
         """Leave a value for whoever looks."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError, StoreGone):
@@ -287,7 +287,7 @@ def _read_json(text: str) -> Any:
     return _as_tuples(json.loads(text))
 
 
-def _as_tuples(value: Any) -> Any:
+def _as_tuples(value: object) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -134,7 +134,7 @@ class Launch:
         self.ready, self._compiled = True, compiled
 
 
-def _not_compiled(addresses: Sequence[Any]) -> Any:
+def _not_compiled(addresses: Sequence[Any]) -> NoReturn:
     raise RuntimeError("this kernel was not compiled yet")
 
 

@@ -239,7 +239,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _priority(side: Any) -> int:
+def _priority(side: object) -> int:
     """Of a side stream, as Streams.side has made it. Another one may order its launches in ways of its own."""
     if not isinstance(side, Side):
         raise NotImplementedError(f"a stream of {type(side).__name__}")

@@ -167,7 +167,7 @@ class Side:
         torch.cuda.set_stream(self._stream)
         return self._join
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._done is not None:
             self._done.record(self._stream)
         torch.cuda.set_stream(self.current)
@@ -192,7 +192,7 @@ class Beside:
             self._side.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._side is not None:
             self._side.__exit__(*error)
 

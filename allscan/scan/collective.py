@@ -385,13 +385,13 @@ def _channels_in(given: tuple[Any, ...]) -> list[Any]:
     return found
 
 
-def _check_channel(channel: Any) -> None:
+def _check_channel(channel: object) -> None:
     if not isinstance(channel, Channel):
         kind = "the method itself: call it" if callable(channel) else type(channel).__name__
         raise TypeError(f"a channel is what AllScan.channel() returns, got {kind}")
 
 
-def _check_grid(grid: Any) -> None:
+def _check_grid(grid: object) -> None:
     """Raise TypeError or ValueError unless Triton takes it."""
     if callable(grid):
         return

@@ -152,7 +152,7 @@ class Launcher:
             found = self._prepared[known] = PreparedScan(self, launch, whole, neighbour_shift, reverse, of_adjoint)
         return found
 
-    def _neighbour_shift(self, decay: Any) -> bool | Shift:
+    def _neighbour_shift(self, decay: object) -> bool | Shift:
         """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
         if isinstance(decay, Shift):
             return decay

@@ -281,6 +281,6 @@ def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict[Any, Any
 def reset(channel: Channel) -> None:
     """Make a channel as if nothing had passed yet. While no kernel of any rank uses it."""
     channel.inbox.fill_(-0.0 if channel.RECV == SENTINEL else 0.0)
-    words: Any
+    words: torch.Tensor
     for words in (channel.arrived, channel.epoch, channel.backwards, channel.freed, channel.fwd_epoch):
         words.zero_()

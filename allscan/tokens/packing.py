@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -259,7 +259,7 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     return _read_boundaries(TensorKey(cu_seqlens))
 
 
-def own_boundaries(cu_seqlens: Any) -> torch.Tensor:
+def own_boundaries(cu_seqlens: object) -> torch.Tensor:
     """checks.boundaries of what a caller gives, read once, on the CPU and in memory that nobody writes to: what
     backward reads again is what forward had."""
     given = boundaries(cu_seqlens)

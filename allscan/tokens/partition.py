@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -98,7 +98,7 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     return tokens
 
 
-def compare_values(comm: Communicator, given: Any, read: torch.Tensor | None) -> None:
+def compare_values(comm: Communicator, given: object, read: torch.Tensor | None) -> None:
     """In debug mode, for each call with packed sequences: raise ValueError on every rank if a rank was ``given`` a
     cu_seqlens that has other values now than were ``read`` of it."""
     if read is None or not comm.debug or torch.compiler.is_compiling():
