@@ -8,6 +8,7 @@
 # make docs      the documentation into site/, its examples run
 # make venv      the environment alone
 #
+# OPTIONS: of pytest, for check, test and peer, as -x, -k kda or --junitxml=results.xml; --ranks N of peer.
 # With PYTHON=python3, say, they run with that interpreter and what it has, and no environment is made. test-gpu and peer
 # take python3 by themselves where that has all it needs, else an environment with CUDA's packages.
 
@@ -47,12 +48,12 @@ demo: $(READY)
 check: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m quick
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m quick $(OPTIONS)
 
 test: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -n 2 --dist worksteal
+	$(PYTHON) -m pytest -n 2 --dist worksteal $(OPTIONS)
 
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
 test-gpu: GOAL := on-gpu
@@ -65,7 +66,6 @@ else
 	else $(MAKE) --no-print-directory $(VENV)/ready-gpu $(GOAL) PYTHON=$(VENV)/bin/python; fi
 endif
 
-# OPTIONS: of pytest, as -x or -k kda; --ranks N
 peer-on-gpu:
 	@test -d "$(PEER)/tests/ops" || { echo 'make peer PEER=/path/to/flash-linear-attention, a checkout'; exit 2; }
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PYTHON) -m support.peer "$(PEER)" $(OPTIONS)
