@@ -233,7 +233,7 @@ def send_ahead(channel, tile, begun, b_state, b_decay):
 
 @triton.jit
 def allscan_begun(channel, tile, begun, b_state, b_decay, b_first):
-    """:func:`allscan` of a tile that has gone through ``send_ahead`` with the same ``begun``, state and decay."""
+    """``allscan`` of a tile that has gone through ``send_ahead`` with the same ``begun``, state and decay."""
     epoch, word, ok = begun
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -260,7 +260,7 @@ def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
 
 @triton.jit
 def allscan_to(channel, tile, begun, b_state, b_decay, b_first, p_out, b_inside):
-    """:func:`allscan_begun` that stores prev to ``p_out`` [BK, BV] where ``b_inside``; ``begun``: whether all is well
+    """``allscan_begun`` that stores prev to ``p_out`` [BK, BV] where ``b_inside``; ``begun``: whether all is well
     with this very tile, too. Between sentinel links words go their way as they come, not when all of a tile are there.
     """
     epoch, word, ok = begun
@@ -290,7 +290,7 @@ def shift(channel, tile, b_value, b_first):
     """Neighbour shift of one tile: send ``b_value`` to next and return what prev has sent, ``b_first`` on the first
     rank.
 
-    What :func:`allscan` gives where every decay is 0. In place of ``recv`` and ``send``. Both are [BK, BV] float32. A
+    What ``allscan`` gives where every decay is 0. In place of ``recv`` and ``send``. Both are [BK, BV] float32. A
     program with several tiles: ``begin`` for the first, ``shift_ahead`` for all, ``shift_begun`` for all.
     """
     begun = begin(channel, tile)
@@ -300,7 +300,7 @@ def shift(channel, tile, b_value, b_first):
 
 @triton.jit
 def shift_ahead(channel, tile, begun, b_value):
-    """The sending half of :func:`shift`."""
+    """The sending half of ``shift``."""
     epoch, word, ok = begun
     if channel.SEND != NONE:
         ok = ok & (tl.load(channel.epoch + tile) == epoch - 1)
@@ -310,7 +310,7 @@ def shift_ahead(channel, tile, begun, b_value):
 
 @triton.jit
 def shift_begun(channel, tile, begun, b_first):
-    """The receiving half of :func:`shift`."""
+    """The receiving half of ``shift``."""
     b_prev = b_first
     if (channel.RECV != NONE) | (channel.SEND != NONE):
         epoch, word, ok = begun
