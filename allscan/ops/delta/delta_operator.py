@@ -153,7 +153,7 @@ def zeco_kda(
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
         chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "fla", flash-linear-attention, which must
             be installed (``pip install flash-linear-attention``), or "allscan", kernels of our own: for any gates, and
-            on CPUs for bfloat16, too; on GPUs they have not been measured.
+            on CPUs for bfloat16, too; faster than fla's unless gates are strong (docs/delta.md).
 
     Returns:
         (o, final_state), as ``allscan.zeco_gla`` does.
