@@ -387,6 +387,31 @@ def test_what_is_rejected(run):
         assert o == [16.0 * (t + 1) for t in places]  # the counts of tokens, over K
 
 
+def rejected_alone_case(group):
+    """(What a call raises with lengths that all ranks have rejected before, on rank 1 alone; the next calls' ends.)"""
+    with allscan.Communicator(group, timeout=3) as comm:
+        x = torch.ones(1, 4, 1, 16, device=comm.device)
+
+        def call(lengths):
+            return allscan.zeco_gla(x, x, x, 0 * x, comm=comm, cu_seqlens=lengths, layout="zigzag", per_document=True)
+
+        good, bad = [0, 4, 8], [0, 2, 8]
+        call(good)
+        together = raised(call, bad)
+        call(good)  # which that has not put out of order
+        alone = raised(call, bad if comm.rank == 1 else good)
+        return together, alone, [raised(call, good) for _ in range(2)], raised(comm.close)
+
+
+def test_documents_that_one_rank_rejects(run):
+    """The lengths are known to all, so nobody is asked: later calls may not pair with other ones."""
+    (first, *of_first), (second, alone, later, _) = run(2, rejected_alone_case)
+    assert "multiples of 4" in first[1] and first == second and alone == second
+    assert all(error[0] == "AllScanOutOfStep" and "has rejected its call" in error[1] for error in later)
+    errors = [of_first[0], *of_first[1]]
+    assert any(error is not None for error in errors) and "has rejected its call" in str(errors), errors
+
+
 def modes_case(group, documents):
     """Compiled, checkpointed, and validation without backward in between."""
     with allscan.Communicator(group) as comm:

@@ -58,17 +58,13 @@ def partition_start(
     halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the whole
     if given is not None:
         _check_given(comm, lengths, given, given + T // halves, halves)
-        if zigzag == PER_DOCUMENT:
-            _check_documents(comm, lengths, [T])
-        return given
-    known = comm.agreed.partitions.get(lengths) is not None  # then nobody is asked, and this rank may be alone
-    tokens = partition(comm, lengths, T)
+        tokens, first = [T], given
+    else:
+        tokens = partition(comm, lengths, T)
+        first = sum(tokens[: comm.rank]) // halves
     if zigzag == PER_DOCUMENT:
-        try:
-            _check_documents(comm, lengths, tokens)
-        except ValueError as error:
-            raise error if known else comm.order.raised_everywhere(error) from None
-    return sum(tokens[: comm.rank]) // halves
+        _check_documents(comm, lengths, tokens)
+    return first
 
 
 def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]:
@@ -191,7 +187,7 @@ def find_layout(
         if lengths is not None:
             pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
             tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
-            _check_chunks(comm, lengths, first, tokens, zigzag)
+            _check_chunks(lengths, first, tokens, zigzag)
         else:
             begins, ends = FIRST.value * (comm.rank == 0), LAST.value * (comm.rank == (0 if zigzag else comm.size - 1))
             halves = ((begins, ends),) if not zigzag else ((begins, 0), (0, ends))
@@ -204,9 +200,7 @@ def find_layout(
     return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
 
 
-def _check_chunks(
-    comm: Communicator, lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int
-) -> None:
+def _check_chunks(lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int) -> None:
     """Raise ValueError if a rank has more chunks of packed sequences than kernels take, an empty one counted as one.
     tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin."""
     if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * (1 + (zigzag == PER_DOCUMENT)) + 1 <= MOST_CHUNKS:
@@ -219,5 +213,4 @@ def _check_chunks(
         begin += T // (1 + bool(zigzag))
     if max(found.values()) > MOST_CHUNKS:
         most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > MOST_CHUNKS)
-        error = ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences: {most}")
-        raise comm.order.raised_everywhere(error) if len(tokens) == comm.size else error
+        raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences: {most}")
