@@ -242,10 +242,15 @@ def _decay(T, n, reverse) -> Any:  # float | Shift
     return 0.0 if T >= n else Shift(-T if reverse else T)
 
 
+def _tokens_of_pieces(lengths, T: int) -> list[int]:
+    """Of each document, those of either piece of a rank with T tokens."""
+    return [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
+
+
 def _groups(lengths, n: int, T: int) -> list[tuple[int, list[int], int]]:
     """(tokens of a piece, at most n; the documents with such pieces; how many are sent together), alike on all ranks.
     Empty documents, of which nobody has a token, are with the longest."""
-    counts = [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
+    counts = _tokens_of_pieces(lengths, T)
     most = min(n, max(counts))
     by_tokens: dict[int, list[int]] = {most: []}
     for i, count in enumerate(counts):
@@ -285,7 +290,7 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
     groups = _groups(lengths, n, tokens)
 
     def make() -> _Documents:
-        counts = [(b - a) * (tokens // 2) // lengths[-1] for a, b in itertools.pairwise(lengths) for _ in range(2)]
+        counts = [c for c in _tokens_of_pieces(lengths, tokens) for _ in range(2)]
         return _Documents(groups, [min(n, c) for c in counts] if ends else counts, n, reverse, comm.device)
 
     table = cached_table(comm, ("halo of documents", lengths, tokens, n, reverse, ends), make)
@@ -296,7 +301,7 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
     found, at = [], 0
     edges = edges.view(2, -1, n, widths)
     for size, _, states in groups:
-        decay = 0.0 if size >= n else Shift(-size if reverse else size)
+        decay = _decay(size, n, reverse)
         there, back = edges[:, at : at + states].contiguous().unbind()
         pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), False, "zigzag", False, part="hop")
         found.append(torch.stack(pair))

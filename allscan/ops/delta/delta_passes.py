@@ -22,7 +22,7 @@ from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..carrier import AllScanCarrier, Carried
 from .fla_replay import FlaReplay
 
-PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla.launches
+PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
 
 

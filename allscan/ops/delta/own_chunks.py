@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.tiling import cdiv, next_power_of_2
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .delta_passes import Kept, StatePass, _entering, _words, cdiv
+from .delta_passes import Kept, StatePass, _entering, _words
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -38,7 +39,7 @@ class ChunkPass(StatePass):
     def __init__(self, comm, layout: Layout, B, H, HK, K, V, dtype, scalar: bool, zigzag: bool = False) -> None:
         super().__init__(comm, layout, B, H, H, K, V, dtype, False, zigzag)
         self.chunked["TOTALS"] = True
-        BK, BV_max = self.common["BK"], max(16, 1 << (V - 1).bit_length())
+        BK, BV_max = self.common["BK"], max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
         self.blocks |= chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
         self.HK, self.scalar = HK, scalar
@@ -70,10 +71,11 @@ class ChunkPass(StatePass):
             self._summaries(plan, kg, w, u, sums, transitions, leaves)
         room = self._room(plan.scratch, plan.scratch, False)
         self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
-        self._by_segments(
+        self._launch(
             plan,
             "output",
             output_kernel,
+            (cdiv(self.V, self.blocks["output"]["BV"]), self.layout.num_segments, self.H),
             qg,
             kg,
             w,
@@ -84,8 +86,9 @@ class ChunkPass(StatePass):
             *_entering(enters, *room[1:3]),
             o,
             final or sums,
-            chunked=False,
             scale=scale,
+            BT=CHUNK_TOKENS,
+            PRECISION=self.chunked["PRECISION"],
             HAS_PREV=room[1] is not None,
             HAS_FINAL=final is not None,
         )
@@ -189,14 +192,6 @@ class ChunkPass(StatePass):
         precision = self.chunked["PRECISION"]
         grid = self.layout.num_chunks, self.H
         plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
-
-    def _by_segments(self, plan: Plan, name, kernel, *buffers, chunked=True, **fixed) -> None:
-        if not chunked:
-            grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
-            precision: dict[str, Any] = dict(BT=CHUNK_TOKENS, PRECISION=self.chunked["PRECISION"])
-            self._launch(plan, name, kernel, grid, *buffers, **precision, **fixed)
-        else:
-            super()._by_segments(plan, name, kernel, *buffers, **fixed)
 
 
 class OwnChunks:
