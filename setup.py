@@ -24,7 +24,7 @@ FLA = "flash-linear-attention>=0.6,<0.7"
 
 setup(
     name="allscan",
-    version="0.1.0",
+    version=re.search(r'^__version__ = "(.+)"', open("allscan/__init__.py", encoding="utf-8").read(), re.M)[1],
     description="All-Scan and ZeCO: sequence parallelism for linear attention, in Triton and NVSHMEM",
     long_description=for_the_index(open("README.md", encoding="utf-8").read()),
     long_description_content_type="text/markdown",
