@@ -38,6 +38,7 @@ from .wait import (
     gave_up,
     now,
     num_warps,
+    opaque,
     poll_word,
     polls_before_backoff,
     set_signal,
@@ -182,7 +183,7 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
     b_free = tl.full([channel.BK, channel.BV], SENTINEL_BITS, tl.int32)
     b_left = b_free != 0  # what has not come yet
     started = tl.full([], 0, tl.int64)
-    seen = started  # of the arrival word: may differ between threads, never to branch on
+    seen = started  # of the arrival word: may differ between threads
     polls = 0
     state = MISSING
     if channel.SEND != NONE:
@@ -192,7 +193,8 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
         # a long wait looks at the arrival word alone until that has come, for the sake of other kernels
         due = (seen == word) | (polls <= POLLS_OF_WORDS)
         b_words = tl.load(p_words, mask=b_left & due, other=SENTINEL_BITS, volatile=True)
-        seen = tl.load(p_arrived, volatile=True)
+        # opaque: a scalar that is loaded counts as uniform, and a branch may be made of what it selects
+        seen = opaque(tl.load(p_arrived, volatile=True))
         b_new = _in_fours((b_words != SENTINEL_BITS) & (seen == word), channel.BK, channel.BV)
         b_prev = b_words.to(tl.float32, bitcast=True)
         if channel.SEND != NONE:

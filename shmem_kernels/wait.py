@@ -81,12 +81,12 @@ def backoff(polls, _semantic=None) -> None:
 
 @builtin
 def opaque(x, _semantic=None) -> core.tensor:
-    """``x`` (int32), of which the compiler knows nothing: so it cannot move out of a loop what depends on it."""
+    """``x`` (int32 or int64), of which the compiler knows nothing: neither that it is the same in all threads, nor that
+    what depends on it can move out of a loop."""
     if _semantic is None:
         return x
-    return core.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
-    )
+    move = ("mov.b64 $0, $1;", "=l,l") if x.dtype.is_int64() else ("mov.b32 $0, $1;", "=r,r")
+    return core.inline_asm_elementwise(*move, [x], dtype=x.dtype, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin

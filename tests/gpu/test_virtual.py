@@ -17,6 +17,7 @@ import allscan
 from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from allscan.tools.virtual import VirtualRanks
+from support.scans import Guarded
 
 pytestmark = pytest.mark.gpu
 FOUR = (8, 8, 8, 8)
@@ -92,6 +93,27 @@ def values(algorithm, nodes, kind, epochs, shape, tile, depth, protocol, straggl
             calls.clear()
     ranks.check()
     return worst.item()
+
+
+def guarded(V):
+    """Three ranks, one after another, whose rows do not fill fours of words: (largest error, whether the memory around
+    each ``out`` is as it was)."""
+    shape = (4, 16, V)
+    ranks = VirtualRanks(3, shape)
+    states, decays = draw(torch.Generator("cuda").manual_seed(V), 3, shape, "random")
+    outs = [Guarded(shape, "cuda") for _ in range(3)]
+    for rank in range(3):
+        ranks._launch(rank, states, decays, [out.tensor for out in outs], False, None, None, None)
+    torch.cuda.synchronize()
+    ranks.check()
+    worst = wrong_by(torch.stack([out.tensor for out in outs]), states, decays).item()
+    return worst, all(out.intact() for out in outs)
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 126, 127])
+def test_nothing_is_stored_beside_out(one, V):
+    [(worst, intact)] = one.run(guarded, V)
+    assert worst < 1e-5 and intact
 
 
 @pytest.mark.parametrize("kind", DECAYS)

@@ -55,6 +55,12 @@ def test_depths_and_protocols(run, pool, depth, protocol):
     assert max(run(size, scan_case, case._replace(reverse=True))) < 1e-6
 
 
+@pytest.mark.parametrize("V", [1, 2, 3, 126, 127])
+def test_rows_that_do_not_fill_their_words(run, pool, V):
+    """Ranks in the middle pass words by fours, and store nothing beside ``out``."""
+    assert max(run(min(3, pool.size), scan_case, ScanCase((2, 3, V), (2, 3), protocol="sentinel", epochs=3))) < 1e-6
+
+
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 def test_special_values(run, pool, protocol):
     size = min(4, pool.size)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.base.tiling import transition_blocks, transition_tile
+from allscan.base.tiling import default_tile, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
@@ -50,7 +50,7 @@ def pointers(names, kind):
 
 
 def compile_scan(
-    recv, send, tile=(1, 128), decay=True, initial=True, neighbour_shift=False, num_warps=1, adjoint=False
+    recv, send, tile=(1, 128), decay=True, initial=True, neighbour_shift=False, num_warps=1, adjoint=False, V=128
 ):
     channel, constants = channel_type(recv.value, send.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32") | pointers("stride_g stride_k", "i32")
@@ -58,7 +58,7 @@ def compile_scan(
     values = {
         "channel": constants,
         "K": 128,
-        "V": 128,
+        "V": V,
         "HAS_DECAY": decay,
         "HAS_INITIAL": initial,
         "NEIGHBOUR_SHIFT": neighbour_shift,
@@ -106,6 +106,19 @@ def test_scan_signals(
 @pytest.mark.parametrize("tile", [(1, 128), (4, 128), (16, 16)])
 def test_scan_tiles_do_not_spill(tile):
     assert compile_scan(SENTINEL, SENTINEL, tile).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 126, 127])
+def test_words_that_pass(V):
+    """A poll loads each word of a thread once and the arrival word once, which no branch may take for uniform; and what
+    lies in rows that are not aligned is not stored by fours."""
+    tile = default_tile(128, V, 128)
+    compiled, aligned = (compile_scan(SENTINEL, SENTINEL, tile, V=n) for n in (V, tile[1]))
+    assert compiled.spilled_bytes == 0
+    assert compiled.count(r"ld\.volatile\.global\.b64") == 1 and compiled.count(r"mov\.b64 %rd\d+, %rd\d+;") == 1
+    assert compiled.count(r"ld\.volatile\.global(\.v4)?\.b32") == (1 if tile[1] >= 4 else 4)
+    of_out = 2 * (V != tile[1])  # its words, and NaN in place of them
+    assert compiled.count(r"st\.global\.v4\.b32") == aligned.count(r"st\.global\.v4\.b32") - of_out
 
 
 @pytest.mark.parametrize("link", [NONE, SENTINEL, SIGNAL, PUT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,19 @@ import allscan
 from allscan.reference import allscan_reference
 
 from .values import error, inputs, late
+
+
+class Guarded:
+    """A tensor of NaN with other memory around it, which nobody may write."""
+
+    GUARD, WORDS = 12345.0, 64  # a multiple of 16 bytes
+
+    def __init__(self, shape, device):
+        self._all = torch.full((2 * self.WORDS + math.prod(shape),), self.GUARD, device=device)
+        self.tensor = self._all[self.WORDS : -self.WORDS].view(shape).fill_(float("nan"))
+
+    def intact(self):
+        return all(bool((x == self.GUARD).all()) for x in (self._all[: self.WORDS], self._all[-self.WORDS :]))
 
 
 class ScanCase(NamedTuple):
@@ -36,16 +50,17 @@ def scan_case(group, case: ScanCase):
             states, decays = inputs(comm, shape, decay_shape, epoch, special)
             initial = torch.randn(shape, generator=torch.Generator().manual_seed(epoch)) if with_initial else None
             expected = allscan_reference(states, decays, initial, reverse)[comm.rank]
-            out = torch.full(shape, float("nan"), device=comm.device)
+            out = Guarded(shape, comm.device)
             late(epoch, comm.rank, most_ms)
             scan.scan(
                 states[comm.rank].to(comm.device),
                 None if decays is None else decays[comm.rank].to(comm.device),
                 initial_state=None if initial is None else initial.to(comm.device),
                 reverse=reverse,
-                out=out,
+                out=out.tensor,
             )
-            worst = max(worst, error(out, expected))
+            worst = max(worst, error(out.tensor, expected))
+            assert out.intact(), epoch
         comm.check()
     return worst
 
