@@ -1,0 +1,247 @@
+"""The hostile network's own logic, without UCX and without GPUs: what it holds back, in which order it passes it on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.network import COUNTS, MODES, build
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.quick,
+    pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler, cc"),
+]
+PUT, SIGNAL, MESSAGE, FENCE, FLUSH = range(5)
+CALLBACK, USER_DATA, FLAGS, MEMORY_TYPE = 2, 4, 16, 64  # bits of ucp_request_param_t
+CUDA, HOST = 2, 0
+EP, WORKER = 0x1000, 0x2000
+
+
+class Event(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_uint64), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64)]
+
+    def __iter__(self):
+        return iter((self.kind, self.address, self.value))
+
+
+class Wire:
+    """What NVSHMEM's transport would call, of one process that sends to itself."""
+
+    TILES, WORDS, DEPTH = 16, 8, 3
+
+    def __init__(self, folder):
+        build(str(folder), "hostile.c", "libhostile.so", "-ldl", "-lpthread")
+        build(str(folder), "stub_ucp.c", "libucp.so.0", "-Wl,-soname,libucp.so.0")
+        self.ucp = ctypes.CDLL(os.path.join(folder, "libucp.so.0"))
+        self.hostile = ctypes.CDLL(os.path.join(folder, "libhostile.so"))
+        self.hostile.network_count.restype = ctypes.c_uint64
+        for name in ("ucp_put_nbx", "ucp_am_send_nbx", "ucp_worker_flush_nbx"):
+            getattr(self.hostile, name).restype = ctypes.c_void_p
+        self.ucp.stub_transports.restype = ctypes.c_char_p
+        slots = self.DEPTH * self.TILES
+        self.outbox, self.inbox = ((ctypes.c_uint64 * (slots * self.WORDS))() for _ in range(2))
+        self.arrived = (ctypes.c_uint64 * slots)()
+
+    def set(self, mode, value=0):
+        self.hostile.network_set(MODES.index(mode), ctypes.c_uint64(value))
+
+    def count(self, what):
+        return self.hostile.network_count(COUNTS.index(what))
+
+    def slot(self, tile, epoch):
+        return epoch % self.DEPTH * self.TILES + tile
+
+    def fill(self, tile, epoch):
+        at = self.slot(tile, epoch) * self.WORDS
+        self.outbox[at : at + self.WORDS] = [epoch * 1000 + tile] * self.WORDS
+
+    def put(self, tile, epoch, single=False):
+        at = self.slot(tile, epoch) * self.WORDS * 8
+        mask = CALLBACK | MEMORY_TYPE | USER_DATA * single
+        param = struct.pack("IIQQQQQi44x", mask, 0, 0, 0, 0, 0, 0, CUDA)
+        there, here = ctypes.addressof(self.inbox) + at, ctypes.c_void_p(ctypes.addressof(self.outbox) + at)
+        return self.hostile.ucp_put_nbx(
+            ctypes.c_void_p(EP), here, ctypes.c_size_t(self.WORDS * 8), ctypes.c_uint64(there), None, param
+        )
+
+    def signal(self, address, value, operation=9, message=0):
+        data = struct.pack("QQQQQQQi4x4x4x", 0, 8, value, 0, 0, address, 0, operation)
+        param = struct.pack("IIQQQQQi44x", CALLBACK | USER_DATA | FLAGS, 3, 0, 0, 0, 0, 0, 0)
+        return self.hostile.ucp_am_send_nbx(
+            ctypes.c_void_p(EP), message, None, ctypes.c_size_t(0), data, ctypes.c_size_t(len(data)), param
+        )
+
+    def post(self, tile, epoch, word=None):
+        """As NVSHMEM's proxy does a put with signal."""
+        self.fill(tile, epoch)
+        self.put(tile, epoch)
+        self.hostile.ucp_worker_fence(ctypes.c_void_p(WORKER))
+        word = self.slot(tile, epoch) if word is None else word
+        self.signal(ctypes.addressof(self.arrived) + 8 * word, epoch)
+
+    def progress(self):
+        self.hostile.ucp_worker_progress(ctypes.c_void_p(WORKER))
+
+    def flush(self):
+        self.hostile.ucp_worker_flush_nbx(ctypes.c_void_p(WORKER), None)
+
+    def events(self):
+        """What has come, and is forgotten then."""
+        found = (Event * (1 << 16))()
+        return [tuple(event) for event in found[: self.ucp.stub_events(found)]]
+
+    def holds(self, tile, epoch):
+        """Whether the inbox has this tile of this epoch, wholly."""
+        at = self.slot(tile, epoch) * self.WORDS
+        return set(self.inbox[at : at + self.WORDS]) == {epoch * 1000 + tile}
+
+
+@pytest.fixture(scope="module")
+def wires(tmp_path_factory):
+    return Wire(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture
+def wire(wires):
+    wires.set("pass")
+    wires.flush()
+    wires.events()
+    ctypes.memset(wires.arrived, 0, ctypes.sizeof(wires.arrived))
+    ctypes.memset(wires.inbox, 0, ctypes.sizeof(wires.inbox))
+    return wires
+
+
+def receive(wire, epochs, taken, word):
+    """Epochs of all tiles, as over a channel: depth slots, a credit by what was taken. How many tiles were wrong, or
+    never taken.
+
+    taken(seen, epoch): whether the receiver takes the tile; word(tile, epoch): where its arrival word lies.
+    """
+    wrong, next_sent, expected = 0, [1] * wire.TILES, [1] * wire.TILES
+    before = None
+    while min(expected) <= epochs and not (wire.count("held") == 0 and before == expected):
+        before = list(expected)
+        for tile in range(wire.TILES):
+            while next_sent[tile] <= min(epochs, expected[tile] + wire.DEPTH - 1):
+                wire.post(tile, next_sent[tile], word(tile, next_sent[tile]))
+                next_sent[tile] += 1
+        wire.progress()
+        for tile in range(wire.TILES):
+            if expected[tile] <= epochs and taken(wire.arrived[word(tile, expected[tile])], expected[tile]):
+                wrong += not wire.holds(tile, expected[tile])
+                expected[tile] += 1
+    wire.flush()
+    return wrong + sum(epochs + 1 - epoch for epoch in expected)
+
+
+def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
+    before = wire.count("overtakings")
+    wire.set("reorder", 300_000)
+    assert receive(wire, 200, lambda seen, epoch: seen == epoch, wire.slot) == 0
+    assert wire.count("overtakings") - before > 1000 and wire.count("held") == 0
+    moved = [event for event in wire.events() if event[0] in (PUT, SIGNAL)]
+    assert len(moved) == 2 * 200 * wire.TILES
+    for (kind, address, memory), (signal, word, _) in zip(moved[::2], moved[1::2], strict=True):
+        slot = (address - ctypes.addressof(wire.inbox)) // (8 * wire.WORDS)
+        assert (kind, signal, memory) == (PUT, SIGNAL, HOST) and word == ctypes.addressof(wire.arrived) + 8 * slot
+    assert [value for _, _, value in moved[1::2]] != sorted(value for _, _, value in moved[1::2])
+
+
+def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
+    """The control: one arrival word a tile, and any epoch that is at least the expected one. In order it is right."""
+
+    def word(tile, epoch):
+        return tile
+
+    def later(seen, epoch):
+        return seen >= epoch
+
+    wire.set("bandwidth", 1 << 40)
+    assert receive(wire, 60, later, word) == 0
+    ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
+    wire.set("reorder", 300_000)
+    assert receive(wire, 60, later, word) > 0
+
+
+def test_a_source_is_read_late(wire):
+    wire.set("stall", 20_000_000)
+    wire.post(3, 1)
+    wire.fill(3, 4)  # the same slot
+    wire.flush()
+    assert wire.holds(3, 4) and not wire.holds(3, 1)
+
+
+def test_bandwidth(wire):
+    wire.set("bandwidth", wire.WORDS * 8 * 1000)  # a tile takes a millisecond
+    start = time.monotonic()
+    for tile in range(wire.TILES):
+        wire.post(tile, 1)
+    wire.flush()
+    assert time.monotonic() - start >= 1e-3 * wire.TILES * 0.99
+    signals = [address for kind, address, _ in wire.events() if kind == SIGNAL]
+    assert signals == sorted(signals) and len(signals) == wire.TILES
+
+
+def test_a_stall_ends_and_quiet_waits_for_it(wire):
+    start = time.monotonic()
+    wire.set("stall", 100_000_000)
+    wire.post(1, 1)
+    wire.progress()
+    assert wire.events() == [] and wire.count("held") == 1
+    wire.flush()
+    assert 0.1 <= time.monotonic() - start < 10 and wire.holds(1, 1)
+    assert [kind for kind, _, _ in wire.events()] == [PUT, SIGNAL, FLUSH]
+    wire.post(2, 1)
+    wire.progress()
+    assert wire.holds(2, 1)
+
+
+def test_never_delivered(wire):
+    """NVSHMEM still hears an answer to each of its messages, or its own end would wait for ever."""
+    before = wire.count("lost")
+    wire.set("never")
+    wire.post(1, 1)
+    wire.progress()
+    assert [event[::2] for event in wire.events()] == [(SIGNAL, 0)]
+    assert not any(wire.arrived) and not any(wire.inbox) and wire.count("lost") == before + 1
+
+
+def test_what_is_no_pair_passes_at_once(wire):
+    wire.set("stall", 50_000_000)
+    wire.fill(0, 1)
+    wire.put(0, 1, single=True)
+    wire.signal(ctypes.addressof(wire.arrived), 5)
+    wire.signal(0, 0, message=1)
+    assert [kind for kind, _, _ in wire.events()] == [PUT, SIGNAL, MESSAGE] and wire.arrived[0] == 5
+    wire.put(0, 1)
+    assert wire.events() == []
+    wire.signal(ctypes.addressof(wire.arrived), 6, operation=4)  # an atomic that is no signal comes behind the put
+    assert [kind for kind, _, _ in wire.events()] == [PUT, MESSAGE] and wire.count("held") == 0
+    wire.put(0, 1)
+    wire.flush()
+    assert [kind for kind, _, _ in wire.events()] == [PUT, FLUSH]
+
+
+def test_a_fence_passes_where_nothing_is_held(wire):
+    wire.post(0, 1)
+    wire.progress()
+    assert [kind for kind, _, _ in wire.events()] == [PUT, FENCE, SIGNAL]
+
+
+def test_transports_and_nodes(wire, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALLSCAN_UCX_TLS", "tcp,self")
+    wire.hostile.ucp_config_modify(None, b"TLS", b"posix,ib")
+    assert wire.ucp.stub_transports() == b"tcp,self"
+    show = "import os, socket; print(os.uname().nodename, socket.gethostname())"
+    library = build(str(tmp_path), "hostile.c", "libhostile.so", "-ldl", "-lpthread")
+    environment = os.environ | {"LD_PRELOAD": library, "ALLSCAN_NODE": "node7"}
+    done = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["node7", "node7"], done
