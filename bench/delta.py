@@ -294,7 +294,8 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     ours and by fla's two kernels for it."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
-    from allscan.ops.delta.delta_passes import Kept, StatePass, delta_segment_length
+    from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
+    from allscan.ops.delta.records import Between, DeltaShape, Ends, Kept, OfOutput
     from allscan.tokens.partition import find_layout
 
     with allscan.Communicator() as comm:
@@ -308,7 +309,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         sums = F.logsigmoid(normal(T // 64, 64, H, K)).div(16).cumsum(1).view(1, T, H, K)
         scores, scale = (normal(1, T, H, 64) / 8).bfloat16(), K**-0.5
         layout = find_layout(comm, 1, T, None, delta_segment_length(T, H, True))
-        ours = StatePass(comm, layout, 1, H, H, K, K, torch.bfloat16, scalar=False)
+        ours = StatePass(comm, layout, DeltaShape(1, H, H, K, K, torch.bfloat16, scalar=False))
         kept = Kept(
             sums.new_empty(ours.of_transitions),
             sums.new_empty(ours.of_states),
@@ -316,8 +317,9 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         )
 
         def backward():
-            _, _, entering = ours.turn(q, k, w, u, sums, do, scores, None, scale, kept)
-            ours.backward(q, k, w, sums, do, dv, scale, entering, None)
+            between = Between(k, w, u, sums, q)
+            _, _, entering = ours.turn(between, OfOutput(do, None, scores), None, kept, scale)
+            ours.backward(between, OfOutput(do, dv), entering, None, scale)
 
         def fla_forward():
             return chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums)
@@ -327,7 +329,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
             chunk_gated_delta_rule_bwd_dhu(q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=scale)
 
         calls = {
-            "ours, forward": lambda: ours.forward(k, w, u, sums, None, None, kept),
+            "ours, forward": lambda: ours.forward(Between(k, w, u, sums), Ends(None, None), kept),
             "ours, backward": backward,
             "fla, forward": fla_forward,
             "fla, backward": fla_backward,

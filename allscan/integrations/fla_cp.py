@@ -14,6 +14,7 @@ from ..base.checks import ScanInputs
 from ..base.tiling import transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
+from ..ops.delta.records import Between, DeltaShape, OfOutput
 from ..ops.halo import halo
 from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.two_way import two_way_scan
@@ -161,7 +162,7 @@ def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=Fal
         if not part.finishes:  # its last sequence goes on elsewhere
             passes = _passes(comm, context, cu_seqlens, part.end - 1, given, given["k"], given["u"])
             if passes is not None:
-                state, transition = passes.total(given["k"], given["w"], given["u"], _gates(given))
+                state, transition = passes.total(Between(given["k"], given["w"], given["u"], _gates(given)))
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.end - 1 : part.end + 1]
                 chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **given)
@@ -187,7 +188,8 @@ def _backward(
             passes = _passes(comm, context, cu_seqlens, part.first, given, given["q"], given["do"])
             if passes is not None:
                 q, k, w, do, dv = (given[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
-                state, transition = passes.total_back(q, k, w, _gates(given), do, dv, given["scale"])
+                between = Between(k, w, None, _gates(given), q)
+                state, transition = passes.total_back(between, OfOutput(do, dv), given["scale"])
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.first : part.first + 2]
                 chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **given)
@@ -218,8 +220,8 @@ def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
     segment = delta_segment_length(end - begin, HV, comm.device.type == "cuda")
     middle = [Piece(begin, end, 0, 0, 0)]
     layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
-    kind = 1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None
-    return layout.derived(kind, lambda: StatePass(comm, layout.tables(), *kind))
+    shape = DeltaShape(1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None)
+    return layout.derived(shape, lambda: StatePass(comm, layout.tables(), shape))
 
 
 def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import allscan  # noqa: E402
 from allscan.launch.streams import Streams  # noqa: E402
 from allscan.ops.delta import delta_passes  # noqa: E402
+from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, Piece  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
@@ -96,18 +97,20 @@ def delta_kernels() -> None:
     ):
         H, T = 2, 300
         layout = Layout([Piece(0, T, 0, 0, 0)], 1, 128, middle.device)
-        states = delta_passes.StatePass(middle, layout, 1, H, H, K, V, dtype, scalar)
+        states = delta_passes.StatePass(middle, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
         q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
         u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))
         sums = -torch.rand((1, T, H) if scalar else (1, T, H, K), device="cuda")
         kept = kept_for(states)
-        h, v_new = states.forward(k, w, u, sums, None, None, kept)
+        between = Between(k, w, u, sums, q)
+        h, v_new = states.forward(between._replace(q=None), Ends(None, None), kept)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
-        given = dv if scalar else None
-        *_, entering = states.turn(q, k, w, u, sums, do, scores, None, 0.1, kept, dv=given)
-        dh, dv = states.backward(q, k, w, sums, do, dv, 0.1, entering, None)
+        d = OfOutput(do, dv) if scalar else OfOutput(do, None, scores)
+        *_, entering = states.turn(between, d, None, kept, 0.1)
+        dh, dv = states.backward(between, OfOutput(do, dv), entering, None, 0.1)
         if scalar:
-            assert all(x.isfinite().all() for x in states.gradients(q, k, v_new, w, sums, do, dv, h, dh, 0.1))
+            gradients = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), 0.1)
+            assert all(x.isfinite().all() for x in gradients)
         assert all(x.isfinite().all() for x in (h, v_new, dh, dv)), (K, V, dtype)
 
 

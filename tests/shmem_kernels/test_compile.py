@@ -16,6 +16,7 @@ from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
 from allscan.launch.streams import Streams
 from allscan.ops.delta import delta_passes, own_chunks
+from allscan.ops.delta.records import Between, DeltaShape, Ends, Inputs, OfOutput, Outer, Saved
 from allscan.ops.gla import gla_operator, gla_plans
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import delta, delta_chunks, delta_chunks_bwd, gla_blocks, gla_bwd, gla_fwd, gla_strong
@@ -415,19 +416,23 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     device = torch.device("cpu")
     carriers = {"carrier of transitions": NoScan()}
     comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None, replay=True)
-    states = delta_passes.StatePass(comm, layout, 1, H, H, K, V, dtype, scalar)
+    states = delta_passes.StatePass(comm, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
     kept = kept_for(states)
-    states.forward(narrow, narrow, wide, sums, outside, outside, kept)
-    scores, dv = torch.zeros(1, T, H, 64, dtype=dtype), wide if scalar else None
-    _, _, entering = states.turn(narrow, narrow, narrow, wide, sums, wide, scores, outside, 0.1, kept, dv=dv)
-    states.backward(narrow, narrow, narrow, sums, wide, wide, 0.1, entering, outside)
+    states.forward(Between(narrow, narrow, wide, sums), Ends(outside, outside), kept)
+    between, d, scores = (
+        Between(narrow, narrow, wide, sums, narrow),
+        OfOutput(wide, wide),
+        torch.zeros(1, T, H, 64, dtype=dtype),
+    )
+    _, _, entering = states.turn(between, d if scalar else OfOutput(wide, None, scores), outside, kept, 0.1)
+    states.backward(between, d, entering, outside, 0.1)
     kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)
-        states.gradients(narrow, narrow, wide, narrow, sums, wide, wide, chunks, chunks, 0.1)
+        states.gradients(between, wide, d, (chunks, chunks), 0.1)
         kernels.add(delta.scalar_gradient_kernel)
     seen = set()
     for kernel, compiled in compiled_launches(most_spilled, more_on_sm_100=most(216, v37=280, v38=296, v39=304)):
@@ -448,7 +453,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
     comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
-    return own_chunks.ChunkPass(comm, layout, 1, 4, 4, K, V, dtype, scalar)
+    return own_chunks.ChunkPass(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 
 
 def test_delta_chunk_kernels(monkeypatch):
@@ -459,8 +464,9 @@ def test_delta_chunk_kernels(monkeypatch):
     x, outside = torch.zeros(1, T, H, K, dtype=dtype), torch.zeros(1, H, K, K)
     g, beta = torch.zeros(1, T, H, K), torch.zeros(1, T, H)
     kept = kept_for(states)
-    _, scores, solved = states.whole_forward(x, x, x, g, beta, outside, outside, kept, 0.1)
-    states.whole_backward(x, x, x, g, beta, scores, solved, x, outside, outside, kept, 0.1)
+    inputs = Inputs(x, x, x, g, beta)
+    _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
+    states.whole_backward(inputs, Saved(*saved), Outer(x, outside, outside), kept, 0.1)
     ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.gradient_kernel
     Launches.made = [launch for launch in Launches.made if launch[0] in ours]
     seen = set()

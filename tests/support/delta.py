@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import allscan
 from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta.delta_operator import _state_pass
-from allscan.ops.delta.delta_passes import Kept, delta_segment_length
+from allscan.ops.delta.delta_passes import delta_segment_length
+from allscan.ops.delta.records import Between, Ends, Kept, OfOutput
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
 from allscan.tokens.partition import find_layout
@@ -227,15 +228,16 @@ def pass_case(group, case: DeltaCase):
         AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         kept = kept_for(passes)
-        h, v_new = passes.forward(k, w, u, sums, whole.initial, found_final, kept)
+        between = Between(k, w, u, sums, q)
+        h, v_new = passes.forward(between._replace(q=None), Ends(whole.initial, found_final), kept)
         scale, turned = K**-0.5, []
-        for x in (dv, None):
-            *again, entering = passes.turn(q, k, w, u, sums, do, scores, whole.dfinal, scale, kept, dv=x)
+        for d in (OfOutput(do, dv), OfOutput(do, None, scores)):
+            *again, entering = passes.turn(between, d, whole.dfinal, kept, scale)
             assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
             turned.append(entering[0])
         if dtype == F32:
             assert relative(turned[0], turned[1].double()) < 1e-5
-        dh, dv_new = passes.backward(q, k, w, sums, do, dv, scale, entering, found_dinitial)
+        dh, dv_new = passes.backward(between, OfOutput(do, dv), entering, found_dinitial, scale)
         comm.barrier()
         first, last = owners(tokens, lengths, 1)
         for x, ranks in ((parts.final, last), (parts.dinitial, first)):

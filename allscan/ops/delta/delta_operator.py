@@ -32,9 +32,10 @@ from ...tokens.partition import check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
 from ..first_call import check_first, common_fields
-from .delta_passes import Kept, StatePass, delta_segment_length
-from .fla_chunks import KDA, GatedDeltaNet, gate, local, normalized
+from .delta_passes import StatePass, delta_segment_length
+from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, gate, local, normalized
 from .own_chunks import ChunkPass, OwnChunks
+from .records import DeltaShape, Ends, Inputs, Kept, Outer, Saved
 
 RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
     "kda": KDA(),
@@ -462,8 +463,9 @@ def _state_pass(rule, layout, q, v, comm, cu_seqlens=None, zigzag=False) -> Stat
     B = carried_states(q.shape[0], sequences, zigzag)
     own = isinstance(RULES[rule], OwnChunks)
     kind = ChunkPass if own else StatePass
-    given = B, HV, q.shape[2] if scalar or own else HV, q.shape[3], v.shape[3], q.dtype, scalar, bool(zigzag)
-    return layout.derived((kind, *given), lambda: kind(comm, layout.tables(), *given))
+    heads = q.shape[2] if scalar or own else HV
+    shape = DeltaShape(B, HV, heads, q.shape[3], v.shape[3], q.dtype, scalar, bool(zigzag))
+    return layout.derived((kind, shape), lambda: kind(comm, layout.tables(), shape))
 
 
 def _in_one(*tensors) -> Iterator[Any]:
@@ -514,18 +516,17 @@ def _forward(
     with comm.call(False, f"zeco_{rule}", (q, k, v, g, beta, initial_state)):
         given = q, k, v, g, beta, initial_state, cu_seqlens
         layout = _prepare(rule, scale, fields, bound, *given, comm, first_token, zigzag)
-        tables = local(layout)
         final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
+        ends = Ends(initial_state, final_state)
         states = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag)
         if not q.shape[1]:
-            states.forward_of_none(initial_state, final_state, Kept(*kept))
+            states.forward_of_none(ends, Kept(*kept))
             return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
         v_shape = v.shape
         if zigzag:
             q, k, v, g, beta = _in_one(q, k, v, g, beta)
-        o, sums, scores, solved = RULES[rule].forward(
-            states, q, k, v, g, beta, scale, initial_state, final_state, Kept(*kept), tables
-        )
+        call, x = ChunkCall(states, scale, local(layout)), Inputs(q, k, v, g, beta)
+        o, sums, (scores, solved) = RULES[rule].forward(call, x, ends, Kept(*kept))
         if zigzag:
             o = unsafe_view(o, v_shape)  # no view, which must not be written to
             solved = solved.view(v_shape[0], -1, *solved.shape[2:])
@@ -598,32 +599,18 @@ def _backward(
             f"zeco_{rule}", "q k v beta sums scores solved transitions enters fwd_epoch do", given, wanted
         )
         layout = _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
-        tables = local(layout)
         scores, dinitial = scores.view(solved.dtype), _zeros(q, v, cu_seqlens, initial)
         states, like = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag), (q, k, v, sums, beta)
         if not q.shape[1]:
-            states.backward_of_none(dfinal, dinitial, Kept(transitions, enters, fwd_epoch))
+            states.backward_of_none(Ends(dfinal, dinitial), Kept(transitions, enters, fwd_epoch))
             return *(torch.empty_like(x) for x in like), dinitial
         if zigzag:
             q, k, v, sums, beta, scores, solved, do = _in_one(
                 q, k, v, sums, beta, scores if scores.numel() else None, solved, do
             )
-        grads: Any = RULES[rule].backward(
-            states,
-            q,
-            k,
-            v,
-            sums,
-            beta,
-            scores,
-            solved,
-            scale,
-            do,
-            dfinal,
-            dinitial,
-            Kept(transitions, enters, fwd_epoch),
-            tables,
-        )
+        call, x = ChunkCall(states, scale, local(layout)), Inputs(q, k, v, sums, beta)
+        outer, kept = Outer(do, dfinal, dinitial), Kept(transitions, enters, fwd_epoch)
+        grads: Any = RULES[rule].backward(call, x, Saved(scores, solved), outer, kept)
         grads = [x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)]
         if zigzag:
             grads = [x.view(y.shape) for x, y in zip(grads, like, strict=True)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ...shmem_kernels.delta import (
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..carrier import AllScanCarrier, Carried
 from .fla_replay import FlaReplay
+from .records import Between, DeltaShape, Ends, Entering, Kept, OfOutput, Room
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
@@ -66,36 +67,15 @@ def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     )
 
 
-class Kept(NamedTuple):
-    """What backward takes from forward."""
-
-    transitions: Tensor  # [segments, H, K, K], words of float32, of whatever dtype of 4 bytes
-    enters: Tensor  # [segments, H, K, V], the same; what has entered each
-    fwd_epoch: Tensor  # number of the call
-
-
 class StatePass:
     """Forward and backward through the states of this rank's chunks: plans, recorded once for calls that differ in
     their tensors only.
 
-    layout: of this rank's tokens, with segments of delta_segment_length; B states of H heads are sent, with ``zigzag``
-    twice as many: of the first half of a batch entry's tokens, or of a document's, and of the second. scalar: gates are
-    one number a token and head, and k and q, of HK heads, come without them. dtype: of k, w, u.
+    layout: of this rank's tokens, with segments of delta_segment_length.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        layout: Layout,
-        B: int,
-        H: int,
-        HK: int,
-        K: int,
-        V: int,
-        dtype: torch.dtype,
-        scalar: bool,
-        zigzag: bool = False,
-    ) -> None:
+    def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
+        B, H, HK, K, V, dtype, scalar, zigzag = shape
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing is sent
@@ -112,35 +92,35 @@ class StatePass:
         self.fla = FlaReplay(cuda and comm.replay, comm.graphs)  # what fla's functions are called by
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
-    def forward(self, k, w, u, g, initial, final: Tensor | None, kept: Kept) -> list[Tensor]:
-        """(h [B, chunks of each, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` is
-        filled, and ``final`` [N, H, K, V] float32 where a sequence ends here. initial: [N, H, K, V] float32 or None."""
-        return self._run(self._forward, k, w, u, g, initial, final, *kept)
+    def forward(self, x: Between, ends: Ends, kept: Kept) -> list[Tensor]:
+        """(h [B, chunks of each, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` and
+        ``ends`` are filled, the latter where a sequence ends here."""
+        return self._run(self._forward, x, ends, kept)
 
-    def turn(
-        self, q, k, w, u, g, do, scores, dfinal, scale, kept: Kept, *, dv: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
-        """(h, v_new of forward, made again; each segment's incoming gradient, for ``backward``). The scan of
-        the gradient runs beside the former. ``dv``, or scores Aqk to make it of. dfinal: [N, H, K, V] or None."""
-        given, options = scores if dv is None else dv, dict(scale=scale, from_scores=dv is None)
-        h, v_new, *entering = self._run(self._turn, q, k, w, u, g, do, given, dfinal, *kept, **options)
-        return h, v_new, entering
+    def turn(self, x: Between, d: OfOutput, dfinal: Tensor | None, kept: Kept, scale: float) -> tuple[Any, ...]:
+        """(h, v_new of forward, made again; ``Entering`` of gradients, for ``backward``). The scan of the gradient runs
+        beside the former. dfinal: [N, H, K, V] or None."""
+        h, v_new, *entering = self._run(self._turn, x, d, (dfinal,), kept, scale=scale)
+        return h, v_new, Entering(*entering)
 
-    def backward(self, q, k, w, g, do, dv, scale, entering, dinitial: Tensor | None) -> list[Tensor]:
+    def backward(
+        self, x: Between, d: OfOutput, entering: Entering, dinitial: Tensor | None, scale: float
+    ) -> list[Tensor]:
         """(dh, like h: the gradient of the state that leaves each chunk; dv', like dv). dinitial is filled where a
         sequence begins here."""
-        return self._run(self._backward, q, k, w, g, do, dv, *entering, dinitial, scale=scale)
+        return self._run(self._backward, x._replace(u=None), d, entering, (dinitial,), scale=scale)
 
-    def forward_of_none(self, initial, final: Tensor | None, kept: Kept) -> None:
+    def forward_of_none(self, ends: Ends, kept: Kept) -> None:
         """``forward`` of a rank without tokens: what comes goes on."""
         k, v, g = self._nothing()
-        self.forward(k, k, v, g, initial, final, kept)
+        self.forward(Between(k, k, v, g), ends, kept)
 
-    def backward_of_none(self, dfinal, dinitial: Tensor | None, kept: Kept) -> None:
+    def backward_of_none(self, ends: Ends, kept: Kept) -> None:
         """``turn`` and ``backward`` of such a rank."""
         k, v, g = self._nothing()
-        *_, entering = self.turn(k, k, k, v, g, v, None, dfinal, 1.0, kept, dv=v)
-        self.backward(k, k, k, g, v, v, 1.0, entering, dinitial)
+        x, d = Between(k, k, v, g, k), OfOutput(v, v)
+        *_, entering = self.turn(x, d, ends.given, kept, 1.0)
+        self.backward(x, d, entering, ends.filled, 1.0)
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and gates of one token, of which kernels read no more than a gate, without using it."""
@@ -148,150 +128,137 @@ class StatePass:
         k, v = (make(1, 1, self.H, width, dtype=self.dtype) for width in (self.K, self.V))
         return k, v, make(k.shape[: 3 if self.chunked["SCALAR"] else 4], dtype=torch.float32)
 
-    def gradients(self, q, k, v_new, w, g, do, dv, h, dh, scale) -> list[Tensor]:
-        """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel."""
-        return self._run(self._gradients, q, k, v_new, w, g, do, dv, h, dh, scale=scale)
+    def gradients(self, x: Between, v_new: Tensor, d: OfOutput, states: Sequence[Tensor], scale: float) -> list[Tensor]:
+        """Of a rule with one gate a head: (dq, dk, dw, like w, and dg, like g), see scalar_gradient_kernel. states:
+        (h, dh); d: with dv'."""
+        return self._run(self._gradients, x._replace(u=None), (v_new,), d, tuple(states), scale=scale)
 
-    def total(self, k, w, u, g) -> list[Tensor]:
+    def total(self, x: Between) -> list[Tensor]:
         """(what this rank leaves from zero [B * H, K, V], its transition [B * H, K, K]) of a layout whose sequences
         neither begin nor end here."""
-        return self._run(self._total, k, w, u, g)
+        return self._run(self._total, x)
 
-    def total_back(self, q, k, w, g, do, dv, scale) -> list[Tensor]:
+    def total_back(self, x: Between, d: OfOutput, scale: float) -> list[Tensor]:
         """The same of the gradient, from the end to the beginning."""
-        return self._run(self._total_back, q, k, w, g, do, dv, scale=scale)
+        return self._run(self._total_back, x, d, scale=scale)
 
-    def _run(self, record, *tensors, **fixed) -> list[Any]:
-        """Run the plan that ``record(plan, buffers, **fixed)`` has recorded at the first call with tensors like these
-        (their sizes are the layout's and those of the first); the tensors of the buffers that it has returned, None for
-        None."""
+    def _run(self, record: Callable[..., Sequence[Buffer | None]], *given: tuple[Any, ...], **fixed: Any) -> list[Any]:
+        """Run the plan that ``record(plan, *buffers, **fixed)`` has recorded at the first call with tensors like these
+        (their sizes are the layout's and those of the first), in tuples such as it is ``given``; the tensors of the
+        buffers that it has returned, None for None."""
+        tensors = [x for some in given for x in some]
         key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= KEPT:  # of calls with ever other scales
                 self._plans.clear()
             plan = Plan(self.comm.graphs)
-            buffers = record(plan, *(x if x is None else plan.input(x) for x in tensors), **fixed)
+            inputs = [[x if x is None else plan.input(x) for x in some] for some in given]
+            buffers = record(plan, *map(_like, given, inputs), **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
         plan, order = found
         made = plan.run(self.carrier, *[x for x in tensors if x is not None])
         return [i if i is None else made[i] for i in order]
 
-    def _forward(self, plan: Plan, k, w, u, g, initial, final, transitions, enters, fwd_epoch) -> tuple:
-        made = self._chunks(plan, k, u)
-        transitions, enters = _words(plan, transitions, enters)
+    def _forward(self, plan: Plan, x: Between, ends: Ends, kept: Kept) -> tuple:
+        made = self._chunks(plan, x.k, x.u)
+        kept = _words(plan, kept)
         leaves = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(plan, k, w, u, g, transitions, leaves)
+            self._summaries(plan, x, kept.transitions, leaves)
         room = self._room(plan.scratch, plan.scratch, False)
-        self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
-        return self._states(plan, k, w, u, g, (enters, *room[1:3]), final, made)
+        self._carry(plan, kept, leaves, ends.given, False, room)
+        return self._states(plan, x, room.entering(kept.enters), ends.filled, made)
 
-    def _turn(
-        self, plan: Plan, q, k, w, u, g, do, given, dfinal, transitions, entered, fwd_epoch, scale, from_scores
-    ) -> tuple:
-        made = self._chunks(plan, k, u)
-        transitions, entered = _words(plan, transitions, entered)
+    def _turn(self, plan: Plan, x: Between, d: OfOutput, ends: tuple, kept: Kept, scale: float) -> tuple:
+        made, (dfinal,) = self._chunks(plan, x.k, x.u), ends
+        kept = _words(plan, kept)
         enters, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
-        leaves = self._leaves(plan, q, k, w, g, do, given, dfinal, scale, from_scores)
+        leaves = self._leaves(plan, x, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, transitions, leaves, enters, dfinal, fwd_epoch, True, room)
-        self._states(plan, k, w, u, g, (entered, None, None), None, made)
+            self._carry(plan, kept._replace(enters=enters), leaves, dfinal, True, room)
+        self._states(plan, x, Entering(kept.enters), None, made)
         plan.join()
-        return *made, enters, *room[1:3]
+        return *made, *room.entering(enters)
 
-    def _backward(self, plan: Plan, q, k, w, g, do, dv, enters, through, prev, dinitial, scale) -> tuple:
-        dh, dv_new = made = self._chunks(plan, k, dv)
-        out, final = dh if dinitial is None else dinitial, dinitial is not None
-        entering = enters, through, prev
-        self._adjoint(plan, q, k, w, g, do, dv, scale, entering, made, out, EVERY_CHUNK=True, HAS_FINAL=final)
+    def _backward(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, ends: tuple, scale: float) -> tuple:
+        (dinitial,) = ends
+        made = self._chunks(plan, x.k, d.dv)
+        self._adjoint(plan, x, d, entering, made, dinitial, scale)
         return made
 
-    def _gradients(self, plan: Plan, q, k, v_new, w, g, do, dv, h, dh, scale) -> list[Buffer]:
-        made = [plan.output_like(x) for x in (w, w, w, g)]
+    def _gradients(self, plan: Plan, x: Between, of: tuple, d: OfOutput, states: tuple, scale: float) -> list[Buffer]:
+        made = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
         chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
-        self._launch(
-            plan,
-            "gradients",
-            scalar_gradient_kernel,
-            (self.layout.num_chunks, self.H),
-            q,
-            k,
-            v_new,
-            g,
-            do,
-            dv,
-            h,
-            dh,
-            plan.constant(self.layout.chunks),
-            *made,
-            scale=scale,
-            **chunked,
-        )
+        grid, table = (self.layout.num_chunks, self.H), plan.constant(self.layout.chunks)
+        tensors = x.q, x.k, *of, x.g, d.do, d.dv, *states, table, *made
+        self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, scale=scale, **chunked)
         return made
 
-    def _total(self, plan: Plan, k, w, u, g) -> tuple:
-        room = self._room(plan.output, plan.scratch, False)
-        transitions, leaves, enters = (plan.scratch(*x) for x in (self.of_transitions, self.of_states, self.of_states))
-        self._summaries(plan, k, w, u, g, transitions, leaves)
-        self._through(plan, transitions, leaves, enters, None, False, room)
-        return room[0], room[3]
+    def _total(self, plan: Plan, x: Between) -> tuple:
+        room, kept = self._room(plan.output, plan.scratch, False), self._kept_here(plan)
+        leaves = plan.scratch(*self.of_states)
+        self._summaries(plan, x, kept.transitions, leaves)
+        self._through(plan, kept, leaves, None, False, room)
+        return room.own, room.dense
 
-    def _total_back(self, plan: Plan, q, k, w, g, do, dv, scale) -> tuple:
-        room = self._room(plan.output, plan.scratch, True)
-        transitions, states, enters = (plan.scratch(*x) for x in (self.of_transitions, self.of_states, self.of_states))
-        self._summaries(plan, k, w, do, g, transitions, states)
-        leaves = self._leaves(plan, q, k, w, g, do, dv, None, scale, from_scores=False)
-        self._through(plan, transitions, leaves, enters, None, True, room)
-        return room[0], room[3]
+    def _total_back(self, plan: Plan, x: Between, d: OfOutput, scale: float) -> tuple:
+        room, kept = self._room(plan.output, plan.scratch, True), self._kept_here(plan)
+        self._summaries(plan, x._replace(u=d.do), kept.transitions, plan.scratch(*self.of_states))
+        leaves = self._leaves(plan, x, d, None, scale)
+        self._through(plan, kept, leaves, None, True, room)
+        return room.own, room.dense
 
-    def _chunks(self, plan: Plan, k, u) -> tuple:
+    def _kept_here(self, plan: Plan) -> Kept:
+        """Memory until the end of a run, where no scan follows."""
+        return Kept(plan.scratch(*self.of_transitions), plan.scratch(*self.of_states), None)
+
+    def _chunks(self, plan: Plan, k: Buffer, u: Buffer) -> tuple:
         """New (states of the chunks, like k; values like u)."""
         return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
-    def _room(self, rank, segments, reverse: bool) -> tuple:
-        """(local state; transition from the rank's entry to each segment; incoming state; by
-        which matrix it leaves the rank); None where there is no such thing. ``rank``, ``segments``: what makes memory
-        for the first and last of them, and for the other two."""
+    def _room(self, rank: Callable[..., Buffer], segments: Callable[..., Buffer], reverse: bool) -> Room:
+        """``rank``, ``segments``: what makes memory for the first and last of Room, and for the other two."""
         states = self.num_states * self.H
         own, prev = rank(states, self.K, self.V), None if self.alone else segments(states, self.K, self.V)
         if self.alone or not (self.layout.left if reverse else self.layout.entered):
-            return own, None, prev, None
-        return own, segments(*self.of_transitions), prev, rank(states, self.K, self.K)
+            return Room(own, None, prev, None)
+        return Room(own, segments(*self.of_transitions), prev, rank(states, self.K, self.K))
 
-    def _summaries(self, plan: Plan, k, w, u, g, transitions, leaves) -> None:
+    def _summaries(self, plan: Plan, x: Between, transitions: Buffer, leaves: Buffer) -> None:
         rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
-        grid, tensors = (rows * columns, self.layout.num_segments, self.H), (k, w, u, g, self._segments(plan))
+        grid, tensors = (rows * columns, self.layout.num_segments, self.H), (x.k, x.w, x.u, x.g, self._segments(plan))
         self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, leaves, **self.chunked)
 
-    def _through(self, plan: Plan, transitions, leaves, enters, outside, reverse, room) -> None:
-        """Fill ``enters`` with each segment's incoming state from this rank's tokens, of each one's local state; and of
-        ``room`` all but the rank's incoming state."""
-        own, through, _, dense = room
+    def _through(
+        self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool, room: Room
+    ) -> None:
+        """Fill ``kept.enters`` with each segment's incoming state from this rank's tokens, of each one's local state;
+        and of ``room`` all but the rank's incoming state."""
         block = self.blocks["carry"]["BC"]
-        columns = cdiv(self.V, block) + (0 if through is None else cdiv(self.K, block))
+        columns = cdiv(self.V, block) + (0 if room.through is None else cdiv(self.K, block))
         self._launch(
             plan,
             "carry",
             delta_carry_kernel,
             (columns, self.num_states * self.H),
-            transitions,
+            kept.transitions,
             leaves,
             self._segments(plan),
             plan.constant(self.layout.first_segments),
             outside or leaves,
-            enters,
-            through or enters,
-            own,
-            dense or own,
+            kept.enters,
+            room.through or kept.enters,
+            room.own,
+            room.dense or room.own,
             HAS_OUTSIDE=outside is not None,
             REVERSE=reverse,
         )
 
-    def _carry(self, plan: Plan, transitions, leaves, enters, outside, fwd_epoch, reverse, room) -> None:
+    def _carry(self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool, room: Room) -> None:
         """_through, and the scan."""
-        self._through(plan, transitions, leaves, enters, outside, reverse, room)
+        self._through(plan, kept, leaves, outside, reverse, room)
         own, _, prev, dense = room
         if prev is None:
             return
@@ -300,101 +267,65 @@ class StatePass:
         passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
         lead = self.B, len(halves), self.H
         own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
-        carried = Carried(own, prev, fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
+        carried = Carried(own, prev, kept.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
-    def _states(self, plan: Plan, k, w, u, g, entering, final, made) -> tuple:
+    def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, made: tuple) -> tuple:
         h, v_new = made
-        self._by_segments(
-            plan,
-            "states",
-            delta_states_kernel,
-            k,
-            w,
-            u,
-            g,
-            self._segments(plan),
-            *_entering(*entering),
-            h,
-            v_new,
-            final or h,
-            HAS_PREV=entering[1] is not None,
-            HAS_FINAL=final is not None,
-        )
+        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *_pointers(entering), h, v_new, final or h
+        has = dict(HAS_PREV=entering.through is not None, HAS_FINAL=final is not None)
+        self._by_segments(plan, "states", delta_states_kernel, *tensors, **has)
         return made
 
-    def _leaves(self, plan: Plan, q, k, w, g, do, given, dfinal, scale, from_scores: bool) -> Any:
+    def _leaves(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
         from zero."""
         leaves = plan.scratch(*self.of_states)
-        self._adjoint(
-            plan,
-            *(q, k, w, g, do, given),
-            scale,
-            (leaves, None, None),
-            (leaves, leaves),
-            leaves,
-            dfinal,
-            FROM_SCORES=from_scores,
-        )
+        pointers = leaves, leaves, leaves, leaves, leaves, leaves, dfinal or leaves
+        has = dict(HAS_PREV=False, EVERY_CHUNK=False, HAS_OUTSIDE=dfinal is not None, HAS_FINAL=False)
+        self._adjoint_kernel(plan, "leaves", x, d, *pointers, scale=scale, **has)
         return leaves
 
     def _adjoint(
-        self,
-        plan: Plan,
-        q,
-        k,
-        w,
-        g,
-        do,
-        given,
-        scale,
-        entering,
-        written,
-        out,
-        outside=None,
-        *,
-        EVERY_CHUNK=False,
-        HAS_FINAL=False,
-        FROM_SCORES=False,
+        self, plan: Plan, x: Between, d: OfOutput, entering: Entering, made: tuple, dinitial: Buffer | None, scale
     ) -> None:
-        self._by_segments(
-            plan,
-            "adjoint" if EVERY_CHUNK else "leaves",
-            adjoint_kernel,
-            *(q, k, w, g, do, given),
-            self._segments(plan),
-            *_entering(*entering),
-            *written,
-            out,
-            outside or out,
-            scale=scale,
-            HAS_PREV=entering[1] is not None,
-            EVERY_CHUNK=EVERY_CHUNK,
-            HAS_OUTSIDE=outside is not None,
-            HAS_FINAL=HAS_FINAL,
-            FROM_SCORES=FROM_SCORES,
-        )
+        """Fill ``made`` from each segment's incoming gradient, and ``dinitial`` where a sequence begins here."""
+        out = dinitial or made[0]
+        pointers = *_pointers(entering), *made, out, out
+        has = dict(HAS_PREV=entering.through is not None, EVERY_CHUNK=True, HAS_OUTSIDE=False)
+        self._adjoint_kernel(plan, "adjoint", x, d, *pointers, scale=scale, **has, HAS_FINAL=dinitial is not None)
+
+    def _adjoint_kernel(self, plan: Plan, name: str, x: Between, d: OfOutput, *pointers: Buffer, **fixed: Any) -> None:
+        given = d.scores if d.dv is None else d.dv
+        tensors = x.q, x.k, x.w, x.g, d.do, given, self._segments(plan), *pointers
+        self._by_segments(plan, name, adjoint_kernel, *tensors, **fixed, FROM_SCORES=d.dv is None)
 
     def _segments(self, plan: Plan) -> Any:
         return plan.constant(self.layout.segments)
 
-    def _by_segments(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
+    def _by_segments(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer, **fixed: Any) -> None:
         grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
         self._launch(plan, name, kernel, grid, *buffers, **self.chunked, **fixed)
 
-    def _launch(self, plan: Plan, name, kernel, grid, *buffers, **fixed) -> None:
+    def _launch(self, plan: Plan, name: str, kernel: Any, grid: tuple, *buffers: Buffer, **fixed: Any) -> None:
         """With the block sizes of ``name``. ``fixed``: the other parameters."""
         plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
 
 
-def _words(plan: Plan, *kept) -> Iterator[Buffer]:
-    """Of Kept, as the float32 that they are."""
-    return (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept)
+def _like(record: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """``values`` in a tuple of the type of ``record``."""
+    return type(record)(*values) if hasattr(record, "_fields") else tuple(values)
 
 
-def _entering(states, through, prev) -> tuple:
+def _words(plan: Plan, kept: Kept) -> Kept:
+    """Of the first two, as the float32 that they are."""
+    first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept[:2])
+    return kept._replace(transitions=first, enters=second)
+
+
+def _pointers(entering: Entering) -> tuple:
     """What kernels take: pointers that are not used where there is no such thing."""
+    states, through, prev = entering
     return states, through or states, prev or states
 
 

@@ -17,8 +17,8 @@ from ...base.checks import described, plain, restored
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import communicator_of
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .delta_passes import StatePass
 from .fla_replay import FlaReplay
+from .records import Between, Ends, Inputs, Kept, OfOutput, Outer, Saved
 
 
 class Local(NamedTuple):
@@ -141,6 +141,14 @@ def _of_heads(x: Tensor, HK: int) -> Tensor:
     return x if x.shape[2] == HK else x.unflatten(2, (HK, -1)).sum(3)
 
 
+class ChunkCall(NamedTuple):
+    """What the functions inside the chunks are called with, besides tensors of the call."""
+
+    states: Any  # a StatePass, of own chunks a ChunkPass
+    scale: float
+    tables: Local
+
+
 class KDA:
     """Kimi delta attention: a gate for each channel of the keys. safe_gate: no gate is below -5."""
 
@@ -149,57 +157,45 @@ class KDA:
     def __init__(self, safe_gate: bool = False) -> None:
         self.safe = dict(safe_gate=safe_gate)
 
-    def forward(
-        self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(o, sums of the gates, and what else backward takes: Aqk, Akk)."""
+    def forward(self, call: ChunkCall, x: Inputs, ends: Ends, kept: Kept) -> tuple[Tensor, Tensor, Saved]:
+        """(o, sums of the gates, and what else backward takes)."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
+        (states, scale, tables), (q, k, v, g, beta) = call, x
         fla, options = states.fla, tables.options()
         sums = log2_sums(fla, g, tables)
         w, u, _, kg, scores, solved = fla(
             chunk_kda_fwd_intra, q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
         )
-        h, v_new = states.forward(kg, w, u, sums, initial, final, kept)
+        h, v_new = states.forward(Between(kg, w, u, sums), ends, kept)
         o = fla(chunk_gla_fwd_o_gk, q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
-        return o, sums, scores, solved
+        return o, sums, Saved(scores, solved)
 
-    def backward(
-        self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v, g, beta; dinitial is filled."""
+    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
+        """Gradients of the inputs; ``outer`` is filled."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
         from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
+        (states, scale, tables), (q, k, v, sums, beta), (scores, solved) = call, x, saved
+        do, dfinal, dinitial = outer
         fla, options = states.fla, tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u, qg, kg = fla(recompute_w_u_fwd, q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
-        h, v_new, entering = states.turn(qg, kg, w, u, sums, do, scores, dfinal, scale, kept)
+        between = Between(kg, w, u, sums, qg)
+        h, v_new, entering = states.turn(between, OfOutput(do, None, scores), dfinal, kept, scale)
         d_scores, dv = fla(chunk_kda_bwd_dAv, q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
-        dh, dv = states.backward(qg, kg, w, sums, do, dv, scale, entering, dinitial)
-        del w, u, qg, kg
+        dh, dv = states.backward(between, OfOutput(do, dv), entering, dinitial, scale)
+        del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
         dq, dk, dv, dbeta, dg, d_solved = fla(
             chunk_kda_bwd_wy_dqkg_fused, q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
         )
-        dq, dk, dbeta, dg = fla(
-            chunk_kda_bwd_intra,
-            q=q,
-            k=k,
-            g=sums,
-            beta=beta,
-            dAqk=d_scores,
-            dAkk=d_solved,
-            dq=dq,
-            dk=dk,
-            db=dbeta,
-            dg=dg,
-            **self.safe,
-            **options,
-        )
-        return _of_heads(dq, q.shape[2]), _of_heads(dk, q.shape[2]), dv, _suffix_sums(fla, dg, tables), dbeta
+        of_chunks = dict(dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg)
+        dq, dk, dbeta, dg = fla(chunk_kda_bwd_intra, q=q, k=k, g=sums, beta=beta, **of_chunks, **self.safe, **options)
+        heads = q.shape[2]
+        return Inputs(_of_heads(dq, heads), _of_heads(dk, heads), dv, _suffix_sums(fla, dg, tables), dbeta)
 
 
 class GatedDeltaNet:
@@ -207,33 +203,33 @@ class GatedDeltaNet:
 
     scalar = True
 
-    def forward(
-        self, states: StatePass, q, k, v, g, beta, scale, initial, final, kept, tables: Local
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, call: ChunkCall, x: Inputs, ends: Ends, kept: Kept) -> tuple[Tensor, Tensor, Saved]:
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
+        (states, scale, tables), (q, k, v, g, beta) = call, x
         fla, options = states.fla, tables.options()
         sums = log2_sums(fla, g, tables)
         w, u, solved = fla(chunk_gated_delta_rule_fwd_intra, k=k, v=v, g=sums, beta=beta, **options)
-        h, v_new = states.forward(k, w, u, sums, initial, final, kept)
+        h, v_new = states.forward(Between(k, w, u, sums), ends, kept)
         o = fla(chunk_fwd_o, q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
-        return o, sums, solved.new_empty(0), solved
+        return o, sums, Saved(solved.new_empty(0), solved)
 
-    def backward(
-        self, states: StatePass, q, k, v, sums, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables: Local
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
+        (states, scale, tables), (q, k, v, sums, beta), (_, solved) = call, x, saved
+        do, dfinal, dinitial = outer
         fla, options = states.fla, tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u = fla(recompute_w_u_fwd, k=k, v=v, beta=beta, A=solved, g=sums, **indices)
         dv = fla(chunk_bwd_dv_local, q=q, k=k, g=sums, do=do, scale=scale, **options)
-        h, v_new, entering = states.turn(q, k, w, u, sums, do, None, dfinal, scale, kept, dv=dv)
-        dh, dv = states.backward(q, k, w, sums, do, dv, scale, entering, dinitial)
+        between = Between(k, w, u, sums, q)
+        h, v_new, entering = states.turn(between, OfOutput(do, dv), dfinal, kept, scale)
+        dh, dv = states.backward(between, OfOutput(do, dv), entering, dinitial, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
-        dq, dk, dw, dg = states.gradients(q, k, v_new, w, sums, do, dv, h, dh, scale)
+        dq, dk, dw, dg = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), scale)
         dk2, dv, dbeta, dg2 = fla(prepare_wy_repr_bwd, k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
-        dq, dk = (_of_heads(x, q.shape[2]) for x in (dq, dk))
-        return dq, dk + _of_heads(dk2, q.shape[2]), dv, _suffix_sums(fla, dg + dg2, tables), dbeta
+        dq, dk, dk2 = (_of_heads(x, q.shape[2]) for x in (dq, dk, dk2))
+        return Inputs(dq, dk + dk2, dv, _suffix_sums(fla, dg + dg2, tables), dbeta)

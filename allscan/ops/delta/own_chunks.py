@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from ...base.tiling import cdiv, next_power_of_2
+from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .delta_passes import Kept, StatePass, _entering, _words
+from .delta_passes import StatePass, _pointers, _words
+from .fla_chunks import ChunkCall
+from .records import Between, DeltaShape, Ends, Entering, Inputs, Kept, OfOutput, Outer, Saved
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -36,8 +39,9 @@ class ChunkPass(StatePass):
 
     scalar: whether the rule has one gate a head; between the chunks each channel then has the same decay."""
 
-    def __init__(self, comm, layout: Layout, B, H, HK, K, V, dtype, scalar: bool, zigzag: bool = False) -> None:
-        super().__init__(comm, layout, B, H, H, K, V, dtype, False, zigzag)
+    def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
+        _, _, HK, _, V, dtype, scalar, _ = shape
+        super().__init__(comm, layout, shape._replace(HK=shape.H, scalar=False))
         self.chunked["TOTALS"] = True
         BK, BV_max = self.common["BK"], max(16, next_power_of_2(V))
         cuda = comm.device.type == "cuda"
@@ -45,32 +49,27 @@ class ChunkPass(StatePass):
         self.HK, self.scalar = HK, scalar
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
-    def whole_forward(self, q, k, v, g, beta, initial, final: Tensor | None, kept: Kept, scale: float) -> list[Any]:
-        """(o, Aqk, T); ``kept`` and ``final`` are filled as by forward."""
-        return self._run(self._whole_forward, q, k, v, g, beta, initial, final, *kept, scale=scale)
+    def whole_forward(self, x: Inputs, ends: Ends, kept: Kept, scale: float) -> list[Any]:
+        """(o, Aqk, T); ``kept`` and ``ends`` are filled as by forward."""
+        return self._run(self._whole_forward, x, ends, kept, scale=scale)
 
-    def whole_backward(
-        self, q, k, v, g, beta, scores, solved, do, dfinal, dinitial: Tensor | None, kept: Kept, scale: float
-    ) -> list[Any]:
-        """(dq, dk of each head of v, dv, dg, dbeta); ``dinitial`` is filled as by backward."""
-        given = q, k, v, g, beta, scores, solved, do, dfinal, dinitial
-        return self._run(self._whole_backward, *given, *kept, scale=scale)
+    def whole_backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept, scale: float) -> list[Any]:
+        """(dq, dk of each head of v, dv, dg, dbeta); ``outer`` is filled."""
+        return self._run(self._whole_backward, x, saved, outer, kept, scale=scale)
 
-    def _whole_forward(
-        self, plan: Plan, q, k, v, g, beta, initial, final, transitions, enters, fwd_epoch, scale
-    ) -> tuple[Buffer, ...]:
-        transitions, enters = _words(plan, transitions, enters)
+    def _whole_forward(self, plan: Plan, x: Inputs, ends: Ends, kept: Kept, scale: float) -> tuple[Buffer, ...]:
+        v, kept = x.v, _words(plan, kept)
         o = plan.output_like(v)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         for STRONG in (False, True):
-            self._operands(plan, q, k, v, g, beta, strong, scores, solved, operands, scale, STRONG=STRONG)
+            self._operands(plan, x, strong, Saved(scores, solved), operands, scale=scale, SOLVED=False, STRONG=STRONG)
         leaves = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(plan, kg, w, u, sums, transitions, leaves)
+            self._summaries(plan, Between(kg, w, u, sums), kept.transitions, leaves)
         room = self._room(plan.scratch, plan.scratch, False)
-        self._carry(plan, transitions, leaves, enters, initial, fwd_epoch, False, room)
+        self._carry(plan, kept, leaves, ends.given, False, room)
         self._launch(
             plan,
             "output",
@@ -83,54 +82,39 @@ class ChunkPass(StatePass):
             scores,
             sums,
             self._segments(plan),
-            *_entering(enters, *room[1:3]),
+            *_pointers(room.entering(kept.enters)),
             o,
-            final or sums,
+            ends.filled or sums,
             scale=scale,
             BT=CHUNK_TOKENS,
             PRECISION=self.chunked["PRECISION"],
-            HAS_PREV=room[1] is not None,
-            HAS_FINAL=final is not None,
+            HAS_PREV=room.through is not None,
+            HAS_FINAL=ends.filled is not None,
         )
         return o, scores, solved
 
     def _whole_backward(
-        self,
-        plan: Plan,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scores,
-        solved,
-        do,
-        dfinal,
-        dinitial,
-        transitions,
-        entered,
-        fwd_epoch,
-        scale,
+        self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, kept: Kept, scale: float
     ) -> tuple[Buffer, ...]:
-        transitions, entered = _words(plan, transitions, entered)
+        (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
+        kept = _words(plan, kept)
         of_head = *v.shape[:3], self.K
         whole = self.H == self.HK  # nothing is added up over heads
         dq, dk = (plan.output(*of_head, dtype=q.dtype if whole else torch.float32) for _ in "qk")
         dv, dg, dbeta = (plan.output_like(x) for x in (v, g, beta))
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        self._operands(plan, q, k, v, g, beta, strong, scores, solved, operands, scale, SOLVED=True)
+        self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
+        between, d = Between(kg, w, u, sums, qg), OfOutput(do, None, scores)
         enters, room = plan.scratch(*self.of_states), self._room(plan.scratch, plan.scratch, True)
-        leaves = self._leaves(plan, qg, kg, w, sums, do, scores, dfinal, scale, from_scores=True)
+        leaves = self._leaves(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, transitions, leaves, enters, dfinal, fwd_epoch, True, room)
+            self._carry(plan, kept._replace(enters=enters), leaves, dfinal, True, room)
         h, dh = (plan.scratch(*self.of_chunks, dtype=v.dtype) for _ in "hd")
         v_new, dv_new = (plan.scratch(*v.shape, dtype=v.dtype) for _ in "vd")
-        self._states(plan, kg, w, u, sums, (entered, None, None), None, (h, v_new))
+        self._states(plan, between, Entering(kept.enters), None, (h, v_new))
         plan.join()
-        entering, out, final = (enters, *room[1:3]), dinitial or enters, dinitial is not None
-        written, how = (dh, dv_new), dict(EVERY_CHUNK=True, HAS_FINAL=final, FROM_SCORES=True)
-        self._adjoint(plan, qg, kg, w, sums, do, scores, scale, entering, written, out, **how)
+        self._adjoint(plan, between, d, room.entering(enters), (dh, dv_new), dinitial, scale)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         for STRONG in (False, True):
             self._launch_chunks(
@@ -162,26 +146,22 @@ class ChunkPass(StatePass):
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
         return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
 
-    def _operands(
-        self, plan: Plan, q, k, v, g, beta, strong, scores, solved, made, scale, SOLVED=False, STRONG=False
-    ) -> None:
+    def _operands(self, plan: Plan, x: Inputs, strong: Buffer, saved: Saved, made: tuple, **fixed: Any) -> None:
         qg, kg, w, u, sums = made
         self._launch_chunks(
             plan,
             "operands",
             operands_kernel,
-            *(q, k, v, g, beta),
+            *x,
             *self._tables(plan, strong),
-            scores,
-            solved,
+            saved.scores,
+            saved.solved,
             w,
             u,
             kg,
             qg,
             sums,
-            scale=scale,
-            SOLVED=SOLVED,
-            STRONG=STRONG,
+            **fixed,
         )
 
     def _tables(self, plan: Plan, strong) -> tuple:
@@ -202,20 +182,14 @@ class OwnChunks:
     def __init__(self, scalar: bool) -> None:
         self.scalar = scalar
 
-    def forward(
-        self, states: Any, q, k, v, g, beta, scale, initial, final, kept, tables
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(o, nothing, Aqk, T)."""
-        o, scores, solved = states.whole_forward(q, k, v, g, beta, initial, final, kept, scale)
-        return o, g.new_empty(0, dtype=torch.float32), scores, solved
+    def forward(self, call: ChunkCall, x: Inputs, ends: Ends, kept: Kept) -> tuple[Tensor, Tensor, Saved]:
+        """(o, nothing, what else backward takes)."""
+        o, *saved = call.states.whole_forward(x, ends, kept, call.scale)
+        return o, x.g.new_empty(0, dtype=torch.float32), Saved(*saved)
 
-    def backward(
-        self, states: Any, q, k, v, g, beta, scores, solved, scale, do, dfinal, dinitial, kept, tables
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v, g, beta; dinitial is filled."""
-        dq, dk, dv, dg, dbeta = states.whole_backward(
-            q, k, v, g, beta, scores, solved, do, dfinal, dinitial, kept, scale
-        )
-        if (heads := q.shape[2]) != v.shape[2]:
-            dq, dk = (x.unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
-        return dq, dk, dv, dg, dbeta
+    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
+        """Gradients of the inputs; ``outer`` is filled."""
+        dq, dk, *others = call.states.whole_backward(x, saved, outer, kept, call.scale)
+        if (heads := x.q.shape[2]) != x.v.shape[2]:
+            dq, dk = (d.unflatten(2, (heads, -1)).sum(3) for d in (dq, dk))
+        return Inputs(dq, dk, *others)

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 
 import allscan
 from allscan.ops.delta.delta_passes import StatePass
+from allscan.ops.delta.records import Between, DeltaShape
 from allscan.reference import delta_reference
 from allscan.tokens.packing import Layout, Piece
 from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
@@ -257,11 +258,11 @@ def part_of_tokens(group):
     """What tokens 0 to 64 leave, of ranks with more and fewer tokens, as fla's context parallelism asks for it."""
     with allscan.Communicator(group) as comm:
         layout = Layout([Piece(0, 64, 0, 0, 0)], 1, 128, comm.device)
-        passes = StatePass(comm, layout, 1, 1, 1, 16, 16, F32, True)
+        passes = StatePass(comm, layout, DeltaShape(1, 1, 1, 16, 16, F32, True))
         generator = torch.Generator().manual_seed(0)
         k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
         g = -torch.rand(1, 192, 1, generator=generator).to(comm.device)
-        return [passes.total(*(x[:, :T].contiguous() for x in (k, w, u, g)))[0] for T in (192, 128, 64, 192)]
+        return [passes.total(Between(*(x[:, :T].contiguous() for x in (k, w, u, g))))[0] for T in (192, 128, 64, 192)]
 
 
 @on_cpus
