@@ -9,27 +9,31 @@ import triton.language as tl
 @triton.jit
 def merge_kernel(
     p_o,  # [B, T, H, V], over the first keys; over both afterwards
-    p_lse,  # float32 [B, H, T]
+    p_lse,  # float32 [B, H, T]; likewise
     p_more,  # [B, T, H, V], over the others
-    p_more_lse,  # float32 [B, H, T]
-    p_both_lse,  # float32 [B, H, T]
-    rows,  # B * T * H
+    p_more_lse,  # float32 [B, H, T], contiguous
+    rows,  # T * H
     T,
     H,
+    tokens,  # for which p_o and p_lse have memory, of which these T are some
     V: tl.constexpr,
     BV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """o := exp(lse - both) o + exp(more_lse - both) more, both = log(exp(lse) + exp(more_lse)), in float32."""
+    """o := exp(lse - both) o + exp(more_lse - both) more, both = log(exp(lse) + exp(more_lse)), in float32.
+    lse := both."""
+    batch = tl.program_id(1).to(tl.int64)
+    p_o += batch * tokens * H * V
+    p_more += batch * rows * V
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // H, row % H
-    at = ((token // T) * H + head) * T + token % T
     inside = row < rows
-    b_lse = tl.load(p_lse + at, mask=inside, other=0.0)
-    b_more_lse = tl.load(p_more_lse + at, mask=inside, other=0.0)
+    p_lse += (batch * H + head) * tokens + token
+    b_lse = tl.load(p_lse, mask=inside, other=0.0)
+    b_more_lse = tl.load(p_more_lse + (batch * H + head) * T + token, mask=inside, other=0.0)
     largest = tl.maximum(b_lse, b_more_lse)
     b_both = largest + tl.log(tl.exp(b_lse - largest) + tl.exp(b_more_lse - largest))
-    tl.store(p_both_lse + at, b_both, mask=inside)
+    tl.store(p_lse, b_both, mask=inside)
     v = tl.arange(0, BV)
     offsets = row[:, None] * V + v[None, :]
     inside = inside[:, None] & (v < V)[None, :]

@@ -1,9 +1,9 @@
 """Causal softmax attention over a split sequence, in blocks that need no mask, by the fastest kernels that PyTorch has.
 
-A rank's queries see its own keys by one causal block, or in the zigzag layout by one for each half, and earlier tokens
-by blocks without a mask, whose keys may lie in any order; results are merged by their log-sum-exps. The own blocks run
-while the other ranks' keys, or the latents that these are made of, are under way; in backward while the sums of their
-gradients are.
+A rank's queries see its own keys by a causal block, in the zigzag layout by one of both halves, since the second one
+sees all of the first; and the other ranks' earlier tokens by blocks without a mask, whose keys may lie in any order.
+Results are merged by their log-sum-exps. The own block runs while the other ranks' keys, or the latents that these are
+made of, are under way; in backward while the sums of their gradients are.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def _cudnn_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, 
 
 def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
     shape, (cum_q, cum_k, *_), seeds = more
+    o = tokens_first(o)
     return cudnn_backward(
         _like(do, o),
         tokens_first(q),
@@ -332,13 +333,16 @@ def packed_documents(q, k, v, comm, lengths, scale=None) -> torch.Tensor:
 # The blocks
 
 
-def reads(rank: int, size: int, zigzag: bool) -> tuple[range, list[tuple[int, range]]]:
-    """(slots of ``softmax.Gather`` that a rank's queries see beside its own causal blocks, [(half, those of its
-    slots that this half of the queries sees)]); in the contiguous layout there is one half."""
+def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
+    """(slots of ``softmax.Gather`` that a rank's queries see beside its own keys, [(these halves of the queries, see as
+    many of the slots, the last ones)]); in the contiguous layout there is one half."""
     if not zigzag:
-        return range(rank), [(0, range(rank))] if rank else []
-    halves = [(0, range(size, size + rank)), (1, range(rank + 1, 2 * size))]
-    return range(rank + 1, 2 * size), halves if rank else halves[1:]
+        return [*range(rank)], [(range(1), rank)] if rank else []
+    first = [*range(size, size + rank)]
+    slots = [*range(rank + 1, size), *range(size + rank + 1, 2 * size), *first]
+    if len(slots) == len(first):
+        return slots, [(range(2), rank)] if rank else []
+    return slots, [(range(1), rank)] * (rank > 0) + [(range(1, 2), len(slots))]
 
 
 class Attention(NamedTuple):
@@ -413,21 +417,19 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()) -> torch.Tenso
     softmax.Gather, or Later, of the tensors [B, T, ...] of which ``project`` makes k and v, having been given them with
     tokens third, else of k and v. latents: with Later and project, what k and v were made of.
     """
-    halves, batch = gather.halves, q.shape[0]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     steps = []
     if isinstance(gather, Later):
         steps = gather.ranges(*(() if project is None else (k, v)))
         sources = _leaves((k, v), latents) if len(steps) > 1 and project is not None else []
         later, gather = gather, None if len(steps) > 1 else gather.gather()
-    q, k, v = (_halved(x, halves) for x in (q, k, v))
     kernel, shared = kernel_for(q, k, v), _Shared()
     q = tokens_first(q)
     if gather is None:
         tensors: Any = later.tensors
         where: Any = copy.copy(later)
         where.tensors = None  # which are autograd's to keep
-        plan = _Plan(where, steps, batch, project, kernel, scale)
+        plan = _Plan(where, steps, project, kernel, scale)
         token = _Enter.apply(plan, *tensors)
         tensors = [x.detach() for x in tensors]
         with torch.no_grad():
@@ -436,11 +438,11 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()) -> torch.Tenso
         o = _Steps.apply(shared, plan, q.detach(), o, lse, token, len(tensors), *tensors, *sources)
     else:
         o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-        slots, rows = _rows(gather, q, batch)
+        slots, rows = _rows(gather, q)
         keys = gather.read(slots)
         keys = _keys(keys, project, q.dtype) if rows else keys
         o = _Others.apply(shared, kernel, scale, rows, q.detach(), o, lse, *keys)
-    return o.transpose(1, 2).unflatten(0, (halves, batch)).movedim(0, 1).flatten(1, 2)
+    return o.transpose(1, 2)
 
 
 def causal(q, k, v, scale=None) -> torch.Tensor:
@@ -455,14 +457,14 @@ def causal(q, k, v, scale=None) -> torch.Tensor:
     return _Others.apply(shared, kernel, scale, [], q.detach(), o, lse).transpose(1, 2)
 
 
-def _rows(gather, q, batch) -> tuple[Sequence[int], list[tuple[slice, slice]]]:
-    """(slots to read, [(this half of the queries, sees these of the keys there)])."""
+def _rows(gather, q) -> tuple[list[int], list[tuple[slice, slice]]]:
+    """(slots to read, [(these queries, see these of the keys there)])."""
     slots, blocks = reads(gather.comm.rank, gather.comm.size, gather.halves == 2)
-    rows = []
-    for half, seen in blocks:
-        before, inside = (sum(gather.filled[slot] for slot in some) for some in (range(slots[0], seen[0]), seen))
-        if inside and q.shape[2]:
-            rows.append((slice(half * batch, (half + 1) * batch), slice(before, before + inside)))
+    filled, half, rows = [gather.filled[slot] for slot in slots], q.shape[2] // gather.halves, []
+    for halves, many in blocks:
+        before, inside = sum(filled[:-many]), sum(filled[-many:])
+        if inside and half:
+            rows.append((slice(halves.start * half, halves.stop * half), slice(before, before + inside)))
     return slots, rows
 
 
@@ -472,23 +474,15 @@ def _keys(found, project, dtype) -> list[torch.Tensor]:
     return [x.to(dtype) for x in (found if project is None else project(*found))]
 
 
-def _halved(x, halves) -> torch.Tensor:
-    """[B, H, T, D] -> [halves * B, H, T / halves, D], a view where B = 1."""
-    if halves == 1:
-        return x
-    x = x.transpose(1, 2).unflatten(1, (halves, x.shape[2] // halves))
-    return x.movedim(1, 0).flatten(0, 1).transpose(1, 2)
-
-
 class _Shared:
-    """What the own blocks' backward gets from the others': o and its log-sum-exp over all keys, and parts of dq."""
+    """What the own block's backward gets from the others': o and its log-sum-exp over all keys, and parts of dq."""
 
     def __init__(self) -> None:
         self.merged, self.parts = None, ()
 
 
 class _Own(torch.autograd.Function):
-    """The causal blocks. Their gradients are those of o over all keys, which ``_Others`` returns."""
+    """The causal block. Its gradients are those of o over all keys, which ``_Others`` returns."""
 
     @staticmethod
     def forward(ctx, shared, kernel, scale, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
@@ -512,7 +506,7 @@ class _Own(torch.autograd.Function):
             return None, None, None, *(torch.zeros_like(x) for x in (q, k, v))
         dq, dk, dv = ctx.kernel.backward(do, q, k, v, o, lse, ctx.more, True, ctx.scale)
         for rows, part in parts:
-            dq[rows] += part.to(dq.dtype)
+            dq[:, :, rows] += part.to(dq.dtype)
         return None, None, None, dq, dk, dv
 
 
@@ -542,8 +536,8 @@ def _add(kernel, scale, rows, q, o, lse, keys) -> list:
     """Let o and lse be over these keys, too; what the kernel's backward is to get of each block."""
     kept = []
     for mine, seen in rows:
-        *found, more = kernel.forward(q[mine], *(x[:, :, seen] for x in keys), False, scale)
-        _merge(o[mine], lse[mine], *found)
+        *found, more = kernel.forward(q[:, :, mine], *(x[:, :, seen] for x in keys), False, scale)
+        _merge(o[:, :, mine], lse[:, :, mine], *found)
         kept.append(more)
     return kept
 
@@ -555,23 +549,22 @@ def _gradients(
     parts: list[tuple[slice, torch.Tensor]] = []
     sums: list[torch.Tensor] | None = None
     for (mine, seen), more in reversed(list(zip(rows, kept, strict=True))):  # the first sees all keys
-        some = (x[:, :, seen] for x in keys)
-        dq, *found = kernel.backward(do[mine], q[mine], *some, o[mine], lse[mine], more, False, scale)
+        dy, x, y, total = (some[:, :, mine] for some in (do, q, o, lse))
+        dq, *found = kernel.backward(dy, x, *(some[:, :, seen] for some in keys), y, total, more, False, scale)
         parts.append((mine, dq))
         if sums is None:
             sums = found
         else:
-            for total, x in zip(sums, found, strict=True):
-                total[:, :, seen] += x
+            for some, dx in zip(sums, found, strict=True):
+                some[:, :, seen] += dx
     return parts, [torch.zeros_like(x) for x in keys] if sums is None else sums
 
 
 class _Plan:
     """The steps in which the other ranks' tokens come, and what is done with them."""
 
-    def __init__(self, later, ranges, batch, project, kernel, scale) -> None:
-        self.later, self.ranges, self.batch, self.project, self.kernel = later, ranges, batch, project, kernel
-        self.scale = scale
+    def __init__(self, later, ranges, project, kernel, scale) -> None:
+        self.later, self.ranges, self.project, self.kernel, self.scale = later, ranges, project, kernel, scale
         self.first: Gather | None = None
         self.sums: list[torch.Tensor] | None = None
         self.last: tuple | None = None
@@ -624,7 +617,7 @@ class _Steps(torch.autograd.Function):
         gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
-            slots, rows = _rows(gather, q, plan.batch)
+            slots, rows = _rows(gather, q)
             found = gather.finish(slots)
             keys = _keys(found, plan.project, q.dtype) if rows else ()
             ctx.kept.append(_add(plan.kernel, plan.scale, rows, q, exact, lse, keys))
@@ -644,7 +637,7 @@ class _Steps(torch.autograd.Function):
         gather = plan.start(0, tensors)
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
-            slots, rows = _rows(gather, q, plan.batch)
+            slots, rows = _rows(gather, q)
             found = [x.detach().requires_grad_() for x in gather.finish(slots)]
             sums = [torch.zeros_like(x) for x in found]
             if rows:
@@ -653,7 +646,7 @@ class _Steps(torch.autograd.Function):
                 given = [x.detach() for x in keys]
                 parts, gradients = _gradients(plan.kernel, plan.scale, rows, ctx.kept[step], do, q, o, lse, given)
                 for mine, dq in parts:
-                    total[mine] += dq
+                    total[:, :, mine] += dq
                 leaves = [*found, *(x for x in sources if x.requires_grad)]
                 gradients = torch.autograd.grad(keys, leaves, gradients, allow_unused=True)
                 sums = [a if b is None else b for a, b in zip(sums, gradients)]
@@ -687,9 +680,9 @@ def _leaves(tensors, inputs) -> list:
 
 def _merge(o, lse, more, more_lse) -> None:
     """Let o [B, H, T, V] and lse [B, H, T] be over the keys of both."""
-    dense = all(x.transpose(1, 2).is_contiguous() for x in (o, more)) and lse.is_contiguous()
-    if o.is_cuda and dense and lse.dtype == torch.float32:
-        merge(o, lse, more, more_lse.contiguous())
+    fits = _memory(o, lse) is not None and _memory(more, more_lse) == o.shape[2]
+    if fits and o.is_cuda and lse.dtype == torch.float32:
+        merge(o, lse, more, more_lse)
         return
     both = torch.logaddexp(lse, more_lse)
     weights = ((x - both).exp()[..., None] for x in (lse, more_lse))
@@ -697,15 +690,23 @@ def _merge(o, lse, more, more_lse) -> None:
     lse.copy_(both)
 
 
+def _memory(o, lse) -> int | None:
+    """For how many tokens o, tokens before heads, and lse have memory; None if they lie otherwise."""
+    B, H, T, V = o.shape
+    tokens = lse.stride(1) if H > 1 else lse.stride(0) if B > 1 else T
+    wanted = tokens * H * V, V, H * V, 1, H * tokens, tokens, 1
+    places = zip((*o.shape, *lse.shape), o.stride() + lse.stride(), wanted, strict=True)
+    return tokens if all(size == 1 or stride == other for size, stride, other in places) else None
+
+
 def merge(o, lse, more, more_lse) -> None:
-    """The same by a kernel, where o and more have tokens before heads in memory."""
-    (B, H, T, V), both = o.shape, torch.empty_like(lse)
+    """The same by a kernel. o and lse may be some tokens of more, see ``_memory``."""
+    B, H, T, V = o.shape
     width = triton.next_power_of_2(V)
-    rows, tile = B * T * H, max(1, MERGED // width)
-    merge_kernel[(triton.cdiv(rows, tile),)](
-        o, lse, more, more_lse, both, rows, T, H, V=V, BV=width, ROWS=tile, num_warps=4, **OPTIONS
+    rows, tile = T * H, max(1, MERGED // width)
+    merge_kernel[triton.cdiv(rows, tile), B](
+        o, lse, more, more_lse, rows, T, H, _memory(o, lse), V=V, BV=width, ROWS=tile, num_warps=4, **OPTIONS
     )
-    lse.copy_(both)
 
 
 MERGED = 4096  # elements that a program has

@@ -253,8 +253,9 @@ def test_copy():
 
 @pytest.mark.parametrize("kind, V", [("*bf16", 128), ("*fp16", 96), ("*fp32", 128)])
 def test_merge(kind, V):
-    arguments = pointers("p_o p_more", kind) | pointers("p_lse p_more_lse p_both_lse", "*fp32")
-    compiled = Compiled(merge_kernel, arguments | pointers("rows T H", "i32"), {"V": V, "BV": 128, "ROWS": 32})
+    arguments = pointers("p_o p_more", kind) | pointers("p_lse p_more_lse", "*fp32")
+    arguments |= pointers("rows T H tokens", "i32")
+    compiled = Compiled(merge_kernel, arguments, {"V": V, "BV": 128, "ROWS": 32})
     assert compiled.spilled_bytes == 0 and compiled.registers <= 128
 
 
