@@ -5,10 +5,10 @@
     python -m bench.versions --compare 3.6.json 3.9.json                    # a table
 
 Scans of 2 MiB and with transitions run as three virtual ranks of this GPU: the second one waits, computes and sends.
-zeco_gla and zeco_kda have one rank. Everything is checked against float64 first, zeco_kda against fla. A time is the
-median over samples of replays of a CUDA graph, in microseconds of one call; beside it, those of each kernel, as torch's
-profiler has them. Kernels of flash-linear-attention are chosen by its autotuner, so that another Triton may have other
-ones; ``--no-kda`` leaves them out, which saves some minutes.
+zeco_gla and zeco_kda have one rank. Everything is checked against float64 first, zeco_kda against fla where fla works
+inside of its chunks. A time is the median over samples of replays of a CUDA graph, in microseconds of one call; beside
+it, those of each kernel, as torch's profiler has them. Kernels of flash-linear-attention are chosen by its autotuner,
+so that another Triton may have other ones; ``--no-fla`` leaves them out, which saves some minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import allscan
 from allscan.base.tiling import transition_blocks, transition_tile
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.launch.compiled_kernel import Launch
-from allscan.reference import allscan_reference
+from allscan.reference import allscan_reference, delta_reference
 from allscan.shmem_kernels.scan import scan_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.tools.virtual import VirtualRanks
@@ -47,7 +47,8 @@ CASES = {
         for K in (128, 256)
         for name, backward in (("forward", False), ("both", True))
     },
-    "zeco_kda, both": ("kda", True),
+    "zeco_kda, both": ("kda", "fla"),
+    "zeco_kda by our chunk kernels, both": ("kda", "allscan"),
 }
 
 
@@ -111,17 +112,22 @@ def gla(comm, K: int, backward: bool):
     return error, capture(leaves, do, local.METHODS["zeco_gla"](comm, None), backward)[0]
 
 
-def kda(comm, backward: bool):
-    """The same of zeco_kda, beside fla."""
+def kda(comm, chunk: str):
+    """The same of both passes of zeco_kda; chunk: whose kernels work inside of the chunks."""
 
     def run(call, tokens):
-        given, do, state = tuning.inputs("kda", tokens, H, 1 / 16, "cuda", 1)
-        return partial(tuning.step, call, given, do, state, backward)
+        return partial(tuning.step, call, *tuning.inputs("kda", tokens, H, 1 / 16, "cuda", 1), True)
 
-    ours = run(lambda *x: allscan.zeco_kda(*x[:5], comm=comm), 2048)()
-    theirs = run(lambda *x: tuning.fla_operator("kda")(*x[:5]), 2048)()
-    error = checked("zeco_kda", ours, theirs, 1e-2)
-    call = run(lambda *x: allscan.zeco_kda(*x[:5], comm=comm), T)
+    def ours(*x):
+        return allscan.zeco_kda(*x[:5], comm=comm, chunk=chunk)
+
+    if chunk == "fla":
+        expected = run(lambda *x: tuning.fla_operator("kda")(*x[:5]), 2048)()
+        error = checked("zeco_kda", run(ours, 2048)(), expected, 1e-2)
+    else:
+        expected = run(lambda *x: (delta_reference(*(leaf.double() for leaf in x[:5]))[0], None), 256)()
+        error = checked("zeco_kda", run(ours, 256)(), expected, 1e-2)
+    call = run(ours, T)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -155,6 +161,10 @@ def kernels(graph, calls: int) -> dict[str, float]:
     return {name: round(us, 2) for name, us in sorted(found.items(), key=lambda x: -x[1]) if us > 0.5}
 
 
+def by_fla(name: str) -> bool:
+    return CASES[name] == ("kda", "fla")
+
+
 def compile_kernels(name: str) -> None:
     """In a process of its own: they lie in Triton's cache then."""
     kind, what = CASES[name]
@@ -162,6 +172,9 @@ def compile_kernels(name: str) -> None:
         Chain(kind, what).check()
         return
     with allscan.Communicator() as comm:
+        if kind == "kda":
+            kda(comm, what)
+            return
         leaves, do = inputs(T, H, what[0], "cuda")
         step(leaves, do, local.METHODS["zeco_gla"](comm, None), True)
         torch.cuda.synchronize()
@@ -170,10 +183,10 @@ def compile_kernels(name: str) -> None:
 
 def compile_ahead(names: list[str]) -> None:
     """What the cases need, by a process each."""
-    ours = [name for name in names if CASES[name][0] != "kda" and not name.endswith("forward")]  # both passes have it
+    ours = [name for name in names if not (by_fla(name) or name.endswith("forward"))]  # both passes have it
     with multiprocessing.get_context("spawn").Pool(len(ours) or 1) as pool:
         compiling = pool.map_async(compile_kernels, ours, chunksize=1)
-        if "zeco_kda, both" in names:
+        if any(map(by_fla, names)):
             tuning.compile_ahead([tuning.Job("kda", H)], compiling.wait)
         compiling.get()
 
@@ -214,7 +227,7 @@ def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", default="versions.json")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
-    parser.add_argument("--no-kda", action="store_true")
+    parser.add_argument("--no-fla", action="store_true")
     parser.add_argument("--compile", action="store_true", help="only that, into Triton's cache")
     parser.add_argument("--compare", nargs="+", help="JSON files of earlier runs")
     options = parser.parse_args(arguments)
@@ -226,7 +239,7 @@ def main(arguments=None) -> int:
         for kind, shape in (("scan", (2, 8, 16)), ("transitions", (1, 16, 32))):
             print(f"{kind:12} max error {Chain(kind, shape).check():.1e}")
         return 0
-    names = [name for name in options.cases if not (options.no_kda and CASES[name][0] == "kda")]
+    names = [name for name in options.cases if not (options.no_fla and by_fla(name))]
     compile_ahead(names)
     if not options.compile:
         measure(names, options.json)
