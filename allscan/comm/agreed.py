@@ -11,8 +11,9 @@ KEPT = 256  # partitions of cu_seqlens, calls that were checked
 class Agreement(dict[Any, Any]):
     """Values that are equal on all ranks, of one kind. An entry is made by an exchange, which succeeds on all ranks or
     fails on all, so all have the same ones. A rank that finds an entry asks nobody: one that has dropped it alone would
-    wait for the others for ever. Hence the only rule that drops any: when ``most`` are there, the next one that is
-    agreed upon empties it, on all ranks at the same call. ``local``: what follows from entries, emptied with them."""
+    wait for the others for ever. Hence two rules drop entries, all at once and on all ranks at the same call: when
+    ``most`` are there, the next one that is agreed upon does, and ``resync`` does. ``local``: what follows from
+    entries, emptied with them."""
 
     def __init__(self, most: int, *local: dict[Any, Any]) -> None:
         super().__init__()
@@ -21,9 +22,12 @@ class Agreement(dict[Any, Any]):
     def remember(self, key: Hashable, value: Any = True) -> None:
         if len(self) >= self.most:
             self.clear()
-            for found in self._local:
-                found.clear()
         self[key] = value
+
+    def clear(self) -> None:
+        super().clear()
+        for found in self._local:
+            found.clear()
 
 
 class Recent(dict[Any, Any]):
@@ -50,7 +54,9 @@ class Agreed:
         self.partitions = Agreement(KEPT)
 
     def resync(self) -> None:
-        """Ranks that missed calls may have other partitions; the AllScans were compared, and agreements hold."""
+        """Every rank asks again at its next first calls: one that missed calls, or was interrupted between the answers
+        of the others and ``remember``, lacks what they know. The AllScans were compared."""
+        self.arguments.clear()
         self.partitions.clear()
 
     def clear(self) -> None:

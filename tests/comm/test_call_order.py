@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
 import uuid
 from datetime import timedelta
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 import allscan
 from allscan.comm import heap
+from allscan.comm.agreed import Agreement
 from support.call_order import (
     TIMEOUT,
     ignoring_case,
@@ -410,6 +413,32 @@ def test_backwards_in_another_order(run):
     assert "AllScanOutOfStep" in first[0] and "backward of forward call" in first[0] and first[1]
     for _, _, old in (first, last):
         assert "before Communicator.resync()" in old[1]
+
+
+def interrupted_case(group):
+    """Rank 1 is interrupted when all ranks have agreed upon a call, before it has noted that."""
+    with allscan.Communicator(group, timeout=2.0) as comm:
+        x = torch.ones(1, 20, 1, 16, device=comm.device)
+
+        def call(cu_seqlens=None):
+            return allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm, cu_seqlens=cu_seqlens)[0]
+
+        call()
+        if comm.rank == 1:
+            with (
+                mock.patch.object(Agreement, "remember", side_effect=KeyboardInterrupt),
+                contextlib.suppress(KeyboardInterrupt),
+            ):
+                call([0, 25, 40])
+        else:
+            raised(call, [0, 25, 40])
+        comm.resync()
+        again = [raised(call), raised(call, [0, 25, 40]), raised(call, [0, 25, 40]), raised(comm.barrier)]
+        return again, len(comm.agreed.arguments)
+
+
+def test_resync_forgets_what_one_rank_alone_has_noted(run):
+    assert run(2, interrupted_case) == [([None] * 4, 2)] * 2
 
 
 def test_resync_after_time_outs(run, pool):
