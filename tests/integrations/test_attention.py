@@ -111,7 +111,10 @@ def order_case(group, layout):
         (kernel,) = [kernel for kernel in attention.KERNELS if kernel.name == "cpu"]
         kernel = kernel._replace(
             forward=told(lambda given: f"forward, causal {given[3]}", kernel.forward),
-            backward=told(lambda given: f"backward, causal {given[7]}", kernel.backward),
+            backward=told(
+                lambda given: f"backward, causal {given[7]}" + ", lse in rows" * (not given[5].is_contiguous()),
+                kernel.backward,
+            ),
         )
         patch.setattr(attention, "KERNELS", (kernel,))
         zigzag = layout == "zigzag"
