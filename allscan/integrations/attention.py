@@ -34,7 +34,7 @@ class Kernel(NamedTuple):
     forward: (q [B, H, T, D], k [B, G, S, D], v [B, G, S, V], causal, scale) -> (o [B, H, T, V], lse [B, H, T], what
         backward is to get); H is a multiple of G; causal where T = S only. o has its tokens before its heads in memory.
     backward: (do, q, k, v, o, lse, that, causal, scale) -> (dq, dk, dv). o and lse may be those over more keys: these
-        get what is theirs.
+        get what is theirs. lse is contiguous.
     """
 
     name: str
@@ -175,7 +175,8 @@ on_cpu_backward = operator(
 def _cpu_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, None]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return *on_cpu(q, k, v, 0.0, causal, scale=scale), None
+    o, lse = on_cpu(q, k, v, 0.0, causal, scale=scale)
+    return o, lse.contiguous(), None
 
 
 def _cpu_backward(do, q, k, v, o, lse, _, causal, scale) -> tuple[torch.Tensor, ...]:
@@ -550,13 +551,14 @@ def _gradients(
     sums: list[torch.Tensor] | None = None
     for (mine, seen), more in reversed(list(zip(rows, kept, strict=True))):  # the first sees all keys
         dy, x, y, total = (some[:, :, mine] for some in (do, q, o, lse))
-        dq, *found = kernel.backward(dy, x, *(some[:, :, seen] for some in keys), y, total, more, False, scale)
+        some = (x[:, :, seen] for x in keys)
+        dq, *found = kernel.backward(dy, x, *some, y, total.contiguous(), more, False, scale)
         parts.append((mine, dq))
         if sums is None:
             sums = found
         else:
-            for some, dx in zip(sums, found, strict=True):
-                some[:, :, seen] += dx
+            for dx, more_dx in zip(sums, found, strict=True):
+                dx[:, :, seen] += more_dx
     return parts, [torch.zeros_like(x) for x in keys] if sums is None else sums
 
 
