@@ -81,10 +81,7 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     if comm.streams.capturing():
         raise RuntimeError(NOT_IN_CAPTURE)
     answers = comm.order.exchange((lengths, T), "the first call with these cu_seqlens")
-    if any(answer[0] != lengths for answer in answers):
-        raise comm.order.raised_everywhere(
-            ValueError("cu_seqlens differs between ranks: " + by_rank(answer[0] for answer in answers))
-        )
+    _check_alike(comm, [answer[0] for answer in answers])
     tokens = [answer[1] for answer in answers]
     if not _rises_from_0(lengths) or lengths[-1] != sum(tokens):
         problem = (
@@ -95,17 +92,25 @@ def partition(comm: Communicator, lengths: tuple[int, ...], T: int) -> list[int]
     return tokens
 
 
+def _check_alike(comm: Communicator, lengths: list[tuple[int, ...]]) -> None:
+    """Raise ValueError on every rank unless all have the same ``lengths``."""
+    if any(of_a_rank != lengths[0] for of_a_rank in lengths):
+        problem = f"cu_seqlens differs between ranks: {by_rank(lengths)}"
+        raise comm.order.raised_everywhere(ValueError(problem))
+
+
 def compare_values(comm: Communicator, given: object, read: torch.Tensor | None) -> None:
     """In debug mode, for each call with packed sequences: raise ValueError on every rank if a rank was ``given`` a
-    cu_seqlens that has other values now than were ``read`` of it."""
+    cu_seqlens that has other values now than were ``read`` of it, or if ranks were given different ones."""
     if read is None or not comm.debug or torch.compiler.is_compiling():
         return
     lengths, now = (tuple(boundaries(x).tolist()) for x in (read, given))
-    answers = comm.order.exchange(None if now == lengths else (lengths, now), "the values of cu_seqlens, in debug mode")
-    if any(answers):
-        found = by_rank("ok" if x is None else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
+    answers = comm.order.exchange((lengths, now), "the values of cu_seqlens, in debug mode")
+    if any(x[0] != x[1] for x in answers):
+        found = by_rank("ok" if x[0] == x[1] else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
         problem = f"cu_seqlens was written to in a way that torch does not count, so it is not read again: {found}"
         raise comm.order.raised_everywhere(ValueError(problem))
+    _check_alike(comm, [x[0] for x in answers])
 
 
 def check_packed(

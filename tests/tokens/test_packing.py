@@ -414,7 +414,8 @@ def test_a_capture_rejects_cu_seqlens_on_the_gpu(run, size=2):
 
 def debug_case(group):
     """In debug mode, with boundaries that are kept as those of tensors on a GPU: what a call raises behind a write that
-    torch does not count on rank 1, and behind one that it counts."""
+    torch does not count on rank 1, and behind one that it counts; then with one known cu_seqlens on rank 0 and another
+    on the others, and with the same again."""
     answers = {}
 
     def read(x):
@@ -430,15 +431,19 @@ def debug_case(group):
                 cu_seqlens.data[1] = 15
             first = raised(call, cu_seqlens)
             cu_seqlens[1] = 15
-            answers[name] = first, raised(call, cu_seqlens)
+            counted = raised(call, cu_seqlens)
+            known = [torch.tensor([0, cut, 20 * comm.size]) for cut in (10, 15)]
+            answers[name] = first, counted, raised(call, known[comm.rank > 0]), raised(call, known[0])
     return answers
 
 
-def test_debug_mode_sees_writes_that_torch_does_not_count(run, size=2):
+def test_debug_mode_compares_the_values_of_cu_seqlens(run, size=2):
     for answers in run(size, debug_case):
-        for name, (first, second) in answers.items():
+        for name, (first, second, differs, last) in answers.items():
             assert first is not None and first[0] == "ValueError" and "does not count" in first[1], (name, first)
-            assert second is None, (name, second)
+            assert second is None and last is None, (name, second, last)
+            assert differs is not None and differs[0] == "ValueError", (name, differs)
+            assert "cu_seqlens differs between ranks: rank 0: (0, 10, 40); rank 1: (0, 15, 40)" in differs[1]
 
 
 def chunks_case(group, layout):
