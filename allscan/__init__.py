@@ -23,6 +23,7 @@ if not _rejected:
     from .comm.communicator import Communicator
     from .comm.heap import finalize, init
     from .ops.allscan import allscan
+    from .ops.allscan_segments import allscan_segments
     from .ops.gla import zeco_gla
     from .ops.halo import halo
     from .ops.ssd import zeco_ssd
@@ -40,6 +41,7 @@ __all__ = [
     "Communicator",
     "Work",
     "allscan",
+    "allscan_segments",
     "device",
     "finalize",
     "halo",

@@ -15,6 +15,8 @@
 ``shift``     both at once for a value that does not depend on what comes: one hop, the neighbours alone are waited for
 ``begin``, ``send_ahead``, ``allscan_begun``   for a program with several tiles: begin once, send those that wait for
               nothing, then take all in ascending order (``shift_ahead``, ``shift_begun`` likewise)
+``fold``      the step of ``allscan.allscan_segments`` over one segment, ``b_prev = fold(b_state, b_decay, b_prev)``:
+              the same bits in a kernel that goes through segments of its own between ``recv`` and ``send``
 ``wait_signal``, ``set_signal``   the signals underneath, for words of your own in mapped memory
 
 ``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
@@ -52,6 +54,7 @@ from .shmem_kernels.channel import (
     shift_ahead,
     shift_begun,
 )
+from .shmem_kernels.segments import fold
 from .shmem_kernels.wait import INFO_NEXT, INFO_PREV, set_signal, wait_signal
 
 __all__ = [
@@ -61,6 +64,7 @@ __all__ = [
     "allscan",
     "allscan_begun",
     "begin",
+    "fold",
     "recv",
     "send",
     "send_ahead",

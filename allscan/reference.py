@@ -34,19 +34,58 @@ def allscan_reference(
     prevs: list = [None] * len(states)
     for p in order:
         prevs[p] = carry
-        state = states[p].double()
-        if transitions is not None:
-            carry = transitions[p].double() @ carry + state
-            continue
-        if decays is None:
-            carry = carry + state
-            continue
-        decay = torch.as_tensor(decays[p], dtype=torch.float64, device=state.device)
-        if decay.ndim:
-            decay = decay[(...,) + (None,) * (state.ndim - decay.ndim)]
-        passed = torch.where((decay == 0) & ~carry.isfinite(), 0.0, carry)
-        carry = decay * passed + state
+        decay, transition = (None if x is None else x[p] for x in (decays, transitions))
+        carry = _next(carry, states[p], decay, transition)
     return prevs
+
+
+def _next(carry: Tensor, state: Tensor, decay: object, transition: Tensor | None) -> Tensor:
+    """decay * carry + state, or transition carry + state."""
+    state = state.double()
+    if transition is not None:
+        return transition.double() @ carry + state
+    if decay is None:
+        return carry + state
+    factor = torch.as_tensor(decay, dtype=torch.float64, device=state.device)
+    if factor.ndim:
+        factor = factor[(...,) + (None,) * (state.ndim - factor.ndim)]
+    return factor * torch.where((factor == 0) & ~carry.isfinite(), 0.0, carry) + state
+
+
+def allscan_segments_reference(
+    states: Sequence[Tensor],
+    decays: Sequence | None = None,
+    initial_state: Tensor | None = None,
+    reverse: bool = False,
+    transitions: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """R' = decay_s * R + state_s over the segments of all ranks; where decay is 0 nothing passes.
+
+    Args:
+        states: list of [n, ..., K, V], one a rank; n may differ, and be 0.
+        decays: list of [n, ..., K], [n, ...] or numbers, or None.
+        initial_state: [..., K, V], or None (0).
+        reverse: whether the last rank's last segment is the first.
+        transitions: list of [n, ..., K, K] in place of decays.
+
+    Returns:
+        (entering, leaving): lists of [n, ..., K, V] and [..., K, V], float64, one a rank: the incoming state of each
+        segment, and the outgoing state of the rank.
+    """
+    step = -1 if reverse else 1
+    carry = states[0].new_zeros(states[0].shape[1:]) if initial_state is None else initial_state
+    carry = carry.double()
+    entering: list = [None] * len(states)
+    leaving: list = [None] * len(states)
+    for p in range(len(states))[::step]:
+        found = [carry.new_empty(0, *carry.shape)]
+        for s in range(len(states[p]))[::step]:
+            found.append(carry[None])
+            decay, transition = (None if x is None else x[p] for x in (decays, transitions))
+            decay = decay[s] if isinstance(decay, Tensor) else decay
+            carry = _next(carry, states[p][s], decay, None if transition is None else transition[s])
+        entering[p], leaving[p] = torch.cat(found[:1] + found[1:][::step]), carry
+    return entering, leaving
 
 
 def gla_reference(

@@ -237,7 +237,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
-        found = _Together.apply(None, *taken)
+        found = Together.apply(None, *taken)
         there, back, *rest = (x if t is None else t for x, t in zip(given, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
     prev = scan_once(comm, ScanInputs(there, decays[0], transitions[0], initial_state), False, part=part)
@@ -246,10 +246,10 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
         handed = leaves(ScanInputs(there, decays[0], transitions[0]), prev)
     found = prev, scan_once(comm, ScanInputs(back, decays[1], transitions[1], handed), True, part=part)
     # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
-    return _Together.apply(None, *found) if wanted else found
+    return Together.apply(None, *found) if wanted else found
 
 
-class _Together(Function):
+class Together(Function):
     """Tensors as they are, whose gradients are of one node: it runs behind all that uses any of them."""
 
     @staticmethod

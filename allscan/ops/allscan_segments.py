@@ -1,0 +1,238 @@
+"""allscan_segments(): the scan over segments, whose bits do not depend on where ranks end."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.autograd import Function, check_saveable, reject_second_derivative, wants_gradient
+from ..base.checks import check_tensor, is_zigzag, restored
+from ..base.errors import DeferredError
+from ..base.tiling import transition_tile
+from ..comm.backwards import PendingBackward, recomputing, saved_tensors
+from ..comm.communicator import Communicator, check_communicator
+from ..launch.compiled_kernel import dynamo_disabled
+from ..scan.agreement import ScanKind, get_or_create_scan
+from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
+from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
+from .allscan import Together
+
+NAME = "allscan_segments()"
+
+
+@dynamo_disabled
+def allscan_segments(
+    states: Any,
+    decays: Any = None,
+    *,
+    comm: Communicator,
+    transitions: Any = None,
+    initial_state: Tensor | None = None,
+    reverse: bool = False,
+    layout: str = "contiguous",
+) -> tuple[Any, Any]:
+    """Exclusive scan over segments of a sequence, of which each rank has some: the incoming state of each, with the
+    same bits for every number of ranks. Differentiable.
+
+        R' = decay_s * R + state_s        with transitions:  R' = transition_s R + state_s
+
+    Segment by segment, in the order of the sequence: rank 0's first to the last rank's last. ``allscan`` adds up what a
+    rank has first, in an order that depends on where ranks end; here one function makes each step, with one rounding
+    for a decay, and no boundary of a rank is seen in the result or in the gradients of states, decays, transitions and
+    initial_state. -0.0 counts as +0.0 at the boundary of every segment. Gradients are the same scan from the last
+    segment to the first: with E_s = dL/d(the state behind segment s), dstate_s = E_s, ddecay_s = sum(E_s * R_s),
+    dtransition_s = E_s R_s^T.
+
+    All ranks make the call together, as they do ``allscan``, and use a result on every rank where gradients are wanted.
+    A chain over the ranks, whatever ``comm.algorithm`` "auto" would choose. torch.compile breaks its graph here.
+
+    Args:
+        states: [n, ..., K, V] float32, what each of this rank's n segments leaves by itself. n may differ between ranks
+            and calls, and be 0: such a rank passes on what comes.
+        decays: None (1), a number, or float32 [n, ..., K] or [n, ...], in [0, 1].
+        comm: the ranks.
+        transitions: float32 [n, ..., K, K] in place of decays, on every rank or on none.
+        initial_state: [..., K, V] float32, before the first segment of all; the same on every rank or None on all. Its
+            gradient is non-zero on the first rank only.
+        reverse: whether the last rank's last segment is the first; the same on every rank.
+        layout: "contiguous", or "zigzag" for ranks that hold chunks p and 2P - 1 - p of 2P: states, and decays and
+            transitions where there are any, are pairs, of the segments of the former and of the latter chunk. Not with
+            reverse.
+
+    Returns:
+        (entering, leaving): entering [n, ..., K, V], the state before each segment; leaving [..., K, V], that behind
+        this rank's last one, on the last rank the final state. In the zigzag layout a pair of each; the final state is
+        rank 0's second.
+
+    Raises:
+        TypeError: dtype.
+        ValueError: shape, device, ranks that differ; a communicator with algorithm="rails" or "recursive_doubling",
+            which add in another order.
+        RuntimeError: and whatever else ``allscan`` raises, before anything is launched.
+
+    Example:
+        >>> entering, leaving = allscan.allscan_segments(states, decays, comm=comm)
+    """
+    check_communicator(comm)
+    reverse = bool(reverse)
+    given = states, decays, transitions, initial_state
+    with comm.call(reverse, NAME, given):
+        parts, deferred = [], None
+        try:
+            zigzag = is_zigzag(layout)
+            parts = _parts(states, decays, transitions, zigzag)
+            _check(comm, parts, initial_state, reverse and zigzag)
+        except (TypeError, ValueError) as error:
+            deferred = DeferredError(error)
+        scans = _scans(comm, parts, deferred, (layout, reverse, initial_state is None))
+        if not zigzag:
+            return _scan(scans, parts[0], initial_state, Direction(reverse, reverse))
+        return _scan_zigzag(scans, parts, initial_state)
+
+
+def _parts(states: Any, decays: Any, transitions: Any, zigzag: bool) -> list[Segments]:
+    if not zigzag:
+        return [Segments(states, decays, transitions)]
+    pairs = [(None, None) if x is None else x for x in (states, decays, transitions)]
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise TypeError("states, and decays and transitions if there are any, must be pairs in the zigzag layout")
+    return [Segments(*part) for part in zip(*pairs, strict=True)]
+
+
+def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: bool) -> None:
+    """Raise TypeError or ValueError for arguments that are wrong on this rank."""
+    if both:
+        raise ValueError("the zigzag layout does not go with reverse")
+    if comm.algorithm in ("rails", "recursive_doubling"):
+        raise ValueError(
+            f'{NAME} adds in the order of the sequence, algorithm="{comm.algorithm}" of the communicator does not: '
+            'make it with "auto" or "chain"'
+        )
+    shape: tuple[int, ...] | None = None
+    for states, decays, transitions in parts:
+        check_tensor("states", states, None, comm.device)
+        if states.ndim < 3 or min(states.shape[1:]) < 1 or (shape or states.shape[1:]) != states.shape[1:]:
+            wanted = "[n, ..., K, V] with no empty dimension but n, alike but for n in both"
+            raise ValueError(f"states must be {wanted}, got {tuple(states.shape)}")
+        shape = states.shape[1:]
+        _check_factor(states, decays, transitions, comm.device)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, shape, comm.device)
+    given = *(x for part in parts for x in part), initial_state
+    check_saveable(given, given)
+
+
+def _check_factor(states: Tensor, decays: Any, transitions: Any, device: torch.device) -> None:
+    if transitions is not None:
+        check_tensor("transitions", transitions, (*states.shape[:-1], states.shape[-2]), device)
+        if decays is not None:
+            raise ValueError("a scan has decays or transitions, not both")
+    elif isinstance(decays, Tensor):
+        check_tensor("decays", decays, None, device)
+        if decays.shape not in (states.shape[:-1], states.shape[:-2]):
+            shapes = f"{tuple(states.shape[:-1])} or {tuple(states.shape[:-2])}"
+            raise ValueError(f"decays must have the shape {shapes}, got {tuple(decays.shape)}")
+    elif decays is not None and not isinstance(decays, numbers.Real):
+        raise TypeError(f"decays must be a number or a tensor, got {type(decays).__name__}")
+
+
+def _scans(
+    comm: Communicator, parts: list[Segments], deferred: DeferredError | None, agreed: tuple[str, bool, bool]
+) -> SegmentScans:
+    """After the checks; raises what is ``deferred``."""
+    if deferred is not None:
+        get_or_create_scan(comm, None, deferred=deferred)
+    shape, dense = parts[0].states.shape[1:], parts[0].transitions is not None
+    fields = zip(("layout", "reverse", "initial_state is None"), agreed, strict=True)
+    agree = "allscan_segments", *fields, ("transitions is None", not dense)
+    tile = transition_tile(shape[-2]) if dense else None
+    return SegmentScans.of(get_or_create_scan(comm, shape, agree, kind=ScanKind(tile)))
+
+
+def _scan(scans: SegmentScans, part: Segments, initial_state: Any, direction: Direction) -> tuple[Tensor, Tensor]:
+    states, decays, transitions = part
+    if not wants_gradient((states, decays, transitions, initial_state)):
+        return scans.run(part, direction, None, initial_state)
+    number = None if isinstance(decays, Tensor) else decays
+    decays = decays if number is None else None
+    found: tuple[Tensor, Tensor] = _AllScanSegments.apply(
+        (scans, number, direction), states, decays, transitions, initial_state
+    )
+    return found
+
+
+def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any) -> tuple[Any, Any]:
+    """Over the ranks, then back from the last one, which begins with what its first chunk leaves: ranks in descending,
+    segments in ascending order."""
+    given = [*(x for part in parts for x in part), initial_state]
+    wanted = wants_gradient(given)
+    if wanted:  # both scans have a backward then, on every rank, whichever inputs are asked for a gradient
+        taken = [x if i % 3 == 0 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
+        taken[-1] = initial_state if isinstance(initial_state, Tensor) and initial_state.requires_grad else None
+        found = Together.apply(None, *taken)
+        *given, initial_state = [x if t is None else t for x, t in zip(given, found, strict=True)]
+        parts = [Segments(*given[:3]), Segments(*given[3:])]
+    there, passed = _scan(scans, parts[0], initial_state, Direction())
+    handed = passed if scans.is_first(True) else None
+    back, left = _scan(scans, parts[1], handed, Direction(reverse=True))
+    results = (there, back, passed, left)
+    if wanted:
+        results = Together.apply(None, *results)
+    return results[:2], results[2:]
+
+
+class _AllScanSegments(Function):
+    @staticmethod
+    def forward(ctx: Any, how: Any, states: Any, decays: Any, transitions: Any, initial_state: Any) -> Any:
+        scans, number, direction = how
+        comm, again = scans.comm, recomputing()
+        fwd_epoch, free = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
+        part = Segments(states, number if decays is None else decays, transitions)
+        try:
+            entering, leaving = scans.run(part, direction, fwd_epoch, initial_state)
+        except BaseException:
+            if free is not None:
+                free.append(fwd_epoch)
+            raise
+        factor, uses = decays if transitions is None else transitions, any(ctx.needs_input_grad[2:4])
+        # two on every rank, whichever inputs it has: see ops/allscan.py
+        ctx.save_for_backward(comm.nothing if factor is None else factor, entering if uses else comm.nothing)
+        ctx.set_materialize_grads(False)
+        pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
+        shapes = states.shape, None if factor is None else factor.shape
+        ctx.given = scans, number, direction, fwd_epoch, pending, decays is not None, shapes
+        return entering, leaving
+
+    @staticmethod
+    def backward(ctx: Any, dentering: Any, dleaving: Any) -> tuple[Tensor | None, ...]:
+        scans, number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
+        comm = scans.comm
+        if pending is not None:
+            pending.run()
+        saved = saved_tensors(ctx, lambda: comm, not direction.reverse)
+        with comm.call(not direction.reverse, f"the backward of {NAME}", (dentering, dleaving)):
+            reject_second_derivative(NAME)
+            uses = any(ctx.needs_input_grad[2:4])
+            shapes = (factor_shape or comm.nothing.shape, shape if uses else comm.nothing.shape)
+            kinds = [(torch.float32, x, comm.device) for x in shapes]
+            factor, entering = restored(NAME, "decays_or_transitions entering", saved, kinds)
+            decays, transitions = (factor, None) if has_decays else (number, None if factor_shape is None else factor)
+            if dentering is None:
+                dentering = torch.zeros(shape, device=comm.device)
+            part = Segments(dentering, decays, transitions)
+            dstates, dinitial = scans.run(part, direction.back(), fwd_epoch, dleaving)
+            ddecays = dtransitions = None
+            if ctx.needs_input_grad[2]:
+                ddecays = row_sums(dstates, entering)
+                if ddecays.shape != factor_shape:
+                    ddecays = row_sums(ddecays)
+            if ctx.needs_input_grad[3]:
+                dtransitions = outer_products(dstates, entering)
+            if not ctx.needs_input_grad[4]:
+                dinitial = None
+            elif not scans.is_first(direction.reverse):
+                dinitial = torch.zeros_like(dinitial)
+            return None, dstates, ddecays, dtransitions, dinitial

@@ -1,0 +1,139 @@
+"""Launches of the scans over segments of one AllScan: see shmem_kernels/segments.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.checks import decay_rows, plain
+from ..base.tiling import next_power_of_2, transition_blocks
+from ..comm.agreed import KEPT, Recent
+from ..launch.compiled_kernel import Launch
+from ..shmem_kernels.segments import (
+    ADDED,
+    INITIAL,
+    NOTHING,
+    dense_segments_kernel,
+    outer_products_kernel,
+    row_sums_kernel,
+    segments_kernel,
+)
+from .collective import AllScan
+
+
+class Segments(NamedTuple):
+    """Of one rank: states [n, ..., K, V], by decays (None, a number, [n, ..., K] or [n, ...]) or by transitions
+    [n, ..., K, K]."""
+
+    states: Tensor
+    decays: Any = None
+    transitions: Tensor | None = None
+
+
+class Direction(NamedTuple):
+    """Of a scan over segments. reverse: over the ranks; descending: over the segments of a rank; adjoint: of a forward
+    scan, whose transitions are transposed."""
+
+    reverse: bool = False
+    descending: bool = False
+    adjoint: bool = False
+
+    def back(self) -> Direction:
+        """That of the adjoint."""
+        return Direction(not self.reverse, not self.descending, True)
+
+
+class SegmentScans:
+    """Of one AllScan that is a chain."""
+
+    def __init__(self, scan: AllScan) -> None:
+        self.comm, self.launcher, self.shape = scan.comm, scan.launcher, scan.shape
+        self._spec, self._max_ctas = scan.spec, scan.max_ctas
+        self._launches = Recent(KEPT)
+
+    @staticmethod
+    def of(scan: AllScan) -> SegmentScans:
+        """That of ``scan``, the same until its communicator is closed."""
+        attributes, name = scan.comm.attributes, ("scans over segments", scan.number)
+        found: SegmentScans = attributes.get(name) or attributes.setdefault(name, SegmentScans(scan))
+        return found
+
+    def is_first(self, reverse: bool) -> bool:
+        """Whether nothing comes to this rank from another one."""
+        return self.comm.rank == (self.comm.size - 1 if reverse else 0)
+
+    def run(
+        self, segments: Segments, direction: Direction, fwd_epoch: Tensor | None, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(The incoming state of each segment, the outgoing state). In a call of the communicator, of inputs that
+        were checked. ``given``: the initial state, which the first rank takes; of an adjoint what is added to the gradient
+        that comes."""
+        states, decays, transitions = segments
+        states, kind = plain(states), NOTHING.value
+        if given is not None and (direction.adjoint or self.is_first(direction.reverse)):
+            kind = ADDED.value if direction.adjoint else INITIAL.value
+        strides, factor = (0, 0), states
+        if transitions is not None:
+            factor = plain(transitions)
+        elif decays is not None:
+            factor, strides = decay_rows(decays, states.shape, self.comm.device)
+        entering, leaving = torch.empty_like(states), states.new_empty(self.shape)
+        key = len(states), direction, strides, decays is not None, transitions is not None, kind
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._make(*key)
+            self._launches.remember(key, launch)
+        adjoint_of = {"adjoint_of" if direction.adjoint else "fwd_epoch": fwd_epoch}
+        channel = self.launcher.channel(direction.reverse, **adjoint_of)
+        self.launcher.before_launch(launch.kernel, direction.reverse)
+        given = states if given is None else plain(given)
+        self.launcher.after_launch(launch(states, factor, given, entering, leaving, channel))
+        if self.comm.debug:
+            self.comm.look_for_nan("allscan_segments()", entering=entering, leaving=leaving)
+        return entering, leaving
+
+    def _make(
+        self, n: int, direction: Direction, strides: tuple[int, int], has_decay: bool, dense: bool, kind: int
+    ) -> Launch:
+        *lead, K, V = self.shape
+        fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, GIVEN=kind)
+        fixed |= dict(DESCENDING=direction.descending)
+        # waiting programs hold their places; on one rank none waits
+        programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)
+        if dense:
+            strides = (1, K) if direction.adjoint else (K, 1)
+            fixed |= dense_blocks(self._spec.tile[0])
+        else:
+            fixed |= dict(HAS_DECAY=has_decay, num_warps=max(1, min(8, math.prod(self._spec.tile) // 512)))
+        kernel = self.launcher.linked(dense_segments_kernel if dense else segments_kernel)
+        fixed |= dict(zip(("stride_i", "stride_j") if dense else ("stride_g", "stride_k"), strides))
+        return Launch(kernel, (programs,), **fixed)
+
+
+def dense_blocks(BK: int) -> dict[str, int]:
+    """Launch options of dense_segments_kernel, by the rows of a state alone. Beside a loop a transition of 128
+    rows is too much for the registers."""
+    return transition_blocks(BK) | ({"BJ": 32} if BK == 128 else {})
+
+
+def row_sums(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """[...] of x [..., W], or of x * y: the same bits for a row, whatever stands beside it."""
+    sums, W = x.new_empty(x.shape[:-1]), x.shape[-1]
+    if sums.numel():
+        fixed: dict[str, Any] = dict(W=W, BW=min(128, next_power_of_2(W)), PRODUCT=y is not None, num_warps=1)
+        row_sums_kernel[(sums.numel(),)](x, x if y is None else y, sums, **fixed)
+    return sums
+
+
+def outer_products(x: Tensor, y: Tensor) -> Tensor:
+    """x y^T [..., K, K] of [..., K, V], likewise."""
+    K, V = x.shape[-2:]
+    found = x.new_empty((*x.shape[:-1], K))
+    if found.numel():
+        BK, BV = (min(64, max(16, next_power_of_2(width))) for width in (K, V))
+        programs = math.prod(x.shape[:-2]) * (-(-K // BK)) ** 2
+        outer_products_kernel[(programs,)](x, y, found, K=K, V=V, BK=BK, BV=min(32, BV), num_warps=4)
+    return found

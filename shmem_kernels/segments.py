@@ -1,0 +1,239 @@
+"""The scan over segments: a rank has n of them, one behind the other, and each gets the state that enters it.
+
+    R' = decay_s * R + state_s        or        R' = transition_s R + state_s
+
+A tile's state R comes from the rank before, goes through this rank's segments in registers and on to the next rank. The
+fold of one segment is the same function wherever the segment lies, in the order of the sequence, and what a link does
+to a state (no -0.0 is sent) is done at every segment's boundary. So the bits do not depend on where ranks end: one rank
+runs the same kernels, with nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .channel import begin, finish, receive
+from .gla_blocks import loop_bound
+from .links import SENTINEL_BITS, post
+from .tiles import load_tile, tile_offsets, tile_place
+
+# What p_given has of [G, K, V]
+NOTHING = tl.constexpr(0)
+INITIAL = tl.constexpr(1)  # the state before the first segment of all; of the first rank
+ADDED = tl.constexpr(2)  # is added to what comes
+
+AHEAD = tl.constexpr(4)  # segments whose states are loaded while R is waited for
+
+
+@triton.jit
+def without_negative_zero(b_state):
+    """As a link would deliver it: see links.post."""
+    b_words = b_state.to(tl.int32, bitcast=True)
+    return tl.where(b_words == SENTINEL_BITS, 0, b_words).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fold(b_state, b_decay, b_prev):
+    """The state behind a segment with this state and decay, of that before it: [BK, BV] float32, ``b_decay``
+    broadcastable. One rounding, in every kernel; where the decay is 0 nothing passes."""
+    b_decay = b_decay + tl.zeros_like(b_prev)
+    b_next = tl.where(b_decay == 0.0, b_state, tl.fma(b_decay, b_prev, b_state))
+    return without_negative_zero(b_next)
+
+
+@triton.jit
+def _place(i, n, MATRICES: tl.constexpr, DESCENDING: tl.constexpr):
+    """(The first matrix of the i-th segment that is gone through, whether there is such a segment)."""
+    s = n - 1 - i if DESCENDING else n * 0 + i
+    return s.to(tl.int64) * MATRICES, i < n
+
+
+@triton.jit
+def _load_segment(
+    p_states, p_decays, channel, tile, place, strides, K: tl.constexpr, V: tl.constexpr, HAS_DECAY: tl.constexpr
+):
+    """State [BK, BV] and decays [BK, 1] of a tile of a segment; 0 and 1 where there is none."""
+    matrix, there = place
+    stride_g, stride_k = strides
+    offsets, inside = tile_offsets(channel, tile, K, V)
+    b_state = tl.load(p_states + matrix * (K * V) + offsets, mask=inside & there, other=0.0)
+    b_decay = tl.full([channel.BK, 1], 1.0, tl.float32)
+    if HAS_DECAY:
+        g, k, _ = tile_place(channel, tile, K, V)
+        at = (matrix + g) * stride_g + k * stride_k
+        b_decay = tl.load(p_decays + at, mask=(k < K) & there, other=1.0)[:, None]
+    return b_state, b_decay
+
+
+@triton.jit
+def _entered(channel, tile, begun, p_given, K: tl.constexpr, V: tl.constexpr, GIVEN: tl.constexpr):
+    """(The state before this rank's first segment, whether all is well)."""
+    epoch, word, ok = begun
+    b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
+    b_given = b_first
+    if GIVEN != NOTHING:
+        b_given = load_tile(p_given, channel, tile, K, V)
+    if GIVEN == INITIAL:
+        b_first = b_given
+    b_prev, ok = receive(channel, tile, epoch, word, ok, b_first)
+    if GIVEN == ADDED:
+        b_prev = b_prev + b_given
+    return without_negative_zero(b_prev), ok
+
+
+@triton.jit(do_not_specialize=["n"])
+def segments_kernel(
+    p_states,  # float32 [n, G, K, V]
+    p_decays,  # float32, of matrix m of n * G: element k at m * stride_g + k * stride_k; not read without HAS_DECAY
+    p_given,  # float32 [G, K, V]; see GIVEN
+    p_entering,  # float32 [n, G, K, V], out: the incoming state of each segment
+    p_leaving,  # float32 [G, K, V], out: the state behind the last
+    channel,
+    n,
+    stride_g,
+    stride_k,
+    MATRICES: tl.constexpr,  # G
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    GIVEN: tl.constexpr,
+    DESCENDING: tl.constexpr,  # from this rank's last segment to its first
+):
+    """A program takes tiles program_id, program_id + num_programs, ...
+
+    AHEAD segments are loaded before R is waited for, those behind them while others are folded.
+    """
+    tile = tl.program_id(0)
+    begun = begin(channel, tile)
+    strides = (stride_g, stride_k)
+    while tile < channel.num_tiles:
+        b_states, b_decays = (), ()
+        for i in tl.static_range(AHEAD):
+            place = _place(i, n, MATRICES, DESCENDING)
+            b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
+            b_states += (b_state,)  # type: ignore[assignment]
+            b_decays += (b_decay,)  # type: ignore[assignment]
+        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        offsets, inside = tile_offsets(channel, tile, K, V)
+        for i in tl.static_range(AHEAD):
+            matrix, there = _place(i, n, MATRICES, DESCENDING)
+            tl.store(p_entering + matrix * (K * V) + offsets, b_prev, mask=inside & there)
+            b_prev = tl.where(there, fold(b_states[i], b_decays[i], b_prev), b_prev)
+        for i in tl.range(AHEAD, loop_bound(n), num_stages=4):
+            place = _place(i, n, MATRICES, DESCENDING)
+            b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
+            matrix, _ = place
+            tl.store(p_entering + matrix * (K * V) + offsets, b_prev, mask=inside)
+            b_prev = fold(b_state, b_decay, b_prev)
+        _leave(channel, tile, begun, ok, b_prev)
+        tl.store(p_leaving + offsets, b_prev, mask=inside)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def _leave(channel, tile, begun, ok, b_next):
+    epoch, word, _ = begun
+    if ok:
+        post(channel, tile, epoch, word, b_next)
+        finish(channel, tile, epoch)  # on the last rank too
+
+
+@triton.jit(do_not_specialize=["n"])
+def dense_segments_kernel(
+    p_states,  # float32 [n, G, K, V]
+    p_transitions,  # float32 [n, G, K, K], element (m, i, j) at m * K * K + i * stride_i + j * stride_j
+    p_given,
+    p_entering,
+    p_leaving,
+    channel,
+    n,
+    stride_i,
+    stride_j,
+    MATRICES: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BJ: tl.constexpr,
+    STAGES: tl.constexpr,
+    GIVEN: tl.constexpr,
+    DESCENDING: tl.constexpr,
+):
+    """The same with transitions; as in transition_kernel a tile is BV whole columns, products are of three TF32 parts,
+    and of a transition larger than BJ columns the rows of R are read back from p_entering. Products are made of zeros,
+    too: whether a state is one depends on where a rank begins."""
+    tile = tl.program_id(0)
+    begun = begin(channel, tile)
+    while tile < channel.num_tiles:
+        g, i, v = tile_place(channel, tile, K, V)
+        offsets, inside = tile_offsets(channel, tile, K, V)
+        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        for m in range(loop_bound(n)):
+            matrix, _ = _place(m, n, MATRICES, DESCENDING)
+            p_dense = p_transitions + (matrix + g) * (K * K)
+            p_enters = p_entering + matrix * (K * V)
+            tl.store(p_enters + offsets, b_prev, mask=inside)
+            b_next = tl.load(p_states + matrix * (K * V) + offsets, mask=inside, other=0.0)
+            if BJ >= channel.BK:
+                at = i[:, None] * stride_i + i[None, :] * stride_j
+                b_transition = tl.load(p_dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)
+                b_next = tl.dot(b_transition, b_prev, b_next, input_precision="tf32x3")
+            else:
+                tl.debug_barrier()  # all of R is in p_entering
+                for part in tl.range((K + BJ - 1) // BJ, num_stages=STAGES):
+                    j = part * BJ + tl.arange(0, BJ)
+                    at = i[:, None] * stride_i + j[None, :] * stride_j
+                    b_columns = tl.load(p_dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)
+                    at = g * (K * V) + j[:, None] * V + v[None, :]
+                    b_rows = tl.load(p_enters + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)
+                    b_next = tl.dot(b_columns, b_rows, b_next, input_precision="tf32x3")
+            b_prev = without_negative_zero(b_next)
+        _leave(channel, tile, begun, ok, b_prev)
+        tl.store(p_leaving + offsets, b_prev, mask=inside)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def row_sums_kernel(
+    p_x,  # float32 [rows, W]
+    p_y,  # float32 [rows, W]; not read without PRODUCT
+    p_sums,  # float32 [rows], out
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """The sum of each row of x, or of x * y, BW columns at a time: a program for a row, so that its bits depend on
+    nothing but the row."""
+    row = tl.program_id(0).to(tl.int64)
+    b_sum = tl.zeros([BW], tl.float32)
+    for i in range((W + BW - 1) // BW):
+        w = i * BW + tl.arange(0, BW)
+        b_x = tl.load(p_x + row * W + w, mask=w < W, other=0.0)
+        if PRODUCT:
+            b_y = tl.load(p_y + row * W + w, mask=w < W, other=0.0)
+            b_sum = tl.fma(b_x, b_y, b_sum)
+        else:
+            b_sum += b_x
+    tl.store(p_sums + row, tl.sum(b_sum, 0))
+
+
+@triton.jit
+def outer_products_kernel(
+    p_x,  # float32 [M, K, V]
+    p_y,  # float32 [M, K, V]
+    p_out,  # float32 [M, K, K], out
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """x y^T of each of M matrices, BK rows and columns of it in a program, of three TF32 parts."""
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    block, m = tl.program_id(0) % (BLOCKS * BLOCKS), (tl.program_id(0) // (BLOCKS * BLOCKS)).to(tl.int64)
+    i, j = block // BLOCKS * BK + tl.arange(0, BK), block % BLOCKS * BK + tl.arange(0, BK)
+    b_out = tl.zeros([BK, BK], tl.float32)
+    for part in range((V + BV - 1) // BV):
+        v = part * BV + tl.arange(0, BV)
+        b_x = tl.load(p_x + (m * K + i[:, None]) * V + v[None, :], mask=(i < K)[:, None] & (v < V)[None, :], other=0.0)
+        b_y = tl.load(p_y + (m * K + j[:, None]) * V + v[None, :], mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)
+        b_out = tl.dot(b_x, tl.trans(b_y), b_out, input_precision="tf32x3")
+    tl.store(p_out + (m * K + i[:, None]) * K + j[None, :], b_out, mask=(i < K)[:, None] & (j < K)[None, :])

@@ -1,0 +1,149 @@
+"""allscan_segments(): its law in float64, and the same bits for every number of ranks and every cut."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import allscan
+from support.segments import SegmentsCase, Sequence, bits, local_folds_case, segments_case, whole_of
+from support.values import raised
+
+FACTORS = ["rows", "heads", "number", "none", "transitions"]
+CUTS = [(7,), (3, 4), (0, 7), (2, 0, 5), (1, 1, 1, 4)]  # segments of each rank
+NAMES = ("entering", "final state", "dstates", "dfactor", "dinitial")
+
+
+def found(run, case, counts=None, zigzag=False, **options):
+    counts = counts or case.counts
+    size = len(counts) // (1 + zigzag)
+    parts = run(size, functools.partial(segments_case, zigzag=zigzag, **options), case._replace(counts=counts))
+    if zigzag:  # rank r has chunks r and 2P - 1 - r, one behind the other
+        return in_order(parts, counts)
+    return whole_of(parts, reverse=case.reverse)
+
+
+def in_order(parts, counts):
+    whole, size = whole_of(parts, zigzag=True), len(parts)
+    chunks = [[None] * len(counts) for _ in range(5)]
+    for rank, part in enumerate(parts):
+        n = counts[rank]
+        for i in (0, 2, 3):
+            if part[i] is not None:
+                chunks[i][rank], chunks[i][2 * size - 1 - rank] = part[i][:n], part[i][n:]
+    for i in (0, 2, 3):
+        whole[i] = None if whole[i] is None else torch.cat(chunks[i])
+    return whole
+
+
+def differing(one, other):
+    """Names of what has other bits."""
+    pairs = [(name, a, b) for name, a, b in zip(NAMES, one, other, strict=True) if a is not None or b is not None]
+    assert pairs
+    return [name for name, a, b in pairs if not torch.equal(bits(a), bits(b))]
+
+
+@pytest.mark.quick("rows")
+@pytest.mark.parametrize("factor", FACTORS)
+def test_values_and_gradients(run, factor, size=2):
+    for reverse in (False, True):
+        case = SegmentsCase((3, 4), factor=factor, reverse=reverse, initial=not reverse)
+        expected = Sequence(case).reference()
+        for name, a, b in zip(NAMES, found(run, case), expected, strict=True):
+            assert (a is None) == (b is None), name
+            if a is not None:
+                assert ((a - b).abs().max() / b.abs().max()).item() < 1e-6, name
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_the_same_bits_for_every_cut(run, factor, reverse, size=4):
+    case = SegmentsCase(CUTS[0], factor=factor, reverse=reverse)
+    one = found(run, case)
+    for counts in CUTS[1:]:
+        assert differing(one, found(run, case, counts)) == [], counts
+
+
+@pytest.mark.parametrize("factor", ["rows", "transitions"])
+def test_the_same_bits_in_the_zigzag_layout(run, factor, size=3):
+    case = SegmentsCase((6,), factor=factor)
+    one = found(run, case)
+    for counts in [(2, 4), (1, 2, 0, 3), (1, 0, 2, 1, 1, 1)]:
+        assert differing(one, found(run, case, counts, zigzag=True)) == [], counts
+
+
+@pytest.mark.parametrize("factor", ["rows", "transitions"])
+def test_special_values(run, factor, size=3):
+    """NaN and Inf go where the law sends them, and -0.0 comes out of no boundary."""
+    case = SegmentsCase((5,), factor=factor, special=True)
+    one = found(run, case)
+    assert not (bits(one[0]) == -(2**31)).any() and bits(one[0]).any()
+    for counts in [(2, 3), (1, 0, 4)]:
+        assert differing(one, found(run, case, counts)) == [], counts
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33, 7), (1, 130, 5), (2, 3, 8, 40)])
+@pytest.mark.parametrize("factor", ["rows", "transitions"])
+def test_shapes(run, factor, shape, size=2):
+    case = SegmentsCase((9,), shape if len(shape) > 2 else (1, *shape), factor)  # more than are loaded ahead
+    assert differing(found(run, case), found(run, case, (8, 1))) == []
+
+
+def test_stragglers(run, size=3):
+    case = SegmentsCase((4,))
+    one = [found(run, case._replace(seed=seed)) for seed in range(6)]
+    for seed, of_seed in enumerate(one):
+        cut = found(run, case._replace(seed=seed), (1, 2, 1), most_ms=8)
+        assert differing(of_seed, cut) == []
+
+
+def test_plain_sums_differ(run, size=2):
+    """The control: what a rank adds up first has other bits, with the same segments."""
+    shape = (4, 16, 32)
+    one, two = (run(len(counts), local_folds_case, counts, shape, 0)[-1] for counts in ((6,), (3, 3)))
+    share = (bits(one) != bits(two)).float().mean().item()
+    assert share > 0.05, share
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def _rejected(group, wrong_on):
+    with allscan.Communicator(group) as comm:
+        states, decays = torch.randn(2, 3, 4, 8, device=comm.device), torch.rand(2, 3, 4, device=comm.device)
+
+        def call(name, *given, **options):
+            given, options = list(given), dict(options)
+            if comm.rank != wrong_on:
+                given, options = [states, decays], {}
+            return raised(lambda: allscan.allscan_segments(*given, comm=comm, **options))
+
+        texts = [
+            call("shape", states[0], decays),
+            call("decays", states, decays[:1]),
+            call("both", states, decays, transitions=torch.randn(2, 3, 4, 4, device=comm.device)),
+            call("dtype", states.double(), decays),
+            call("initial", states, decays, initial_state=torch.randn(3, 4, 9, device=comm.device)),
+            call("differs", states, decays, initial_state=torch.randn(3, 4, 8, device=comm.device)),
+            call("reverse", states, decays, reverse=True, layout="zigzag"),
+        ]
+        comm.barrier()
+    return texts
+
+
+def test_bad_input_is_rejected_on_every_rank(run, size=2):
+    for texts in zip(*run(size, _rejected, 1)):
+        assert all(texts), texts
+
+
+def _with_algorithm(group, algorithm):
+    options = dict(nodes=(1, 1)) if group.size() == 2 else {}
+    with allscan.Communicator(group, algorithm=algorithm, **options) as comm:
+        states = torch.randn(2, 3, 4, 8, device=comm.device)
+        return raised(lambda: allscan.allscan_segments(states, comm=comm))
+
+
+@pytest.mark.parametrize("algorithm, rejected", [("recursive_doubling", True), ("rails", True), ("chain", False)])
+def test_algorithms_that_add_in_another_order(run, algorithm, rejected, size=2):
+    for text in run(size, _with_algorithm, algorithm):
+        assert (text is not None and algorithm in text[1]) == rejected, text

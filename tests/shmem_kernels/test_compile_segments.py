@@ -1,0 +1,70 @@
+"""The kernels of scans over segments compile for sm_90 without a GPU, and round as they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from allscan.base.tiling import transition_tile
+from allscan.bindings import nvshmem_device as nvshmem
+from allscan.scan.segment_launches import dense_blocks
+from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
+from allscan.shmem_kernels.segments import (
+    INITIAL,
+    NOTHING,
+    dense_segments_kernel,
+    outer_products_kernel,
+    row_sums_kernel,
+    segments_kernel,
+)
+from support.sm90 import Compiled, channel_type
+
+pytestmark = pytest.mark.cpu
+
+POINTERS = "p_states p_given p_entering p_leaving"
+
+
+def compiled(kernel, factor, tile, links, values, numbers, **options):
+    channel, constants = channel_type(*(link.value for link in links), BK=tile[0], BV=tile[1])
+    arguments = dict.fromkeys([*POINTERS.split(), factor], "*fp32") | dict.fromkeys(numbers, "i32")
+    values = {"channel": constants, "MATRICES": 32, "V": 128, "DESCENDING": False} | values
+    libraries = nvshmem.extern_libs() if PUT in links else None
+    return Compiled(kernel, arguments | {"channel": channel}, values, extern_libs=libraries, **options)
+
+
+@pytest.mark.parametrize(
+    "tile, num_warps, links",
+    [
+        ((1, 128), 1, (NONE, NONE)),
+        ((16, 128), 4, (SENTINEL, SENTINEL)),
+        ((32, 128), 8, (SENTINEL, SENTINEL)),
+        ((16, 128), 4, (SIGNAL, NONE)),
+        ((16, 128), 4, (PUT, PUT)),
+    ],
+)
+def test_segments(links, tile, num_warps):
+    values = {"K": 128, "HAS_DECAY": True, "GIVEN": INITIAL.value, "stride_k": 1}
+    found = compiled(segments_kernel, "p_decays", tile, links, values, ("n", "stride_g"), num_warps=num_warps)
+    assert found.spilled_bytes == 0
+    assert found.registers <= (80 if num_warps == 1 else 224)  # the states of segments that are loaded ahead
+    # one rounding of each step, whatever the links
+    assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
+
+
+@pytest.mark.parametrize("K", [16, 64, 128, 256])
+def test_dense_segments(K):
+    blocks, tile = dense_blocks(transition_tile(K)[0]), transition_tile(K)
+    values = {"K": K, "GIVEN": NOTHING.value, "stride_j": 1} | {name: blocks.pop(name) for name in ("BJ", "STAGES")}
+    found = compiled(
+        dense_segments_kernel, "p_transitions", tile, (SENTINEL, SENTINEL), values, ("n", "stride_i"), **blocks
+    )
+    assert not found.spilled_beside_products() and not found.lost_operands() and not found.unset_registers()
+
+
+def test_gradients_of_factors():
+    pointers = dict.fromkeys(("p_x", "p_y"), "*fp32")
+    for product in (False, True):
+        Compiled(
+            row_sums_kernel, pointers | {"p_sums": "*fp32"}, {"W": 128, "BW": 128, "PRODUCT": product}, num_warps=1
+        )
+    values = {"K": 128, "V": 128, "BK": 64, "BV": 32}
+    assert Compiled(outer_products_kernel, pointers | {"p_out": "*fp32"}, values).spilled_bytes == 0
