@@ -412,6 +412,24 @@ def test_documents_that_one_rank_rejects(run):
     assert any(error is not None for error in errors) and "has rejected its call" in str(errors), errors
 
 
+def elsewhere_case(group, call):
+    """The rank in the middle says that its tokens of cut documents begin elsewhere."""
+    with allscan.Communicator(group, timeout=10) as comm:
+        x = torch.ones(1, 4, 1, 16, device=comm.device)
+        where = dict(comm=comm, cu_seqlens=[0, 12], layout="zigzag", per_document=True)
+        given = (x, 2) if call == "halo" else (x, x, x, -x)
+        return [
+            raised(getattr(allscan, call), *given, **where, first_token=2 * comm.rank + i * (comm.rank == 1))
+            for i in (1, 0)
+        ]
+
+
+@pytest.mark.parametrize("call", ["zeco_gla", "halo"])
+def test_first_token_of_cut_documents(run, call):
+    for found, right in run(3, elsewhere_case, call):
+        assert found[0] == "ValueError" and "first_token of rank 1 is 2" in found[1] and right is None, (found, right)
+
+
 def modes_case(group, documents):
     """Compiled, checkpointed, and validation without backward in between."""
     with allscan.Communicator(group) as comm:

@@ -63,7 +63,7 @@ def partition_start(
         tokens = partition(comm, lengths, T)
         first = sum(tokens[: comm.rank]) // halves
     if zigzag == PER_DOCUMENT:
-        _check_documents(comm, lengths, tokens)
+        _check_documents(comm, lengths, tokens, given)
     return first
 
 
@@ -125,14 +125,15 @@ def check_packed(
     except RuntimeError as error:  # of a subclass without values
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
     if zigzag == PER_DOCUMENT and _rises_from_0(lengths):
-        _check_documents(comm, lengths, [T])
+        _check_documents(comm, lengths, [T], first_token)
     if first_token is not None:
         halves = 1 + bool(zigzag)
         _check_place(comm, lengths, first_token, first_token + T // halves, halves)
 
 
-def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int]) -> None:
-    """Raise ValueError for lengths that are no multiples of 2P, and unless each rank has its part of them."""
+def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int], first: int | None) -> None:
+    """Raise ValueError for lengths that are no multiples of 2P, and unless each rank has its part of them, which begins
+    at ``first`` if that is given."""
     chunks, share = 2 * comm.size, lengths[-1] // comm.size
     if any((b - a) % chunks for a, b in itertools.pairwise(lengths)):
         raise ValueError(
@@ -140,6 +141,9 @@ def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[
         )
     if any(T != share for T in tokens):
         raise ValueError(f"with per_document=True each rank has {share} of {lengths[-1]} tokens, got {by_rank(tokens)}")
+    if first is not None and first != comm.rank * share // 2:
+        place = f"with per_document=True first_token of rank {comm.rank} is {comm.rank * share // 2}"
+        raise ValueError(f"{place}, half of the tokens of the ranks before it, got {first}")
 
 
 def _rises_from_0(lengths: tuple[int, ...]) -> bool:
