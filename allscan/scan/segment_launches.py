@@ -68,9 +68,9 @@ class SegmentScans:
     def run(
         self, segments: Segments, direction: Direction, fwd_epoch: Tensor | None, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(The incoming state of each segment, the outgoing state). In a call of the communicator, of inputs that
-        were checked. ``given``: the initial state, which the first rank takes; of an adjoint what is added to the gradient
-        that comes."""
+        """(The incoming state of each segment, the outgoing state). In a call of the communicator, of inputs that were
+        checked. ``given``: the initial state, for the first rank; of an adjoint what is added to the gradient that
+        comes."""
         states, decays, transitions = segments
         states, kind = plain(states), NOTHING.value
         if given is not None and (direction.adjoint or self.is_first(direction.reverse)):
