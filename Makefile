@@ -2,6 +2,7 @@
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
+# make test-network  what goes over NVSHMEM's remote transport, on two GPUs of this machine
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
 # make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
 # make bench     what this machine can hold
@@ -26,7 +27,7 @@ endif
 # a bare checkout needs no installation, nor do the processes that are started from here
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: venv demo check test test-gpu peer on-gpu peer-on-gpu matrix bench docs clean
+.PHONY: venv demo check test test-gpu test-network peer on-gpu network-on-gpu peer-on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
@@ -57,8 +58,9 @@ test: $(READY)
 
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
 test-gpu: GOAL := on-gpu
+test-network: GOAL := network-on-gpu
 peer: GOAL := peer-on-gpu
-test-gpu peer:
+test-gpu test-network peer:
 ifdef GIVEN
 	@$(MAKE) --no-print-directory $(GOAL) PYTHON=$(GIVEN)
 else
@@ -75,8 +77,11 @@ on-gpu:
 	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) --dist worksteal; first=$$?; \
 	$(PYTHON) -m pytest --gpu -m alone && exit $$first
 
+network-on-gpu:
+	$(PYTHON) -m pytest --network $(OPTIONS)
+
 $(VENV)/ready-gpu: $(VENV)/ready
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[cuda13]'
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[cuda13,network]'
 	touch $@
 
 # One environment at a time, removed afterwards; ONLY: one of those that `nox -f tests/matrix/noxfile.py -l` lists

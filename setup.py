@@ -40,6 +40,7 @@ setup(
     extras_require={
         "cuda13": ["nvshmem4py-cu13>=0.3,<0.5", f"nvidia-nvshmem-cu13{NVSHMEM}", "cupy-cuda13x>=13.6"],
         "cuda12": ["nvshmem4py-cu12>=0.3,<0.5", f"nvidia-nvshmem-cu12{NVSHMEM}", "cupy-cuda12x>=13.6"],
+        "network": ["libucx-cu13>=1.22"],  # make test-network; or libucx-cu12
         "fla": [FLA],
         "transformers": ["transformers>=5.18"],
         "megatron": ["megatron-core>=0.19,<0.20", FLA, "einops"],

@@ -23,6 +23,7 @@ def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
     parser.addoption("--go-on", action="store_true", help="with --gpu: only what has not passed since the last change")
     parser.addoption("--share", type=int, help="with --gpu: so many ranks, which share the GPUs; no record")
+    parser.addoption("--network", action="store_true", help="the tests of a network, on two GPUs; no record")
     parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
 
 
@@ -51,7 +52,9 @@ def pytest_collection_modifyitems(config, items):
         size = item.callspec.params.get("size", size) if hasattr(item, "callspec") else size
         if sharing and ("nvshmem" in item.nodeid or "alone" in item.keywords):
             size = largest + 1
-        wanted = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu) and size <= largest
+        over_network = (item.get_closest_marker("network") is not None) == config.getoption("--network")
+        here = ("gpu" in item.keywords) <= on_gpu and not ("cpu" in item.keywords and on_gpu)
+        wanted = over_network and here and size <= largest
         (kept if wanted and before.get(item.nodeid, (None,))[0] != "passed" else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):
         ranks.PRELOAD = [*ranks.PRELOAD, "fla.models.gla", "fla.ops.kda"]  # which take ten seconds
@@ -171,7 +174,7 @@ class FailuresAtOnce:
 
 def pytest_sessionstart(session):
     manager = session.config.pluginmanager
-    if session.config.option.gpu and manager.get_plugin("terminalreporter"):
+    if (session.config.option.gpu or session.config.option.network) and manager.get_plugin("terminalreporter"):
         manager.register(FailuresAtOnce(manager.get_plugin("terminalreporter")))
 
 

@@ -34,16 +34,18 @@ class Ranks:
     device: "cuda" (rank r on GPU r; with ``ALLSCAN_TRANSPORT=ipc`` they may be fewer, which ranks then share), "cpu"
         (Triton's interpreter), or "auto".
     backend: of torch.distributed; default nccl on GPUs, gloo without and where ranks share them.
+    share: whether ranks may share GPUs over NVSHMEM, too, where that can do it (as it can where they are several nodes
+        by name).
     Functions and arguments are sent by pickle, so functions are defined in importable modules.
 
     Ranks without GPUs are forked from multiprocessing's fork server, which has imported PRELOAD: it takes a moment to
     start them. CUDA does not survive a fork, so ranks with GPUs are processes from scratch.
     """
 
-    def __init__(self, size: int, device: str = "auto", backend: str | None = None) -> None:
+    def __init__(self, size: int, device: str = "auto", backend: str | None = None, share: bool = False) -> None:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         shared = self.device == "cuda" and size > torch.cuda.device_count()
-        if shared and os.environ.get("ALLSCAN_TRANSPORT") != "ipc":
+        if shared and not share and os.environ.get("ALLSCAN_TRANSPORT") != "ipc":
             raise ValueError(f"{size} ranks need {size} GPUs, this machine has {torch.cuda.device_count()}")
         backend = backend or ("nccl" if self.device == "cuda" and not shared else "gloo")
         listening = socket.create_server((LOOPBACK, 0))  # TCPStore's own would listen on every address

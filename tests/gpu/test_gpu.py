@@ -14,85 +14,19 @@ import torch.distributed as dist
 import triton.language as tl
 
 import allscan
-from allscan.base.checks import ScanInputs
-from allscan.base.tiling import transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.comm import heap as runtime
 from allscan.reference import allscan_reference, gla_reference
-from allscan.scan.two_way import two_way_scan
 from allscan.tools.ranks import Ranks
 from support.faults import poisoned_case
 from support.gla import GLACase, check, gates, gla_case
+from support.long_runs import graph_case, long_case, zigzag_case
 from support.scans import ScanCase, scan_case
 from support.values import error, inputs, late, place, relative
 
 pytestmark = pytest.mark.gpu
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SIZES = [2, 4]
-
-
-def drawn(comm, shape, generator, kind):
-    """(states, "decay" or "transition", those) of all ranks, [size, ...]."""
-    states = torch.randn(comm.size, *shape, generator=generator, device=comm.device)
-    if kind == "transitions":
-        width = shape[-2]
-        transitions = torch.randn(comm.size, *shape[:-1], width, generator=generator, device=comm.device)
-        return states, "transition", transitions / (2 * width**0.5)
-    return states, "decay", torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
-
-
-def long_case(group, epochs, protocol, depth, straggler, kind="decays"):
-    """Fresh data every epoch, checked every epoch; one rank is late every now and then.
-
-    kind: "decays", "transitions", or "hops": the number 0 as decay on all ranks but one, another one each time.
-    """
-    with allscan.Communicator(group) as comm:
-        shape = (4, 16, 32)
-        tile = transition_tile(16) if kind == "transitions" else None
-        scan = allscan.AllScan(comm, shape, protocol=protocol, depth=depth, tile=tile)
-        generator = torch.Generator(comm.device).manual_seed(0)  # the same numbers on every rank
-        chance, turns = random.Random(comm.rank), random.Random(0)
-        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
-        out = torch.empty(shape, device=comm.device)
-        for _ in range(epochs):
-            states, name, factors = drawn(comm, shape, generator, kind)
-            factors = list(factors)
-            factor = factors[comm.rank]
-            if kind == "hops":
-                chained = turns.randrange(comm.size)
-                factors = [x if rank == chained else 0 * x for rank, x in enumerate(factors)]
-                factor = factor if comm.rank == chained else 0
-            if comm.rank == straggler and chance.random() < 0.02:
-                torch.cuda.synchronize()
-                time.sleep(chance.uniform(0, 4e-3))
-            out.fill_(float("nan"))
-            scan.scan(states[comm.rank], **{name: factor}, out=out)
-            expected = allscan_reference(list(states), **{name + "s": factors})[comm.rank]
-            worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
-        comm.barrier()
-        return worst.item()
-
-
-def zigzag_case(group, epochs, straggler):
-    """The same of two states, ascending and descending."""
-    with allscan.Communicator(group) as comm:
-        shape, P = (4, 16, 32), comm.size
-        scan = allscan.AllScan(comm, shape)
-        generator = torch.Generator(comm.device).manual_seed(0)
-        chance, places = random.Random(comm.rank), (comm.rank, 2 * P - 1 - comm.rank)
-        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
-        for _ in range(epochs):
-            states = torch.randn(2 * P, *shape, device=comm.device, generator=generator)
-            decays = torch.rand(2 * P, *shape[:-1], device=comm.device, generator=generator)
-            if comm.rank == straggler and chance.random() < 0.02:
-                torch.cuda.synchronize()
-                time.sleep(chance.uniform(0, 4e-3))
-            found = two_way_scan(scan, *(ScanInputs(states[i], decays[i]) for i in places))
-            expected = allscan_reference(list(states), decays=list(decays))
-            for x, i in zip(found, places, strict=True):
-                worst = torch.maximum(worst, (x - expected[i]).abs().max().nan_to_num(nan=1e30))
-        comm.barrier()
-        return worst.item()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -184,42 +118,6 @@ def test_100_scans_ahead(run, size, protocol):
     answers = run(size, ahead_case, protocol)
     assert max(worst for worst, _, _ in answers) < 1e-6
     assert answers[0][2] > 0.5 > answers[0][1]  # rank 0 launched all at once, and its GPU waited for the sleeper
-
-
-def graph_case(group, replays, kind):
-    with allscan.Communicator(group) as comm:
-        shape = (4, 16, 32)
-        scan = allscan.AllScan(comm, shape, tile=transition_tile(16) if kind == "transitions" else None)
-        generator = torch.Generator(comm.device).manual_seed(0)
-        states, name, factors = drawn(comm, shape, generator, kind)
-        state, factor = torch.zeros_like(states[0]), torch.zeros_like(factors[0])
-        forward, backward = torch.empty_like(state), torch.empty_like(state)
-
-        def both():
-            scan.scan(state, **{name: factor}, out=forward)
-            scan.scan(forward, **{name: factor}, reverse=True, out=backward)
-
-        both()
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            both()
-        worst = torch.zeros((), device=comm.device, dtype=torch.float64)
-        chance = random.Random(comm.rank)
-        for _ in range(replays):
-            states, _, factors = drawn(comm, shape, generator, kind)
-            state.copy_(states[comm.rank])
-            factor.copy_(factors[comm.rank])
-            if chance.random() < 0.02:
-                time.sleep(2e-3)
-            graph.replay()
-            given = {name + "s": list(factors)}
-            prevs = allscan_reference(list(states), **given)
-            nexts = allscan_reference(prevs, **given, reverse=True)
-            for actual, expected in ((forward, prevs[comm.rank]), (backward, nexts[comm.rank])):
-                worst = torch.maximum(worst, (actual - expected).abs().max().nan_to_num(nan=1e30))
-        comm.barrier()
-        return worst.item()
 
 
 @pytest.mark.parametrize("size", SIZES)

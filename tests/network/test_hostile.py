@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -12,12 +11,12 @@ import time
 
 import pytest
 
-from support.network import COUNTS, MODES, build
+from support.network import COUNTS, MODES, build, compiler
 
 pytestmark = [
     pytest.mark.cpu,
     pytest.mark.quick,
-    pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler, cc"),
+    pytest.mark.skipif(not compiler(), reason="needs a C compiler, cc"),
 ]
 PUT, SIGNAL, MESSAGE, FENCE, FLUSH = range(5)
 CALLBACK, USER_DATA, FLAGS, MEMORY_TYPE = 2, 4, 16, 64  # bits of ucp_request_param_t

@@ -8,6 +8,7 @@ import torch
 from allscan.shmem_kernels.channel import BROKEN
 from allscan.shmem_kernels.wait import OUT_OF_STEP, TIMED_OUT
 from allscan.tools.virtual import VirtualRanks
+from support.any_epoch import control_case
 
 pytestmark = pytest.mark.cpu
 
@@ -51,3 +52,9 @@ def test_no_word_of_another_call_passes(run):
     assert fault == OUT_OF_STEP.value and out.isnan().all()
     assert (following.view(torch.int32) == torch.full((), -0.0).view(torch.int32)).all()
     assert torch.equal(inbox[:2], sent[:2])
+
+
+@pytest.mark.parametrize("control, most_s, right", [(True, 0.0, True), (True, 0.1, False), (False, 0.1, True)])
+def test_puts_overtake_each_other(fresh, control, most_s, right):
+    """Of a receiver that takes any later epoch the values are wrong, or it waits in vain."""
+    assert all(fresh(2).run(control_case, None, 30, control, most_s)) == right

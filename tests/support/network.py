@@ -1,18 +1,145 @@
-"""What a machine with two GPUs needs for a network of its own: NVSHMEM's UCX transport over TCP on the loopback."""
+"""What a machine with two GPUs needs for a network of its own: NVSHMEM's UCX transport over TCP on the loopback, with
+the library of tests/network/hostile.c in between."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import glob
+import importlib.util
 import os
+import re
+import shutil
 import subprocess
 
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "network")
 MODES = "pass", "reorder", "bandwidth", "stall", "never"  # of hostile.c
 COUNTS = "held", "passed", "overtakings", "lost", "bytes", "most_held", "failed"
+TRAFFIC = "/proc/net/dev"
+
+
+def compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 def build(folder: str, source: str, library: str, *options: str) -> str:
     """The path of a shared library made of a C source of tests/network."""
     path = os.path.join(folder, library)
-    command = ["cc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", path, os.path.join(SOURCES, source), *options]
+    command = [str(compiler()), "-O1", "-Wall", "-shared", "-fPIC", "-o", path, os.path.join(SOURCES, source), *options]
     subprocess.run(command, check=True, timeout=120)
     return path
+
+
+def ucx_folder() -> str | None:
+    """Where the wheel libucx-cu13 (or -cu12) has its libraries."""
+    found = importlib.util.find_spec("libucx")
+    folders = found.submodule_search_locations if found else []
+    return next(
+        (os.path.join(x, "lib") for x in folders if os.path.exists(os.path.join(x, "lib", "libucp.so.0"))), None
+    )
+
+
+def transport_folder() -> str | None:
+    """Where NVSHMEM has its UCX transport."""
+    found = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
+    folders = found.submodule_search_locations if found else []
+    return next((x for x in folders if glob.glob(os.path.join(x, "lib", "nvshmem_transport_ucx.so*"))), None)
+
+
+def missing() -> str | None:
+    """What this machine does not have; None if it has all."""
+    import torch
+
+    wanted = {
+        "two GPUs": torch.cuda.device_count() >= 2,
+        "Linux, with /proc/net/dev": os.path.exists(TRAFFIC),
+        "a C compiler, cc": compiler(),
+        "UCX: pip install libucx-cu13 (or -cu12)": ucx_folder(),
+        "NVSHMEM with its UCX transport: pip install 'allscan[cuda13]'": transport_folder(),
+        "nvshmem4py: pip install 'allscan[cuda13]'": importlib.util.find_spec("nvshmem"),
+    }
+    needs = [what for what, there in wanted.items() if not there]
+    return "needs " + "; ".join(needs) if needs else None
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Of processes whose NVSHMEM goes over the loopback only; libraries and UCX's logs lie in ``folder``. For them to
+    have before they start."""
+    hostile = build(folder, "hostile.c", "libhostile.so", "-ldl", "-lpthread")
+    build(folder, "gdrcopy.c", "libgdrapi.so.2")
+    ucx = ucx_folder()
+    assert ucx is not None
+    before = [os.environ["LD_LIBRARY_PATH"]] if os.environ.get("LD_LIBRARY_PATH") else []
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join([folder, ucx, *before]),
+        "LD_PRELOAD": hostile,
+        "ALLSCAN_HOSTILE": hostile,
+        "ALLSCAN_UCX_TLS": "tcp,self",
+        "NVSHMEM_REMOTE_TRANSPORT": "ucx",
+        "NVSHMEM_HEAP_KIND": "SYSMEM",
+        "NVSHMEM_DISABLE_MNNVL": "1",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+        "UCX_NET_DEVICES": "lo",
+        "UCX_MAX_RMA_RAILS": "1",  # the signal is an active message, behind its data on one lane only
+        "UCX_MAX_EAGER_RAILS": "1",
+        "UCX_LOG_LEVEL": "info",
+        "UCX_LOG_FILE": os.path.join(folder, "ucx.%p.log"),
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+    }
+
+
+@contextlib.contextmanager
+def variables(more: dict[str, str]):
+    """Inside, this process has them, and processes that it starts."""
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def lanes(folder: str) -> set[str]:
+    """The transports that UCX's processes say that they use, such as "tcp/lo"."""
+    found: set[str] = set()
+    for path in glob.glob(os.path.join(folder, "ucx.*.log")):
+        with open(path) as file:
+            for line in file:
+                if "cfg#" in line:
+                    found.update(re.findall(r"\w+\((\w+/\w+)", line))
+    return found
+
+
+def loopback_bytes() -> int:
+    """That the interface lo has received so far."""
+    with open(TRAFFIC) as file:
+        line = next(line for line in file if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+# In the processes of the ranks
+
+
+def hostile() -> ctypes.CDLL:
+    library = ctypes.CDLL(os.environ["ALLSCAN_HOSTILE"])  # the one that is preloaded
+    library.network_count.restype = ctypes.c_uint64
+    return library
+
+
+def behave(mode: str, value: int = 0) -> dict[str, int]:
+    """From now on the network is so; what it has counted up to now."""
+    hostile().network_set(MODES.index(mode), ctypes.c_uint64(value))
+    return counts()
+
+
+def counts() -> dict[str, int]:
+    return {name: hostile().network_count(i) for i, name in enumerate(COUNTS)}
+
+
+def enter_node(names: list[str]) -> str:
+    """This process lies on the node of that name, before NVSHMEM starts."""
+    import torch.distributed as dist
+
+    os.environ["ALLSCAN_NODE"] = names[dist.get_rank()]
+    return os.uname().nodename

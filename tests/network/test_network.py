@@ -1,0 +1,355 @@
+"""What goes over NVSHMEM's remote transport: UCX over TCP on the loopback of one host, with a hostile network between.
+``make test-network``. Right and bounded is what these tests look at: time over a loopback says nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allscan
+from allscan.tools.ranks import Ranks, on_first
+from support import network
+from support.any_epoch import control_case
+from support.call_order import resync_case, shifted_case
+from support.delta import DeltaCase, own_case
+from support.gla import GLACase, check, gla_case
+from support.long_runs import graph_case, long_case, zigzag_case
+from support.scans import ScanCase, gradient_case, scan_case
+from support.values import error, inputs, late
+
+pytestmark = pytest.mark.network
+REORDER = "reorder", 200_000  # ns that a put is late, at most
+IN_ORDER = "bandwidth", 1 << 40
+TWO_NODES = {"NVSHMEM_DISABLE_P2P": "1"}  # of one GPU each, as NVSHMEM is to see it
+
+
+class Network:
+    """Ranks on two GPUs whose NVSHMEM reaches others by UCX only. names: of the node of each rank; None: of one host,
+    whose GPUs do not map each other."""
+
+    def __init__(self, folder, names=None, size=2):
+        self.folder, self.size = str(folder), size
+        more = {} if names else TWO_NODES
+        heap = {"ALLSCAN_HEAP": "64M", "NVSHMEM_SYMMETRIC_SIZE": "256M"}
+        with network.variables(network.environment(self.folder) | more | heap):
+            self.ranks = Ranks(size, "cuda", "gloo", share=True)
+        if names:
+            assert self.ranks.run(network.enter_node, names) == names
+
+    def run(self, function, *arguments, behaves=REORDER, payload=0, timeout=100.0):
+        """function(group, *arguments) on all ranks, over a network that ``behaves`` so: (results by rank, what the
+        network has counted meanwhile). What it has passed on went through lo, ``payload`` bytes at least."""
+        before = self.ranks.run(network.behave, *behaves)
+        start = network.loopback_bytes()
+        found = self.ranks.run(on_first, self.size, function, *arguments, timeout=timeout)
+        after = self.ranks.run(network.counts)
+        counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
+        if behaves[0] != "pass":
+            assert counted["passed"] > 0 and counted["failed"] == 0, counted
+        received = network.loopback_bytes() - start
+        print(f"{function.__name__}{arguments} over {behaves}: {received:,} bytes by lo, {counted}", flush=True)
+        assert received >= max(counted["bytes"], payload)
+        return found, counted
+
+    def close(self):
+        for process in self.ranks.processes:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory):
+    """networks(): one of two ranks, which the tests share until one of them fails."""
+    if reason := network.missing():
+        pytest.skip(reason)
+    made = []
+
+    def networks():
+        if not made or made[-1].ranks is None:
+            made.append(Network(tmp_path_factory.mktemp("network")))
+        return made[-1]
+
+    yield networks
+    for one in made:
+        if one.ranks is not None:
+            one.close()
+
+
+@pytest.fixture
+def over(two):
+    """over(function, *arguments, behaves=...): Network.run of two ranks. After a failure others take their place."""
+    one = two()
+
+    def run(*arguments, **options):
+        try:
+            return one.run(*arguments, **options)
+        except BaseException:
+            one.close()
+            one.ranks = None
+            raise
+
+    return run
+
+
+@pytest.fixture
+def fresh_network(tmp_path):
+    """fresh_network(names, size): ranks of their own."""
+    if reason := network.missing():
+        pytest.skip(reason)
+    made = []
+
+    def start(names=None, size=2):
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Network(folder, names, size))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def transport_case(group, epochs):
+    with allscan.Communicator(group) as comm:
+        assert not comm.mapped and comm.transport == "nvshmem"
+    return max(scan_case(group, ScanCase((4, 16, 32), (4, 16), reverse, 2, "put", epochs=epochs)) for reverse in (0, 1))
+
+
+@pytest.mark.parametrize("behaves", [("pass", 0), IN_ORDER, REORDER], ids=lambda x: x[0])
+def test_scans_over_tcp_alone(two, over, behaves):
+    """300 scans of which no rank maps another, and what UCX says that they went over."""
+    scans = 2 * (50 if behaves[0] == "pass" else 150)
+    found, counted = over(transport_case, scans // 2, behaves=behaves, payload=scans * 4 * 16 * 32 * 4)
+    assert max(found) < 1e-6
+    assert network.lanes(two().folder) == {"tcp/lo"}
+    assert (counted["overtakings"] > 0) == (behaves == REORDER), counted
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_values(over, depth):
+    for reverse in (False, True):
+        case = ScanCase((3, 5, 7), (3, 5), reverse, depth, initial=True, epochs=20, special=True, most_ms=2)
+        assert max(over(scan_case, case)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients(over, reverse):
+    for errors in over(gradient_case, (2, 5, 6), (2, 5), reverse)[0]:
+        assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize("kind, straggler", [("decays", 0), ("decays", 1), ("transitions", 1), ("hops", 0)])
+def test_2000_epochs_with_a_straggler(over, kind, straggler):
+    found, counted = over(long_case, 2000, "auto", 3, straggler, kind)
+    assert max(found) < 1e-5
+    assert counted["overtakings"] > 1000, counted
+
+
+def test_1000_epochs_of_zigzag(over):
+    found, counted = over(zigzag_case, 1000, 1)
+    assert max(found) < 1e-5 and counted["overtakings"] > 1000
+
+
+def many_tiles_case(group, rounds):
+    """1 MiB states, back to back in both directions: several epochs of hundreds of tiles are under way at once."""
+    with allscan.Communicator(group) as comm:
+        scan, worst = allscan.AllScan(comm, (16, 128, 128), depth=3), 0.0
+        generator = torch.Generator(comm.device).manual_seed(0)
+        for _ in range(rounds):
+            states = torch.randn(4, *scan.shape, generator=generator, device=comm.device)
+            outs = [torch.full(scan.shape, float("nan"), device=comm.device) for _ in range(8)]
+            for i, out in enumerate(outs):
+                scan.scan(states[(i // 2 + comm.rank) % 4], 0.5, reverse=bool(i % 2), out=out)
+            for i, out in enumerate(outs):
+                others = states[(i // 2 + 1 - comm.rank) % 4]
+                receives = comm.rank == (0 if i % 2 else 1)
+                worst = max(worst, (out - others * receives).abs().max().nan_to_num(nan=1e30).item())
+        comm.barrier()
+        return worst
+
+
+@pytest.mark.parametrize("behaves", [REORDER, ("bandwidth", 1 << 30)], ids=lambda x: x[0])
+def test_many_tiles_back_to_back(over, behaves):
+    found, counted = over(many_tiles_case, 10, behaves=behaves)
+    assert max(found) == 0
+    assert (counted["overtakings"] > 1000) == (behaves == REORDER), counted
+
+
+def halo_case(group, epochs):
+    with allscan.Communicator(group) as comm:
+        for epoch in range(epochs):
+            whole = torch.randn(comm.size, 2, 8, 300, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
+            late(epoch, comm.rank, 2)
+            own = whole[comm.rank].clone().requires_grad_()
+            before = allscan.halo(own, 3, comm=comm)
+            assert torch.equal(before, whole[0][:, -3:] if comm.rank else torch.zeros_like(before))
+            before.sum().backward()
+            assert own.grad.sum().item() == (0 if comm.rank else own[:, -3:].numel())
+    return True
+
+
+def test_halo(over):
+    assert all(over(halo_case, 100)[0])
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_zeco_gla(over, zigzag):
+    check(over(gla_case, GLACase([128, 128], H=2, K=32, V=32, gates="mild", zigzag=zigzag))[0])
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_zeco_kda(over, zigzag):
+    for errors in over(own_case, DeltaCase("kda", [128, 128], H=2, HV=2, K=64, V=64, gates="mild", zigzag=zigzag))[0]:
+        assert max(errors.values()) < 1e-3, errors
+
+
+@pytest.mark.parametrize("kind", ["decays", "transitions"])
+def test_graph_replays(over, kind):
+    assert max(over(graph_case, 300, kind)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("how, step", [("allscan", False), ("skipped", True), ("halo", False)])
+def test_a_call_that_one_rank_rejects_or_never_enters(over, how, step):
+    for rank, (found, right, end, again) in enumerate(over(shifted_case, how, step)[0]):
+        for got, wanted in zip(found, right, strict=True):
+            assert got == wanted or isinstance(got, str) or got != got, (rank, found, right)
+        assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
+
+
+def absent_case(group):
+    """Rank 0 never calls; then all come back."""
+    comm = allscan.Communicator(group, timeout=1.0)
+    scan, found = allscan.AllScan(comm, (2, 4, 8)), None
+    state = torch.ones(scan.shape, device=comm.device)
+    if comm.rank:
+        try:
+            scan.scan(state)
+            comm.streams.synchronize()
+            comm.check()
+        except allscan.AllScanTimeout as timeout:
+            found = timeout.rank, timeout.neighbour
+    dist.barrier(group)
+    comm.resync()
+    again = bool((scan.scan(state) == comm.rank).all())
+    comm.close()
+    return found, again
+
+
+def test_a_rank_that_never_comes_is_named(over):
+    assert over(absent_case)[0] == [(None, True), ((1, 0), True)]
+
+
+def test_resync_after_time_outs(over):
+    assert all(over(resync_case)[0])
+
+
+def memory_case(group, epochs):
+    """(Bytes that torch has given, that are free on the device, free of the arena) after so many epochs each."""
+    with allscan.Communicator(group) as comm:
+        scan, found = allscan.AllScan(comm, (4, 16, 32)), []
+        state, out = torch.ones(scan.shape, device=comm.device), torch.zeros(scan.shape, device=comm.device)
+        done = 0
+        for many in epochs:
+            for _ in range(many - done):
+                scan.scan(state, 0.5, out=out)
+            done = many
+            comm.barrier()
+            free = torch.cuda.mem_get_info()[0]
+            found.append((torch.cuda.memory_allocated(), free, comm.memory.heap.arena.free_bytes))
+        return found
+
+
+def test_memory_after_1000_and_10000_epochs(over):
+    for first, second in over(memory_case, (1000, 10_000))[0]:
+        assert first == second
+
+
+def stall_case(group, seconds):
+    """(How long close() takes on rank 0, what is held after it, whether the value came to rank 1.)"""
+    comm = allscan.Communicator(group)
+    scan = allscan.AllScan(comm, (2, 4, 8))
+    state = torch.ones(scan.shape, device=comm.device)
+    scan.scan(state)  # compiles
+    comm.barrier()
+    if comm.rank == 0:
+        network.behave("stall", int(seconds * 1e9))
+    start = time.monotonic()
+    prev = scan.scan(3 * state)
+    comm.close()
+    return time.monotonic() - start, network.counts()["held"], bool((prev == 3 * comm.rank).all())
+
+
+def test_close_returns_after_delivery(over):
+    for seconds, held, right in over(stall_case, 2.0, behaves=IN_ORDER)[0]:
+        assert 1.5 < seconds < 20 and held == 0 and right
+
+
+def lost_case(group):
+    """What rank 1 hears where a scan of rank 0 is never delivered, and that all come back."""
+    comm = allscan.Communicator(group, timeout=1.0)
+    scan, found = allscan.AllScan(comm, (2, 4, 8)), None
+    state = torch.ones(scan.shape, device=comm.device)
+    scan.scan(state)
+    comm.barrier()
+    if comm.rank == 0:
+        network.behave("never")
+    dist.barrier(group)
+    out = torch.zeros_like(state)
+    try:
+        scan.scan(state, out=out)
+        comm.streams.synchronize()
+        comm.check()
+    except allscan.AllScanTimeout as timeout:
+        found = timeout.rank, timeout.neighbour, bool(out.isnan().all())
+    dist.barrier(group)
+    network.behave(*REORDER)
+    comm.resync()
+    again = bool((scan.scan(state) == comm.rank).all())
+    comm.close()
+    return found, again
+
+
+def test_what_is_never_delivered_is_a_time_out(over):
+    found, counted = over(lost_case)
+    assert found == [(None, True), ((1, 0, True), True)] and counted["lost"] > 0
+
+
+@pytest.mark.parametrize("behaves", [IN_ORDER, ("reorder", 3_000_000)], ids=lambda x: x[0])
+def test_the_control(fresh_network, behaves):
+    """A receiver that takes any later epoch is right over this network in order, and wrong where puts overtake."""
+    right, _ = fresh_network().run(control_case, 60, behaves=behaves)
+    assert all(right) == (behaves == IN_ORDER)
+
+
+def nodes_case(group, wanted, algorithm, epochs):
+    """The largest error over nodes that are found by their names. What the links of this rank are."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        assert comm.nodes == wanted, comm.nodes
+        scan = allscan.AllScan(comm, (2, 8, 16), algorithm=algorithm, tile=(8, 16), max_ctas=8)
+        worst = 0.0
+        for epoch in range(epochs):
+            for reverse in (False, True):
+                states, decays = inputs(comm, scan.shape, (2, 8), epoch)
+                expected = allscan.reference.allscan_reference(states, decays, None, reverse)[comm.rank]
+                late(2 * epoch + reverse, comm.rank, 3)
+                mine, decay = states[comm.rank].to(comm.device), decays[comm.rank].to(comm.device)
+                worst = max(worst, error(scan.scan(mine, decay, reverse=reverse), expected))
+        comm.check()
+    return worst
+
+
+@pytest.mark.parametrize("algorithm", ["chain", "rails", "recursive_doubling"])
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1, 1), (2, 2)], ids=str)
+def test_nodes_by_their_names(fresh_network, nodes, algorithm):
+    """Ranks share GPUs where there are fewer: contexts are then time-sliced, and a hop takes milliseconds."""
+    names = [f"node{n}-{os.getpid()}" for n, members in enumerate(nodes) for _ in range(members)]
+    found, _ = fresh_network(names, len(names)).run(nodes_case, nodes, algorithm, 100, timeout=200)
+    assert max(found) < 1e-6
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(network, "ucx_folder", lambda: None)
+    assert "needs" in network.missing() and "pip install libucx-cu13" in network.missing()

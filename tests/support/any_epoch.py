@@ -1,0 +1,74 @@
+"""The control of a network's tests: links with one arrival word a tile, and a receiver that takes any epoch that is at
+least the expected one. Right where puts arrive in order, wrong where they overtake each other."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import triton
+import triton.language as tl
+
+import allscan
+from allscan.reference import allscan_reference
+from allscan.shmem_kernels import channel as channels
+from allscan.shmem_kernels import links, scan
+from allscan.shmem_kernels.links import EPOCH_BITS, nvshmem, poll_word, slot_offsets
+from allscan.shmem_kernels.wait import INFO_NEXT_PE, INFO_PREV, POLLS_PER_CLOCK, gave_up, now
+
+from .values import error, inputs
+
+
+@triton.jit
+def post_to_one_word(channel, tile, epoch, word, b_value):
+    SIZE: tl.constexpr = channel.BK * channel.BV
+    at = (epoch % channel.DEPTH) * channel.num_tiles + tile
+    tl.store(channel.outbox + slot_offsets(channel, tile, epoch), b_value)
+    tl.debug_barrier()
+    pe = tl.load(channel.info + INFO_NEXT_PE).to(tl.int32)
+    p_to, p_from = channel.next_inbox + at * SIZE, channel.outbox + at * SIZE
+    p_word = channel.next_arrived + tile
+    nvshmem.putmem_signal_nbi_block(p_to, p_from, SIZE * 4, p_word, word.to(tl.uint64), nvshmem.SIGNAL_SET, pe)
+
+
+@triton.jit
+def take_any_later(channel, tile, epoch, word, ok):
+    started = now(channel, tile)
+    polls = 0
+    missing = (poll_word(channel.arrived + tile) & EPOCH_BITS) < epoch
+    while ok & missing:
+        missing = (poll_word(channel.arrived + tile) & EPOCH_BITS) < epoch
+        polls += 1
+        if missing & (polls % POLLS_PER_CLOCK == 0):
+            ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
+    return tl.load(channel.inbox + slot_offsets(channel, tile, epoch), volatile=True), word, ok
+
+
+def control_case(group, epochs, control=True, most_s=0.0):
+    """Whether the values of so many scans, made at once, are right. control: with the links of this file, for a process
+    that has compiled no scan yet. most_s: that the interpreter's network is late."""
+    if control:
+        channels.post = scan.post = post_to_one_word
+        links._take_signal = take_any_later
+    comm = allscan.Communicator(group, timeout=3.0)
+    if network := getattr(comm.memory.heap, "network", None):  # the interpreter's
+        network.most_s = most_s
+    collective = allscan.AllScan(comm, (2, 16, 32), protocol="put", tile=(8, 32), depth=4)
+    shape = collective.shape
+    given = [inputs(comm, shape, shape[:-1], epoch) for epoch in range(epochs)]
+    own = [[x[comm.rank].to(comm.device) for x in both] for both in given]
+    outs = [torch.full(shape, float("nan"), device=comm.device) for _ in given]
+    try:
+        for (state, decay), out in zip(own, outs, strict=True):
+            collective.scan(state, decay, out=out)
+        comm.streams.synchronize()
+        comm.check()
+        expected = [allscan_reference(*both)[comm.rank] for both in given]
+        right = max(error(out, wanted) for out, wanted in zip(outs, expected, strict=True)) < 1e-5
+    except (allscan.AllScanTimeout, AssertionError):
+        right = False
+    comm.streams.synchronize()
+    time.sleep(1.0)  # what is still under way arrives
+    comm.resync()
+    comm.close()
+    return right
