@@ -26,6 +26,7 @@ from ..shmem_kernels.merge import merge_kernel
 from ..tokens.packing import Tables, document_places
 from ..tokens.partition import cached_table
 from .softmax import Gather
+from .triangles import by_triangles, tokens_first
 
 
 class Kernel(NamedTuple):
@@ -46,11 +47,6 @@ class Kernel(NamedTuple):
 def kernel_for(q, k, v) -> Kernel | None:
     """The fastest for tensors like these, None without one. Ask again where torch's switches may have changed."""
     return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
-
-
-def tokens_first(x) -> torch.Tensor:
-    """x [B, H, T, D] with tokens before heads in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _like(x, other) -> torch.Tensor:
@@ -110,6 +106,10 @@ def _cudnn_fits(q, k, v) -> bool:
     return (max(D, V) <= 128 or wide) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def _triangles_fit(q, k, v) -> bool:
+    return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES and torch.cuda.get_device_capability(q.device)[0] == 9
+
+
 CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
 cudnn = operator(
     "_scaled_dot_product_cudnn_attention",
@@ -120,6 +120,8 @@ cudnn_backward = operator(
     "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
     "dropout_p is_causal scale",
 )
+IN_TRIANGLES = {(192, 128)}  # widths of keys and values, on Hopper: 495 TFLOP/s in place of 288; 128, 256: fewer
+SQUARE = 2048  # tokens from which squares are measured to be faster in triangles
 CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
 
 
@@ -213,6 +215,12 @@ def _of_one_width(forward, backward) -> tuple[Callable, Callable]:
 
 
 KERNELS = (
+    Kernel(
+        "cudnn, triangles",
+        _cudnn_forward,
+        by_triangles(_cudnn_backward, SQUARE),
+        lambda *given: _cudnn_fits(*given) and _triangles_fit(*given),
+    ),
     Kernel("cudnn", _cudnn_forward, _cudnn_backward, _cudnn_fits),
     Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), _flash_fits),
     Kernel("cpu", *_of_one_width(_cpu_forward, _cpu_backward), _cpu_fits),

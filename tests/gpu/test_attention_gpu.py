@@ -26,6 +26,12 @@ def test_errors_of_a_batch():
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_errors_in_triangles(batch):
+    wrong = bench.check(DEVICE, torch.bfloat16, 2 * attention.SQUARE, (2, 2, 192, 128), batch)
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("shape", bench.CHECKED)
 def test_layouts_of_gradients(shape):
     """cuDNN's graphs for backward are cached without the layout of o's gradient."""
@@ -42,7 +48,8 @@ def test_the_choice():
         return kernel and kernel.name
 
     half = torch.bfloat16
-    assert chosen(half, 8, 8, 128, 128) == chosen(half, 8, 2, 64, 64) == chosen(half, 8, 8, 192, 128) == "cudnn"
+    assert chosen(half, 8, 8, 128, 128) == chosen(half, 8, 2, 64, 64) == "cudnn"
+    assert chosen(half, 8, 8, 192, 128) == "cudnn, triangles"
     assert chosen(half, 8, 2, 256, 256) == "cudnn" and chosen(half, 8, 8, 192, 192) == "flash"
     assert chosen(half, 8, 8, 128, 128, tokens=64) == "flash"
     assert chosen(torch.float32, 8, 8, 128, 128) is None

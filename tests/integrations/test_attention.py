@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import allscan
-from allscan.integrations import attention, softmax
+from allscan.integrations import attention, softmax, triangles
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
 
@@ -228,6 +228,87 @@ def test_the_kernels_results():
         )
         for dx, x in zip(found, torch.autograd.grad(wanted, (q, k, v), do.double()), strict=True):
             assert relative(dx, x) < limit
+
+
+def triangles_cases():
+    """[(B, H, G, queries, keys, D, V)] in squares of 4 or 6."""
+    return [(2, 2, 1, 4, 12, 6, 4), (1, 2, 2, 8, 4, 6, 4), (2, 4, 2, 6, 6, 4, 8), (1, 2, 1, 8, 12, 6, 6)]
+
+
+def triangles_inputs(case):
+    B, H, G, queries, keys, D, V = case
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, queries, V), (B, H, queries, D), (B, G, keys, D), (B, G, keys, V)
+    return (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+
+
+def causal_only(do, q, k, v, o, lse, more, causal, scale):
+    """A kernel's backward that has causal squares alone."""
+    assert causal and q.shape[2] == k.shape[2] and lse.is_contiguous()
+    kernel = attention.kernel_for(q, k, v)
+    return kernel.backward(do, q, k, v, o, lse, more, causal, scale)
+
+
+@pytest.mark.parametrize("case", triangles_cases())
+def test_triangles(case):
+    """Gradients of squares by those of causal ones; o and its log-sum-exp may be over more keys. Those of a causal
+    block, and where squares would be smaller than asked for, are the kernel's."""
+    do, q, k, v = triangles_inputs(case)
+    kernel = attention.kernel_for(q, k, v)
+    o, lse, more = kernel.forward(q, k, v, False, 0.3)
+    lse = lse + torch.rand(lse.shape, dtype=lse.dtype)
+    given = do, q, k, v, o, lse, more
+    wanted = kernel.backward(*given, False, 0.3)
+    found = triangles.by_triangles(causal_only, 4)(*given, False, 0.3)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and relative(a, b) < 1e-12
+    plain = triangles.by_triangles(kernel.backward, 7)(*given, False, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
+    if q.shape[2] == k.shape[2]:
+        found = triangles.by_triangles(kernel.backward, 4)(*given, True, 0.3)
+        assert all(map(torch.equal, found, kernel.backward(*given, True, 0.3)))
+
+
+def test_triangles_of_far_keys():
+    """A query whose keys have very small weights: nothing overflows in the place of the query without gradient."""
+    do, q, k, v = triangles_inputs((1, 1, 1, 4, 8, 4, 4))
+    q[:, :, 0], k = 40.0, -40.0 * torch.ones_like(k)
+    kernel = attention.kernel_for(q, k, v)
+    o, lse, more = kernel.forward(q, k, v, False, 1.0)
+    assert lse.min() < -1000
+    wanted = kernel.backward(do, q, k, v, o, lse, more, False, 1.0)
+    found = triangles.by_triangles(causal_only, 4)(do, q, k, v, o, lse, more, False, 1.0)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def triangle_kernels_case(group):
+    """reverse and fold by kernels against torch's operators: relative errors."""
+    errors = []
+    for case in triangles_cases():
+        _, q, k, _ = (x.float() for x in triangles_inputs(case))
+        for x, n in ((q, q.shape[2]), (k.transpose(2, 3).contiguous().transpose(2, 3)[..., ::2], 2), (k, 4)):
+            if x.shape[2] % n or x.stride(3) != 1:
+                continue
+            for shift in (n - 1, n - 2):
+                for last in (False, True):
+                    errors.append(
+                        relative(triangles.launch_reverse(x, n, shift, last), triangles.reverse(x, n, shift, last))
+                    )
+        B, H, n, W = 2, 3, 5, 6
+        x, behind = torch.randn(2, B * 4, n, H, W).half().transpose(2, 3)
+        x = x.contiguous() if case[0] == 1 else x  # heads before tokens
+        for blocks in (1, 2, 4):
+            found = triangles.launch_fold(x, behind, n, n - 2, (B, blocks))
+            wanted = triangles.fold(x, behind, n, n - 2, (B, blocks))
+            assert found.stride() == wanted.stride() and found.dtype == torch.float16
+            errors.append(relative(found, wanted))
+    return errors
+
+
+def test_kernels_of_triangles(run, size=1):
+    errors = run(size, triangle_kernels_case)[0]
+    assert len(errors) >= 28 and max(errors) < 1e-6
 
 
 def merge_case(group):

@@ -20,6 +20,7 @@ from allscan.ops.delta.records import Between, DeltaShape, Ends, Inputs, OfOutpu
 from allscan.ops.gla import gla_operator, gla_plans
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import delta, delta_chunks, delta_chunks_bwd, gla_blocks, gla_bwd, gla_fwd, gla_strong
+from allscan.shmem_kernels.fold import fold_kernel, reverse_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, rails_kernel
@@ -257,6 +258,17 @@ def test_merge(kind, V):
     arguments |= pointers("rows T H tokens", "i32")
     compiled = Compiled(merge_kernel, arguments, {"V": V, "BV": 128, "ROWS": 32})
     assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+
+
+@pytest.mark.parametrize("kernel, names", [(reverse_kernel, "p_x p_out"), (fold_kernel, "p_x p_reversed p_out")])
+def test_triangles(kernel, names):
+    """In words of 16 bytes, where tokens and heads lie 16 bytes apart and more."""
+    constants = {"W": 192, "BW": 256, "ROWS": 16, "MANY": 2, "WITHOUT_LAST": True, "n": 8192, "H": 16, "blocks": 2}
+    constants |= {name: 16 * 192 for name in kernel.arg_names if name.endswith(("batch", "block", "token"))}
+    constants |= {name: 192 for name in kernel.arg_names if name.endswith("head")}
+    compiled = Compiled(kernel, pointers(names, "*bf16") | {"shift": "i32"}, constants)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+    assert compiled.count(r"ld\.global\.v4\.b32") >= len(names.split()) - 1 and compiled.count(r"ld\.global\.b16") == 0
 
 
 class Launches:

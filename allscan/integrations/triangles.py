@@ -1,0 +1,129 @@
+"""The gradients of attention without a mask by kernels for causal attention, where these are faster.
+
+A square of n queries and n keys is two triangles: the keys up to each query, and those behind it. In reverse order the
+latter are the keys before each query, and with the queries moved up by one place, those up to it: the last place has a
+query without gradient. So both are causal, of the same size, and what they give is added in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+
+from ..bindings.triton_compat import OPTIONS
+from ..shmem_kernels.fold import fold_kernel, reverse_kernel
+
+
+def tokens_first(x) -> torch.Tensor:
+    """x [B, H, T, D] with tokens before heads in memory; its rows in the batch may be one."""
+    if x.shape[0] > 1 and not x.stride(0):
+        return tokens_first(x[:1]).expand(x.shape)
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def by_triangles(backward: Callable, least: int) -> Callable:
+    """``attention.Kernel.backward`` of a kernel: of squares of ``least`` tokens and more by what it does if causal, for
+    which it is given tensors whose rows in the batch may be one in memory."""
+
+    def backward_of_any(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+        n = math.gcd(q.shape[2], k.shape[2])
+        if causal or n < least:
+            return backward(do, q, k, v, o, lse, more, causal, scale)
+
+        def call(*given) -> tuple[torch.Tensor, ...]:
+            return backward(*given, more, True, scale)
+
+        if n in (q.shape[2], k.shape[2]):
+            return tuple(_triangles(call, n, (do, q, k, v, o, lse)))
+        sums: list[torch.Tensor] = []
+        parts = []
+        for dy, x, y, total in zip(*(some.split(n, 2) for some in (do, q, o, lse)), strict=True):
+            dq, *found = (_exact(dx) for dx in _triangles(call, n, (dy, x, k, v, y, total)))
+            parts.append(dq)
+            sums = [a.add_(b) for a, b in zip(sums or [torch.zeros_like(dx) for dx in found], found, strict=True)]
+        return tuple(dx.to(q.dtype) for dx in (torch.cat(parts, 2), *sums))
+
+    return backward_of_any
+
+
+HIDDEN = 1e30  # log-sum-exp of the query that is to give its keys no weight
+
+
+def _triangles(backward, n, given) -> list[torch.Tensor]:
+    """[dq, dk, dv] where there are n queries or n keys. given: do, q, k, v, o, lse."""
+    *_, lse = given
+    B, many = lse.shape[0], max(x.shape[2] for x in given[:3]) // n
+    shifts = n - 2, n - 2, n - 1, n - 1, n - 2
+    reverse_order = [reverse(x, n, shift, i == 0) for i, (x, shift) in enumerate(zip(given, shifts))]
+    hidden = lse.unflatten(2, (-1, n)).flip(3).roll(-1, 3)
+    hidden[..., -1] = HIDDEN
+    found = []
+    for *some, total in ((*given[:5], lse), (*reverse_order, hidden.flatten(2))):
+        squares = [_squares(x, n, many) for x in (*some, total[..., None])]
+        found.append(backward(*squares[:5], squares[5][..., 0].contiguous()))
+    sizes = [(B, x.shape[2] // n) for x in given[1:4]]
+    return [fold(x, y, n, shift, size) for x, y, shift, size in zip(*found, (n - 2, n - 1, n - 1), sizes)]
+
+
+def _exact(x) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _squares(x, n, many) -> torch.Tensor:
+    """x [B, H, n or many * n, W] -> [B * many, H, n, W], a view where B = 1."""
+    if x.shape[2] == n:
+        return x[:, None].expand(-1, many, -1, -1, -1).flatten(0, 1)
+    return x.unflatten(2, (many, n)).movedim(2, 1).flatten(0, 1)
+
+
+def reverse(x, n, shift, without_last=False) -> torch.Tensor:
+    """x [B, H, tokens, W] with each n tokens in reverse order, tokens before heads in memory: row t of them is what was
+    row (shift - t) mod n. without_last: but for the last one, which is 0."""
+    if x.is_cuda and x.stride(3) == 1:
+        return launch_reverse(x, n, shift, without_last)
+    places = (shift - torch.arange(n, device=x.device)) % n
+    out = x.transpose(1, 2).unflatten(1, (-1, n)).index_select(2, places)
+    if without_last:
+        out[:, :, -1] = 0
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+def launch_reverse(x, n, shift, without_last) -> torch.Tensor:
+    """The same by a kernel."""
+    B, H, T, W = x.shape
+    out = x.new_empty(B, T, H, W)
+    strides = x.stride(0), x.stride(2), x.stride(1)
+    grid, tile = _tiles(n * H, W, B * T // n)
+    reverse_kernel[grid](x, out, *strides, T // n, n, H, shift, WITHOUT_LAST=without_last, **tile, **OPTIONS)
+    return out.transpose(1, 2)
+
+
+def fold(x, behind, n, shift, size) -> torch.Tensor:
+    """x, behind [B * many, H, n, W] -> [B, H, blocks * n, W], size = (B, blocks), tokens before heads in memory: row t
+    of a block is the sum of the rows t of many / blocks of x and of the rows (shift - t) mod n of as many behind."""
+    if x.is_cuda and x.stride(3) == behind.stride(3) == 1:
+        return launch_fold(x, behind, n, shift, size)
+    total = _exact(x) + behind[:, :, (shift - torch.arange(n, device=x.device)) % n]
+    return tokens_first(total.unflatten(0, (*size, -1)).sum(2).transpose(1, 2).flatten(2, 3)).to(x.dtype)
+
+
+def launch_fold(x, behind, n, shift, size) -> torch.Tensor:
+    """The same by a kernel."""
+    (many, H, _, W), (B, blocks) = x.shape, size
+    out = x.new_empty(B, blocks * n, H, W)
+    strides = (some.stride(i) for some in (x, behind) for i in (0, 2, 1))
+    grid, tile = _tiles(n * H, W, B * blocks)
+    fold_kernel[grid](x, behind, out, *strides, n, H, shift, MANY=many // (B * blocks), **tile, **OPTIONS)
+    return out.transpose(1, 2)
+
+
+def _tiles(rows, W, blocks) -> tuple[tuple[int, int], dict]:
+    width = triton.next_power_of_2(W)
+    tile = max(1, TILE // width)
+    return (triton.cdiv(rows, tile), blocks), dict(W=W, BW=width, ROWS=tile, num_warps=4)
+
+
+TILE = 4096  # elements that a program has

@@ -1,0 +1,69 @@
+"""Rows of blocks of tokens in reverse order, and sums of such with rows in order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def reverse_kernel(
+    p_x,  # [batch, blocks * n, H, W] as the strides say
+    p_out,  # [batch, blocks, n, H, W]
+    x_batch,
+    x_token,
+    x_head,
+    blocks,
+    n,
+    H,
+    shift,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    ROWS: tl.constexpr,
+    WITHOUT_LAST: tl.constexpr,
+):
+    """Row t of out's blocks is row (shift - t) mod n of x's. WITHOUT_LAST: the last one is 0."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head, block = row // H, row % H, tl.program_id(1).to(tl.int64)
+    p_x += block // blocks * x_batch + block % blocks * n * x_token
+    w = tl.arange(0, BW)
+    inside = (token < n)[:, None] & (w < W)[None, :]
+    wanted = inside & (token < n - 1)[:, None] if WITHOUT_LAST else inside
+    source = (shift + n - token) % n * x_token + head * x_head
+    b_x = tl.load(p_x + source[:, None] + w[None, :], mask=wanted, other=0.0)
+    tl.store(p_out + block * n * H * W + row[:, None] * W + w[None, :], b_x, mask=inside)
+
+
+@triton.jit
+def fold_kernel(
+    p_x,  # [blocks * many, n, H, W] as the strides say
+    p_reversed,  # [blocks * many, n, H, W] likewise
+    p_out,  # [blocks, n, H, W]
+    x_block,
+    x_token,
+    x_head,
+    reversed_block,
+    reversed_token,
+    reversed_head,
+    n,
+    H,
+    shift,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    ROWS: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Row t of out's blocks is the sum of rows t of ``many`` of x and of rows (shift - t) mod n of as many reversed."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head, block = row // H, row % H, tl.program_id(1).to(tl.int64)
+    w = tl.arange(0, BW)
+    inside = (token < n)[:, None] & (w < W)[None, :]
+    at = (token * x_token + head * x_head)[:, None] + w[None, :]
+    back = ((shift + n - token) % n * reversed_token + head * reversed_head)[:, None] + w[None, :]
+    b_sum = tl.zeros([ROWS, BW], tl.float32)
+    for i in tl.static_range(MANY):
+        number = block * MANY + i
+        b_sum += tl.load(p_x + number * x_block + at, mask=inside, other=0.0).to(tl.float32)
+        b_sum += tl.load(p_reversed + number * reversed_block + back, mask=inside, other=0.0).to(tl.float32)
+    offsets = block * n * H * W + row[:, None] * W + w[None, :]
+    tl.store(p_out + offsets, b_sum.to(p_out.dtype.element_ty), mask=inside)
