@@ -61,6 +61,7 @@ from bench.proof import breakdown, kind_of, launched, overlapped, ran
 from bench.tuning import Job, compile_ahead
 
 STEPS, CHECKED = 7, 512  # measured; tokens of a rank in the check
+REHEARSED = 90.0  # seconds, at most
 VOCABULARY = 32000
 COLUMNS = (
     "model",
@@ -458,6 +459,63 @@ def jobs(hybrid, ranks: int, heads: int, tokens) -> list[Job]:
     ]
 
 
+def first_configuration(self, *args, **kwargs):
+    """In place of Autotuner.run: without a choice."""
+    self.nargs = dict(zip(self.arg_names, args))
+    config = self.prune_configs(kwargs)[0] if len(self.configs) > 1 else self.configs[0]
+    return self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+
+def rehearsal(group, *arguments) -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    with mock.patch.object(Autotuner, "run", first_configuration):
+        check(group, *arguments)
+
+
+def rehearse(count: int, hybrids, names, heads: int) -> None:
+    """The check of each model and method by ranks of its own, all at once, so that Triton's cache has the kernels that
+    are not fla's before the ranks want them, one after the other. What is wrong is the check's to say."""
+    begin, cases = time.monotonic(), [(hybrid, name) for hybrid in hybrids for name in names]
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(Ranks(count, "cuda")) for _ in cases]
+        for ranks, (hybrid, name) in zip(many, cases, strict=True):
+            ranks.start(on_first, count, rehearsal, hybrid, (name,), CHECKED, heads, 128)
+        for ranks, (hybrid, name) in zip(many, cases, strict=True):
+            for _, error in ranks.results(timeout=max(1.0, begin + REHEARSED - time.monotonic()), after_failure=5.0):
+                if error is not None:
+                    print(f"rehearsal of {hybrid.name}, {name}: {str(error)[:200]}", file=sys.stderr)
+                    for process in ranks.processes:
+                        process.kill()  # others may wait for it
+    print(f"rehearsed: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
+def run(hybrid, names, count: int, arguments, table) -> None:
+    """Check, measure, and write and print what is found."""
+    begin, shape = time.monotonic(), dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
+    one = "All-Scan's on one rank" if hybrid.alone(torch.device("cuda")) else "fla's"
+    print(hybrid.name, flush=True)
+    with Ranks(count, "cuda") as ranks:
+        given = count, check, hybrid, names, CHECKED, arguments.heads, 128
+        errors = ranks.run(on_first, *given, timeout=570.0)[0]
+        print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
+        print(f"checked: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+        for T in arguments.tokens:
+            answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
+            for row in training_rows(answers, T):
+                rule = "All-Scan's" if row["method"].startswith("allscan") else one
+                row |= dict(model=hybrid.name, rule=rule, layers=arguments.layers, heads=arguments.heads)
+                table.write(row | dict(max_error=errors.get(row["method"], "")))
+            if arguments.profile:
+                print_breakdown(answers)
+                if "allscan, zigzag" in names:
+                    path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_').replace(',', '')}.png"
+                    title = f"{hybrid.name}, allscan, zigzag, {count} x {torch.cuda.get_device_name()}, T={T} a rank"
+                    draw(answers, "allscan, zigzag", path, title)
+            ranks.run(freed)
+    print(f"{hybrid.name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, help="default all GPUs; must divide the heads")
@@ -484,32 +542,20 @@ def main() -> int:
                     print(f"{hybrid.name:22} {name:22} error {error:.1e}")
         return 0
     if not arguments.tuned:
-        compile_ahead([job for hybrid in hybrids for job in jobs(hybrid, count, arguments.heads, arguments.tokens)])
-    shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
-    with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:
+        compile_ahead(
+            [job for hybrid in hybrids for job in jobs(hybrid, count, arguments.heads, arguments.tokens)],
+            functools.partial(rehearse, count, hybrids, names, arguments.heads),
+        )
+    failed = False
+    with Table(arguments.csv, COLUMNS) as table:
         for hybrid in hybrids:
-            print(hybrid.name, flush=True)
-            given = count, check, hybrid, names, CHECKED, arguments.heads, 128
-            errors = ranks.run(on_first, *given, timeout=570.0)[0]
-            print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
-            one = "All-Scan's on one rank" if hybrid.alone(torch.device("cuda")) else "fla's"
-            for T in arguments.tokens:
-                answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
-                for row in training_rows(answers, T):
-                    rule = "All-Scan's" if row["method"].startswith("allscan") else one
-                    row |= dict(model=hybrid.name, rule=rule, layers=arguments.layers, heads=arguments.heads)
-                    table.write(row | dict(max_error=errors.get(row["method"], "")))
-                if arguments.profile:
-                    print_breakdown(answers)
-                    if "allscan, zigzag" in names:
-                        path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_')}.png"
-                        title = (
-                            f"{hybrid.name}, allscan, zigzag, {count} x {torch.cuda.get_device_name()}, T={T} a rank"
-                        )
-                        draw(answers, "allscan, zigzag", path, title)
-                ranks.run(freed)
+            try:
+                run(hybrid, names, count, arguments, table)
+            except RuntimeError as error:  # of its ranks, which have ended
+                failed = True
+                print(f"{hybrid.name}: {error}", file=sys.stderr, flush=True)
     print(f"wrote {arguments.csv}")
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import csv
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from bench import (
     hybrid,
     local,
     model,
+    packed,
     plots,
     proof,
     scaling,
@@ -203,6 +205,29 @@ def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
     assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 3
     assert [line[:22].rstrip() for line in lines[::4]] == ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next"]
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
+
+
+@pytest.mark.cpu
+def test_both_cuts_of_packed_rows_train_alike(capsys, monkeypatch):
+    pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+    monkeypatch.setattr(sys, "argv", ["packed"])
+    assert packed.main() == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(packed.packings(64)) and all(float(line.split()[-1]) < 1e-5 for line in lines), lines
+
+
+@pytest.mark.cpu
+def test_the_first_configuration():
+    """A rehearsal runs autotuned kernels with the first configuration that is left, without a choice."""
+    made, config = [], types.SimpleNamespace(all_kwargs=lambda: dict(BK=32, num_warps=2))
+    kernel = types.SimpleNamespace(
+        arg_names=["x", "n"],
+        configs=[None, config, None],
+        prune_configs=lambda given: [config],
+        fn=types.SimpleNamespace(run=lambda *args, **given: made.append((args, given))),
+    )
+    hybrid.first_configuration(kernel, 1, 2, grid=(3,), warmup=False)
+    assert made == [((1, 2), dict(grid=(3,), warmup=False, BK=32, num_warps=2))] and kernel.nargs == dict(x=1, n=2)
 
 
 @pytest.mark.cpu
