@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base.autograd import CustomOperator
+from .base.autograd import CustomOperator, Passes
 from .base.checks import boundaries
 from .base.errors import REMEDY, DeferredError
 from .comm.communicator import Communicator, check_communicator, communicator_of
@@ -211,4 +211,5 @@ def _gradient(backward, ctx, dx) -> tuple[Tensor, None, None]:
     return backward(dx, *ctx.where)[0], None, None
 
 
-_traced = CustomOperator("allscan::to_zigzag", _forward, _fake, _backward, _fake, _save, _gradient)
+_passes = Passes(_forward, _fake, _backward, _fake)
+_traced = CustomOperator("allscan::to_zigzag", _passes, _save, _gradient)

@@ -296,7 +296,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
     from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
     from allscan.ops.delta.records import Between, DeltaShape, Ends, Kept, OfOutput
-    from allscan.tokens.partition import find_layout
+    from allscan.tokens.partition import OwnTokens, find_layout
 
     with allscan.Communicator() as comm:
         generator = torch.Generator(comm.device).manual_seed(0)
@@ -308,7 +308,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         u, do, dv = (normal(1, T, H, K).bfloat16() for _ in range(3))
         sums = F.logsigmoid(normal(T // 64, 64, H, K)).div(16).cumsum(1).view(1, T, H, K)
         scores, scale = (normal(1, T, H, 64) / 8).bfloat16(), K**-0.5
-        layout = find_layout(comm, 1, T, None, delta_segment_length(T, H, True))
+        layout = find_layout(comm, OwnTokens(1, T), delta_segment_length(T, H, True))
         ours = StatePass(comm, layout, DeltaShape(1, H, H, K, K, torch.bfloat16, scalar=False))
         kept = Kept(
             sums.new_empty(ours.of_transitions),

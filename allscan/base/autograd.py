@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from ..bindings.torch_compat import (
     bare_apply,
     compiled_effects,
+    in_backward,
     left_out_arguments,
     no_cuda_graph,
     num_dispatch_modes,
@@ -119,7 +122,7 @@ def watched(inputs: Iterable[object]) -> bool:
 #   where an effect is an AssertionError of the partitioner. So calls lose that mark, and their graph has no budget.
 #
 # Torch's caches on disk know an operator by its name alone.
-REVISION = 3  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
+REVISION = 4  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,30 +213,32 @@ def _with_packed(name: str, function: Made, fake: Made) -> tuple[list[torch.libr
     return operators, lambda *inputs: (plain if inputs[at] is None else packed)(*inputs)[:-1]
 
 
+class Passes(NamedTuple):
+    """The functions of a ``CustomOperator``.
+
+    forward, backward: on tensors, the first one never None, with a schema that torch.library.custom_op can infer; both
+    return tuples, None for a tensor where there is nothing: custom operators return one without elements then. fake,
+    fake_backward: the same on tensors without data, without effect.
+    """
+
+    forward: Made
+    fake: Made
+    backward: Made
+    fake_backward: Made
+
+
 class CustomOperator:
     """A function of tensors, numbers and None, with a backward function, both opaque to torch: custom operators of this
     ``name``, and for packed sequences others, which torch keeps out of its CUDA graphs. torch.compile makes each of
     their calls once, in the order of the program.
 
-    forward, backward: on tensors, the first one never None, with a schema that torch.library.custom_op can infer; both
-    return tuples, None for a tensor where there is nothing: custom operators return one without elements then. fake,
-    fake_backward: the same on tensors without data, without effect. save: called as save(ctx, inputs, output), before
-    any backward. gradient: called as gradient(backward, ctx, *gradients of the outputs), returns those of the inputs,
-    and calls ``backward`` once.
+    save: called as save(ctx, inputs, output), before any backward. gradient: called as gradient(backward, ctx,
+    *gradients of the outputs), returns those of the inputs, and calls ``backward`` once.
     """
 
-    def __init__(
-        self,
-        name: str,
-        forward: Made,
-        fake: Made,
-        backward: Made,
-        fake_backward: Made,
-        save: Callable[..., None],
-        gradient: Made,
-    ) -> None:
-        operators, self.forward = _with_packed(name, forward, fake)
-        _, self.backward = _with_packed(f"{name}_backward", backward, fake_backward)
+    def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: Made) -> None:
+        operators, self.forward = _with_packed(name, passes.forward, passes.fake)
+        _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward)
         for operator in operators:
             operator.register_autograd(
                 lambda ctx, *grads: gradient(self.backward, ctx, *grads[:-1]),
@@ -242,47 +247,82 @@ class CustomOperator:
         self.operator = operators[0]
 
 
-class Operator:
-    """Where inputs are ``watched`` a ``CustomOperator``, which see; else an autograd.Function of the same
-    functions, which takes about a third of the host's time.
+class PreparedCalls(Protocol):
+    """What runs the calls of one kind of an ``Operator``: what the first of them has worked out. ``fixed``: the last
+    inputs, which are the same at all of them."""
 
-    tensors: how many inputs, the first ones, may be tensors.
+    fixed: tuple[Any, ...]
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """The outputs, of the inputs before ``fixed``."""
+
+    def pending(self) -> Any:
+        """For the backward that a call is to have."""
+
+
+RESULTS = 2  # outputs that a caller sees: o and final_state
+
+
+class Operator(CustomOperator):
+    """The same with functions that take less of the host's time where nobody traces: ``eager``, an autograd.Function.
+
+    save: as for a CustomOperator; called with all inputs and outputs, and with ``ctx.pending``: what PreparedCalls made
+        of it, or for a call of the custom operator ``pending(*inputs)``; [] where no backward of this node will run.
+    gradient: called as gradient(backward, ctx, *gradients of the results), returns those of the tensors.
+    backward: called as backward(PreparedCalls or None, *inputs of passes.backward).
+
+    Of the outputs the first RESULTS are results, the others are there to be saved.
     """
 
     def __init__(
         self,
         name: str,
-        forward: Made,
-        fake: Made,
-        backward: Made,
-        fake_backward: Made,
+        passes: Passes,
         save: Callable[..., None],
         gradient: Made,
-        tensors: int,
+        pending: Callable[..., Any],
+        backward: Made,
     ) -> None:
-        traced = CustomOperator(name, forward, fake, backward, fake_backward, save, gradient)
+        count = len(inspect.signature(passes.forward).parameters)
+
+        def save_traced(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+            ctx.mark_non_differentiable(*output[RESULTS:])
+            ctx.set_materialize_grads(False)
+            eager = type(output[0]) is Tensor and not in_backward()  # not traced, nor activation checkpointing's
+            ctx.pending = pending(*inputs) if eager else []
+            save(ctx, inputs, output)
+
+        def gradient_traced(run: Made, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            found = gradient(run, ctx, *grads[:RESULTS])
+            return *found, *[None] * (count - len(found))
+
+        super().__init__(name, passes, save_traced, gradient_traced)
+        traced = self.backward
 
         class Eager(Function):
+            """An autograd graph has a weak reference to what was prepared: it is not to keep the plans of a
+            communicator that is gone."""
+
             @staticmethod
-            def forward(ctx: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-                inputs = *tensors, *others
-                output = forward(*inputs)
-                save(ctx, inputs, output)
-                return output
+            def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+                prepared, others = rest
+                output = prepared.forward(*tensors, *others)
+                ctx.set_materialize_grads(False)
+                ctx.pending = [] if in_backward() else prepared.pending()
+                save(ctx, (*tensors, *others, *prepared.fixed), output)
+                ctx.prepared = weakref.ref(prepared)
+                return tuple(output[:RESULTS])
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-                run = traced.backward if watched(grads) else backward
-                return None, *gradient(run, ctx, *grads)[:tensors]
+                own = num_dispatch_modes() == 0 and not torch.compiler.is_compiling()
+                for x in grads:
+                    own = own and (x is None or type(x) is Tensor)
+                return None, *gradient(partial(backward, ctx.prepared()) if own else traced, ctx, *grads)
 
-        self._forward, self._traced, self._eager, self._tensors = forward, traced.forward, Eager, tensors
+        self._eager = Eager
 
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        """All inputs by position."""
-        tensors = inputs[: self._tensors]
-        if watched(tensors):
-            return self._traced(*inputs)
-        if wants_gradient(tensors):
-            found: tuple[Any, ...] = self._eager.apply(inputs[self._tensors :], *tensors)
-            return found
-        return self._forward(*inputs)
+    def eager(self, prepared: PreparedCalls, others: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Any, ...]:
+        """The results, with gradients; ``others``: the inputs between the tensors and ``prepared.fixed``."""
+        found: tuple[Any, ...] = self._eager.apply((prepared, others), *tensors)
+        return found

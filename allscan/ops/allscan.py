@@ -12,6 +12,7 @@ from torch import Tensor
 from ..base.autograd import (
     CustomOperator,
     Function,
+    Passes,
     check_saveable,
     product,
     reject_second_derivative,
@@ -429,7 +430,8 @@ def _gradient(backward, ctx, dprev, _) -> tuple[Tensor | None, ...]:
     return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True)), None, None, None
 
 
-_traced = CustomOperator("allscan::scan", _forward, _fake, _backward, _fake_backward, _save, _gradient)
+_passes = Passes(_forward, _fake, _backward, _fake_backward)
+_traced = CustomOperator("allscan::scan", _passes, _save, _gradient)
 
 
 class Using(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,23 +30,31 @@ def common_fields(B: int, dtype, scale: float, zigzag: int, initial: bool, packe
     )
 
 
+class FirstCall(NamedTuple):
+    """What makes a call a first one. shape, agree: as for ``get_or_create_scan``; None where the arguments have no such
+    shape. tokens: as for ``check_gates``."""
+
+    signature: Hashable
+    shape: Any
+    agree: Any
+    tokens: int | None = None
+
+
 def check_first(
     comm: Communicator,
-    signature: Hashable,
-    shape,
-    agree,
+    first: FirstCall,
     check: Callable[[], None],
     g: torch.Tensor,
     prepare: Callable[..., object],
-    tokens: int | None = None,
 ) -> None:
-    """All checks of an operator with gates ``g`` at the first call with this ``signature``, which is then in
+    """All checks of an operator with gates ``g`` at the first call with a signature, which is then in
     ``comm.checked``, and what the ranks agree upon; in debug mode at every call.
 
-    shape, agree: as for ``get_or_create_scan``, which ``prepare(shape, agree, deferred, at_first=)`` calls; None
-    where the arguments have no such shape. ``check()`` raises TypeError or ValueError for arguments that are wrong on
-    this rank. Gates are looked at, see ``check_gates``, at the first call with shape and agree.
+    ``check()`` raises TypeError or ValueError for arguments that are wrong on this rank. ``prepare(shape, agree,
+    deferred, at_first=)`` calls ``get_or_create_scan``. Gates are looked at, see ``check_gates``, at the first call
+    with shape and agree.
     """
+    signature, shape, agree, tokens = first
     deferred, looked = None, False
     try:
         check()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base.autograd import CustomOperator, check_saveable, inference_tensors, wants_gradient
+from ..base.autograd import CustomOperator, Passes, check_saveable, inference_tensors, wants_gradient
 from ..base.checks import (
     PER_DOCUMENT,
     ScanInputs,
@@ -432,7 +432,8 @@ def _gradient(backward, ctx, dfound, _) -> tuple[Tensor | None, ...]:
     return *backward(dfound, fwd_epoch, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
 
 
-_traced = CustomOperator("allscan::hop", _forward, _fake, _backward, _fake_backward, _save, _gradient)
+_passes = Passes(_forward, _fake, _backward, _fake_backward)
+_traced = CustomOperator("allscan::hop", _passes, _save, _gradient)
 
 
 def _words(dtype) -> int:

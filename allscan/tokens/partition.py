@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -173,22 +173,25 @@ def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
         )
 
 
-def find_layout(
-    comm: Communicator,
-    B: int,
-    T: int,
-    cu_seqlens,
-    segment: int,
-    first_token: int | None = None,
-    zigzag: int = False,
-    fla: bool = False,
-) -> Layout:
+class OwnTokens(NamedTuple):
+    """The tokens of this rank: B * T, of packed sequences from ``first_token`` on where the caller says it. zigzag: see
+    checks.zigzag_of."""
+
+    B: int
+    T: int
+    cu_seqlens: torch.Tensor | None = None
+    first_token: int | None = None
+    zigzag: int = 0
+
+
+def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = False) -> Layout:
     """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
     a batch entry's, or of a document. ``fla``: with the tables of packed sequences for fla's functions.
 
     Raises what partition_start raises, and ValueError for more chunks than kernels take: where no first_token is given
     on every rank, whichever has them.
     """
+    B, T, cu_seqlens, first_token, zigzag = own
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     first = 0 if lengths is None else partition_start(comm, lengths, T, first_token, zigzag)
 

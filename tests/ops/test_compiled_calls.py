@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import allscan
 from allscan import zigzag
-from allscan.base.autograd import CustomOperator
+from allscan.base.autograd import CustomOperator, Passes
 from support.fla import import_fla
 from support.values import backend_of_gpus, error, raised
 
@@ -166,7 +166,8 @@ def toy_gradient(backward, ctx, dy, _):
     return *backward(dy, *ctx.saved_tensors, ctx.number), None
 
 
-TOY = CustomOperator("toys::toy", toy_forward, toy_fake, toy_backward, toy_fake_backward, toy_save, toy_gradient)
+TOY_PASSES = Passes(toy_forward, toy_fake, toy_backward, toy_fake_backward)
+TOY = CustomOperator("toys::toy", TOY_PASSES, toy_save, toy_gradient)
 
 
 def toy(x, number):

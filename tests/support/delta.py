@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.ops.carrier import AllScanCarrier
-from allscan.ops.delta.delta_operator import _state_pass
+from allscan.ops.delta.delta_operator import Options, _state_pass, shapes_of
 from allscan.ops.delta.delta_passes import delta_segment_length
 from allscan.ops.delta.records import Between, Ends, Kept, OfOutput
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
-from allscan.tokens.partition import find_layout
+from allscan.tokens.partition import OwnTokens, find_layout
 
 from .gla import F32, owners
 from .values import place, relative, relative_all
@@ -223,8 +223,8 @@ def pass_case(group, case: DeltaCase):
             scores[0, at, :, : c.end - c.begin] = c.scores.movedim(0, 1).to(dtype)
         segment = delta_segment_length(T, HV, comm.device.type == "cuda")
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
-        layout = find_layout(comm, 1, T, cu_seqlens, segment)
-        passes = _state_pass(rule, layout, whole.q, whole.v, comm)
+        layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
+        passes = _state_pass(comm, layout, shapes_of(whole.q, whole.v), Options(rule, 1.0, "", None))
         AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         kept = kept_for(passes)

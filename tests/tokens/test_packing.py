@@ -18,7 +18,7 @@ from allscan.launch.compiled_kernel import Launch
 from allscan.shmem_kernels.gla_blocks import FIRST, LAST
 from allscan.tokens import packing, partition
 from allscan.tokens.packing import Layout, cut, most_segments, segment_length
-from allscan.tokens.partition import find_layout, partition_start
+from allscan.tokens.partition import OwnTokens, find_layout, partition_start
 from support.packed import calls, differ, forward_and_backward
 from support.values import own_triton, raised
 
@@ -103,7 +103,10 @@ def partition_case(group):
     with allscan.Communicator(group) as comm:
         answers = [raised(partition_start, comm, (0, 5, 60), T[comm.rank]) for T in ([20, 20, 20], [20, 25, 15])]
         segment = 128 if comm.rank == 1 else 256
-        return [*answers, find_layout(comm, 1, 20, torch.tensor([0, 5, 60]), segment).num_segments]  # asks nobody
+        return [
+            *answers,
+            find_layout(comm, OwnTokens(1, 20, torch.tensor([0, 5, 60])), segment).num_segments,
+        ]  # asks nobody
 
 
 def test_a_cu_seqlens_has_one_partition(run):
@@ -119,9 +122,9 @@ def kept_case(group):
         with allscan.Communicator(group) as comm:
             comm.agreed.partitions.most = 3
             for i in range(12):
-                find_layout(comm, 1, 4, torch.tensor([0, i % 4, 8]), 128)
+                find_layout(comm, OwnTokens(1, 4, torch.tensor([0, i % 4, 8])), 128)
                 if comm.rank == 1:
-                    find_layout(comm, 1, 4 + i, None, 128)
+                    find_layout(comm, OwnTokens(1, 4 + i), 128)
             return len(comm.agreed.partitions)
     finally:
         partition.KEPT = kept

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...base.autograd import Operator, check_saveable, reject_second_derivative
+from ...base.autograd import Operator, Passes, check_saveable, reject_second_derivative, wants_gradient, watched
 from ...base.checks import (
+    call_key,
     check_for_an_operator,
     check_halves,
     check_tensor,
@@ -22,18 +24,18 @@ from ...base.checks import (
     zigzag_of,
 )
 from ...base.errors import DeferredError
-from ...bindings.torch_compat import unsafe_view
+from ...bindings.torch_compat import num_dispatch_modes, unsafe_view
 from ...bindings.versions import rejection
-from ...comm.backwards import recomputing, saved_tensors
+from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ...scan.fwd_epochs import FWD_EPOCHS
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, most_segments, own_boundaries
-from ...tokens.partition import check_packed, compare_values, find_layout
+from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
-from ..first_call import check_first, common_fields
+from ..first_call import FirstCall, check_first, common_fields
 from .delta_passes import StatePass, delta_segment_length
-from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, gate, local, normalized
+from .fla_chunks import KDA, ChunkCall, Gate, GatedDeltaNet, gate, local, normalized
 from .own_chunks import ChunkPass, OwnChunks
 from .records import DeltaShape, Ends, Inputs, Kept, Outer, Saved
 
@@ -78,6 +80,45 @@ class Before(NamedTuple):
             self.state_v_first,
         )
         return _fields(*given) if torch.compiler.is_compiling() else _kept_fields(*given)
+
+    def applied(self, rule: str, x: Inputs, handle: int) -> Inputs:
+        """What the rule takes. handle: of the communicator."""
+        (q, k, v, g, beta), own = x, isinstance(RULES[rule], OwnChunks)
+        if self.normalize:
+            q, k = normalized(q, handle, own), normalized(k, handle, own)
+        if self.gate:
+            A_log, dt_bias = plain_or_traced(self.A_log, self.dt_bias)
+            by = Gate(A_log, dt_bias, self.lower_bound)
+            g = gate(g, by, RULES[rule].scalar, handle, own)
+        if self.sigmoid:
+            beta = beta.float().sigmoid() * (2 if self.twice else 1)
+        elif beta.dtype not in BETAS:
+            beta = beta.float()
+        return Inputs(q, k, v, g, beta)
+
+
+class Asked(NamedTuple):
+    """Options of a call as they are given: see ``zeco_kda``."""
+
+    scale: float | None
+    initial_state: Tensor | None
+    output_final_state: bool | str
+    cu_seqlens: Tensor | Sequence[int] | None
+    first_token: int | None
+    layout: str
+    per_document: bool
+
+
+class Options(NamedTuple):
+    """What is not in the tensors of a call, checked. fields, bound: of Before, what the ranks compare; zigzag: see
+    zigzag_of."""
+
+    rule: str
+    scale: float
+    fields: str
+    bound: float | None
+    first_token: int | None = None
+    zigzag: int = 0
 
 
 FIELDS = (
@@ -172,8 +213,8 @@ def zeco_kda(
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
-    where = cu_seqlens, first_token, layout, per_document
-    return _call(rule, before, q, k, v, g, beta, comm, scale, initial_state, output_final_state, *where)
+    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document)
+    return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
 def zeco_gated_delta_rule(
@@ -229,112 +270,92 @@ def zeco_gated_delta_rule(
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
-    return _call(
-        "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule",
-        before,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        comm,
-        scale,
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        first_token,
-        layout,
-        per_document,
-    )
+    rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
+    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document)
+    return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
-def _call(rule, before, q, k, v, g, beta, comm, *options) -> tuple[Tensor, Tensor | None]:
+def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:
     check_communicator(comm)
     if torch.compiler.is_compiling():
-        return _delta(rule, before, q, k, v, g, beta, comm, *options)
-    inputs = q, k, v, g, beta, options[1], before.A_log, before.dt_bias
-    with comm.call(False, f"zeco_{rule}", inputs):
-        return _delta(rule, before, q, k, v, g, beta, comm, *options)
+        return _delta(rule, before, x, comm, asked)
+    with comm.call(False, f"zeco_{rule}", (*x, asked.initial_state, before.A_log, before.dt_bias)):
+        return _delta(rule, before, x, comm, asked)
 
 
-def _delta(
-    rule,
-    before: Before,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    comm,
-    scale,
-    initial_state,
-    output_final_state,
-    cu_seqlens,
-    first_token,
-    layout,
-    per_document,
-) -> tuple[Tensor, Tensor | None]:
-    of_all = False
-    if isinstance(output_final_state, str):
-        of_all = output_final_state = check_final(output_final_state, comm)
-    deferred, boundaries, own = None, cu_seqlens, isinstance(RULES[rule], OwnChunks)
+def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Any]:
+    final, of_all = asked.output_final_state, False
+    if isinstance(final, str):
+        of_all = final = check_final(final, comm)
+    cu_seqlens, initial_state = None, asked.initial_state
+    key = None if torch.compiler.is_compiling() else _key(rule, before, x, comm, asked)
+    prepared = None if key is None else comm.calls.get(key)
+    if prepared is None:
+        cu_seqlens, options = _checked(rule, before, x, comm, asked)
+    if initial_state is not None and before.state_v_first:
+        initial_state = initial_state.mT
+    *given, initial_state = plain_or_traced(*x, initial_state)
+    tensors = *before.applied(rule, Inputs(*given), comm.handle), initial_state
+    if prepared is None and watched((*tensors, cu_seqlens)):
+        o, final_state, *_ = _operator.forward(*tensors, cu_seqlens, final, comm.handle, *options)
+    else:
+        if prepared is None:
+            prepared = _prepare(comm, tensors, cu_seqlens, options)
+            if key is not None:
+                comm.calls.remember(key, prepared)
+        if wants_gradient(tensors):
+            o, final_state = _operator.eager(prepared, (cu_seqlens, final), *tensors)
+        else:
+            o, final_state, *_ = prepared.forward(*tensors, cu_seqlens, final)
+    if not final:
+        return o, None
+    if of_all:
+        packed = asked.cu_seqlens is not None and not asked.per_document
+        o, final_state = final_of_all(o, final_state, comm, packed, asked.layout == "zigzag")
+    return o, final_state.mT if before.state_v_first else final_state
+
+
+def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple | None:
+    """By which a call finds what an equal one has prepared; None where each call is to be checked: a wrong number may
+    equal a right one (Decimal(1)), and NaN is none."""
+    scale, bound, layout = asked.scale, before.lower_bound, asked.layout
+    if asked.cu_seqlens is not None or comm.debug or asked.per_document or num_dispatch_modes():
+        return None
+    for number in (scale, bound):
+        if type(number) not in (float, int, type(None)) or number != number:
+            return None
+    if not type(layout) is type(before.chunk) is str:
+        return None
+    tensors = call_key((*x, asked.initial_state, before.A_log, before.dt_bias))
+    return None if tensors[-1] == 2 else (tensors, rule, scale, bound, layout, before.chunk, before.fields())
+
+
+def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor | None, Options]:
+    """(cu_seqlens, Options), after the checks that need no other rank."""
+    deferred, cu_seqlens, scale, initial_state = None, None, asked.scale, asked.initial_state
     try:
-        zigzag = zigzag_of(layout, per_document, cu_seqlens)
-        tensors = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-        check_for_an_operator(tensors, scale)
-        cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
+        zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
+        check_for_an_operator(dict(x._asdict(), initial_state=initial_state), scale)
+        cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
+        first_token = asked.first_token
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         if before.chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         if before.gate or before.sigmoid or before.twice:
-            _check_before(before, rule, q, v, g)
-        given = *tensors.values(), before.A_log, before.dt_bias
+            _check_before(before, rule, x.q, x.v, x.g)
+        given = *x, initial_state, before.A_log, before.dt_bias
         check_saveable((*given, cu_seqlens), given)
-        if not (own or torch.compiler.is_compiling()):
+        if not (isinstance(RULES[rule], OwnChunks) or torch.compiler.is_compiling()):
             _import_fla()
     except (TypeError, ValueError, ImportError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
         # raises it, on the other ranks too if this is a first call
         AllScanCarrier.of(comm, dense=True).prepare(None, deferred=deferred)
-    compare_values(comm, boundaries, cu_seqlens)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if initial_state is not None and before.state_v_first:
-        initial_state = initial_state.mT
-    q, k, v, g, beta, initial_state = plain_or_traced(q, k, v, g, beta, initial_state)
+    compare_values(comm, asked.cu_seqlens, cu_seqlens)
+    scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
     bound = None if before.lower_bound is None or not before.gate else float(before.lower_bound)
-    if before.normalize:
-        q, k = normalized(q, comm.handle, own), normalized(k, comm.handle, own)
-    if before.gate:
-        A_log, dt_bias = plain_or_traced(before.A_log, before.dt_bias)
-        g = gate(g, A_log, dt_bias, before.lower_bound, RULES[rule].scalar, comm.handle, own)
-    if before.sigmoid:
-        beta = beta.float().sigmoid() * (2 if before.twice else 1)
-    elif beta.dtype not in BETAS:
-        beta = beta.float()
-    o, final_state, *_ = _operator(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        cu_seqlens,
-        rule,
-        scale,
-        output_final_state,
-        before.fields(),
-        bound,
-        comm.handle,
-        first_token,
-        zigzag,
-    )
-    if not output_final_state:
-        return o, None
-    if of_all:
-        packed = cu_seqlens is not None and not per_document
-        o, final_state = final_of_all(o, final_state, comm, packed, bool(zigzag))
-    return o, final_state.mT if before.state_v_first else final_state
+    return cu_seqlens, Options(rule, scale, before.fields(), bound, first_token, zigzag)
 
 
 def _check_before(before: Before, rule: str, q, v, g) -> None:
@@ -362,8 +383,9 @@ def _check_before(before: Before, rule: str, q, v, g) -> None:
             raise ValueError(f"{name} must be {count} numbers on {g.device}, got {tuple(x.shape)} on {x.device}")
 
 
-def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> None:
+def _check(comm, tensors, cu_seqlens, rule: str, zigzag: int) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
+    q, k, v, g, beta, initial_state = tensors
     for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items():
         if x.device != comm.device:
             raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
@@ -396,57 +418,152 @@ def _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag) -> N
             raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
     if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
         raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
-    states = carried_states(B, _state_shape(v, K, cu_seqlens)[0], zigzag) * (1 + bool(zigzag))
+    sequences = shapes_of(q, v, cu_seqlens).sequences
+    states = carried_states(B, sequences, zigzag) * (1 + bool(zigzag))
     if states * HV > MOST_CHUNKS:
         raise ValueError(f"{states} states of sequences or halves times the heads of v must be at most {MOST_CHUNKS:,}")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
     if initial_state is not None:
-        check_tensor("initial_state", initial_state, _state_shape(v, K, cu_seqlens), comm.device)
+        check_tensor("initial_state", initial_state, (sequences, HV, K, v.shape[3]), comm.device)
 
 
-def _state_shape(v, K, cu_seqlens) -> tuple[int, int, int, int]:
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return sequences, v.shape[2], K, v.shape[3]
+class Shapes(NamedTuple):
+    """Of a call; boundaries: the numbers of cu_seqlens, 0 without."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    boundaries: int
+    dtype: torch.dtype  # of q, k, v
+    device: torch.device
+
+    @property
+    def sequences(self) -> int:
+        return self.boundaries - 1 if self.boundaries else self.B
+
+    def carried(self, zigzag: int) -> tuple[int, int, int]:
+        """Of what is sent over the ranks."""
+        return carried_states(self.B, self.sequences, zigzag) * self.HV, self.K, self.V
+
+    def segment_length(self) -> int:
+        return delta_segment_length(self.B * self.T, self.HV, self.device.type == "cuda")
 
 
-def _carried_shape(q, v, cu_seqlens, zigzag) -> tuple[int, int, int]:
-    """Of what is sent over the ranks."""
-    sequences, HV, K, V = _state_shape(v, q.shape[3], cu_seqlens)
-    return carried_states(q.shape[0], sequences, zigzag) * HV, K, V
+def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Shapes:
+    """Of tensors that were checked."""
+    boundaries = 0 if cu_seqlens is None else cu_seqlens.shape[0]
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    return Shapes(B, T, H, HV, K, V, boundaries, v.dtype, v.device)
 
 
-def _segment_length(v) -> int:
-    return delta_segment_length(v.shape[0] * v.shape[1], v.shape[2], v.is_cuda)
+def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Any, options: Options) -> Layout:
+    packed = bool(options.zigzag) or cu_seqlens is not None  # as fla takes both halves
+    tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
+    return find_layout(comm, tokens, x.segment_length(), packed)
 
 
-def _prepare(
-    rule, scale, fields, bound, q, k, v, g, beta, initial_state, cu_seqlens, comm, first_token, zigzag
-) -> Layout:
-    """The Layout, after all checks. fields: of Before; bound: its lower_bound."""
+class PreparedDelta:
+    """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
+    by which they find it; and their backward passes.
+
+    saved: what autograd saves, see ``_saved``. fixed: the operator's last inputs."""
+
+    def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Any, options: Options, saved: list) -> None:
+        rule, scale, *_, zigzag = options
+        self.comm, self.rule, self.name, self.saved, self.zigzag = (
+            comm,
+            RULES[rule],
+            f"zeco_{rule}",
+            saved,
+            bool(zigzag),
+        )
+        self.layout = _find_layout(comm, x, cu_seqlens, options)
+        self.states = _state_pass(comm, self.layout, x, options)
+        self.call = ChunkCall(self.states, scale, local(self.layout))
+        self.fixed = comm.handle, *options
+        self._states = x.sequences, x.HV, x.K, x.V
+        self._kept = _kept_kinds(x, zigzag)
+        carrier = AllScanCarrier.of(comm, dense=True)
+        self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
+
+    def _zeros(self, like: Tensor, wanted: bool) -> Any:
+        """States, or None."""
+        return like.new_zeros(self._states, dtype=torch.float32) if wanted else None
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept), of the
+        operator's inputs before ``fixed``."""
+        *tensors, initial_state, _, final = inputs
+        x, ends = Inputs(*tensors), Ends(initial_state, self._zeros(inputs[0], final))
+        kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._kept))
+        self.layout.use(self.comm)
+        v_shape = x.v.shape
+        if not v_shape[1]:
+            self.states.forward_of_none(ends, kept)
+            return torch.empty_like(x.v), ends.filled, *_sums_and_chunks(self.rule, x.k, x.v, x.g), *kept
+        if self.zigzag:
+            x = Inputs(*_in_one(*x))
+        o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, kept)
+        if self.zigzag:
+            o = unsafe_view(o, v_shape)  # no view, which must not be written to
+            solved = solved.view(v_shape[0], -1, *solved.shape[2:])
+            sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
+            scores = scores.view(solved.shape) if scores.numel() else scores
+        if self.comm.debug:
+            self.comm.look_for_nan(self.name, o=o, final_state=ends.filled)
+        return o, ends.filled, sums, scores.view(WORDS[scores.dtype]), solved, *kept
+
+    def backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> list[Any]:
+        """Gradients of the inputs."""
+        self.layout.use(self.comm)
+        if not x.q.shape[1]:
+            self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), kept)
+            return [torch.empty_like(y) for y in x]
+        saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
+        if self.zigzag:
+            x, scores = Inputs(*_in_one(*x)), saved.scores
+            saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
+            outer = outer._replace(do=outer.do.flatten(0, 1)[None])
+        grads: Any = self.rule.backward(self.call, x, saved, outer, kept)
+        grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
+        if self.zigzag:
+            grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
+        if self.comm.debug:
+            named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=outer.dinitial)
+            self.comm.look_for_nan(f"{self.name}'s backward", **named)
+        return grads
+
+
+def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Any, options: Options) -> PreparedDelta:
+    """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
+    ranks. tensors: q, k, v, g, beta, initial_state."""
+    q, _, v, g, beta, initial_state = tensors
+    rule, scale, fields, bound, first_token, zigzag = options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensors = signature_of(q, k, v, g, beta, initial_state)
-    signature = rule, scale, fields, bound, tensors, sequences, are_none, zigzag
+    signature = rule, scale, fields, bound, signature_of(*tensors), sequences, are_none, zigzag
     if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:
-            shape = _carried_shape(q, v, cu_seqlens, zigzag)
-            options = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
+            shape = shapes_of(q, v, cu_seqlens).carried(zigzag)
+            of_fields = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
             common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
-            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *options
+            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *of_fields
 
         def check() -> None:
-            _check(rule, q, k, v, g, beta, initial_state, cu_seqlens, comm, zigzag)
+            _check(comm, tensors, cu_seqlens, rule, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
-        check_first(comm, signature, shape, agree, check, g, AllScanCarrier.of(comm, dense=True).prepare, CHUNK_TOKENS)
-    return _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
-
-
-def _find_layout(comm, q, v, cu_seqlens, first_token, zigzag) -> Layout:
-    packed = bool(zigzag) or cu_seqlens is not None  # as fla takes both halves
-    return find_layout(comm, q.shape[0], q.shape[1], cu_seqlens, _segment_length(v), first_token, zigzag, packed)
+        first = FirstCall(signature, shape, agree, CHUNK_TOKENS)
+        check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
+    x = shapes_of(q, v, cu_seqlens)
+    own = isinstance(RULES[rule], OwnChunks)  # which saves the gates, not their sums
+    saved = _saved(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
+    return PreparedDelta(comm, x, cu_seqlens, options, saved)
 
 
 def _import_fla() -> None:
@@ -458,13 +575,12 @@ def _import_fla() -> None:
         raise ImportError(f"delta rules need flash-linear-attention, whose import failed: {error!r}") from error
 
 
-def _state_pass(rule, layout, q, v, comm, cu_seqlens=None, zigzag=False) -> StatePass:
-    HV, scalar, sequences = v.shape[2], RULES[rule].scalar, 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    B = carried_states(q.shape[0], sequences, zigzag)
-    own = isinstance(RULES[rule], OwnChunks)
-    kind = ChunkPass if own else StatePass
-    heads = q.shape[2] if scalar or own else HV
-    shape = DeltaShape(B, HV, heads, q.shape[3], v.shape[3], q.dtype, scalar, bool(zigzag))
+def _state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
+    rule, zigzag = RULES[options.rule], options.zigzag
+    kind = ChunkPass if isinstance(rule, OwnChunks) else StatePass
+    heads = x.H if rule.scalar or kind is ChunkPass else x.HV
+    B = carried_states(x.B, x.sequences, zigzag)
+    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag))
     return layout.derived((kind, shape), lambda: kind(comm, layout.tables(), shape))
 
 
@@ -473,24 +589,15 @@ def _in_one(*tensors) -> Iterator[Any]:
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
-def _kept_tensors(q, v, cu_seqlens, final, zigzag) -> tuple[Any, ...]:
-    """(final_state or None, and uninitialised, Kept; of more segments than there may be)."""
-    kinds = _kept_kinds(q.shape, v.shape, 0 if cu_seqlens is None else cu_seqlens.shape[0], v.is_cuda, zigzag)
-    return _zeros(q, v, cu_seqlens, final), *(q.new_empty(shape, dtype=dtype) for dtype, shape in kinds)
+def _kept_kinds(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """(dtype, shape) of each of Kept; of more segments than there may be. The first two are saved as integers, see
+    WORDS."""
+    segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
+    states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
+    return *states, (torch.int64, (FWD_EPOCHS,))
 
 
-def _kept_kinds(keys, values, boundaries, cuda, zigzag) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """(dtype, shape) of each of Kept, by the shapes of q and v and how many numbers cu_seqlens has. The first two are
-    saved as integers, see WORDS."""
-    (B, T, H, V), K = values, keys[3]
-    sequences = boundaries - 1 if boundaries else B
-    segments = most_segments(B, T, sequences, delta_segment_length(B * T, H, cuda), zigzag)
-    return (torch.int32, (segments, H, K, K)), (torch.int32, (segments, H, K, V)), (torch.int64, (FWD_EPOCHS,))
-
-
-def _zeros(q, v, cu_seqlens, wanted) -> Any:
-    """States, or None."""
-    return q.new_zeros(_state_shape(v, q.shape[3], cu_seqlens), dtype=torch.float32) if wanted else None
+# The custom operator, which torch.compile traces
 
 
 def _forward(
@@ -501,40 +608,19 @@ def _forward(
     beta: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    final: bool,
+    handle: int,
     rule: str,
     scale: float,
-    final: bool,
     fields: str,
     bound: float | None,
-    handle: int,
     first_token: int | None = None,
     zigzag: int = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept). fields,
-    bound: of Before, what the ranks compare."""
-    comm = communicator_of(handle)
-    with comm.call(False, f"zeco_{rule}", (q, k, v, g, beta, initial_state)):
-        given = q, k, v, g, beta, initial_state, cu_seqlens
-        layout = _prepare(rule, scale, fields, bound, *given, comm, first_token, zigzag)
-        final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
-        ends = Ends(initial_state, final_state)
-        states = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag)
-        if not q.shape[1]:
-            states.forward_of_none(ends, Kept(*kept))
-            return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
-        v_shape = v.shape
-        if zigzag:
-            q, k, v, g, beta = _in_one(q, k, v, g, beta)
-        call, x = ChunkCall(states, scale, local(layout)), Inputs(q, k, v, g, beta)
-        o, sums, (scores, solved) = RULES[rule].forward(call, x, ends, Kept(*kept))
-        if zigzag:
-            o = unsafe_view(o, v_shape)  # no view, which must not be written to
-            solved = solved.view(v_shape[0], -1, *solved.shape[2:])
-            sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
-            scores = scores.view(solved.shape) if scores.numel() else scores
-        if comm.debug:
-            comm.look_for_nan(f"zeco_{rule}", o=o, final_state=final_state)
-        return o, final_state, sums, scores.view(WORDS[scores.dtype]), solved, *kept
+    comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
+    with comm.call(False, f"zeco_{rule}", tensors):
+        prepared = _prepare(comm, tensors, cu_seqlens, Options(rule, scale, fields, bound, first_token, zigzag))
+        return prepared.forward(*tensors, cu_seqlens, final)
 
 
 def _fake(
@@ -545,23 +631,30 @@ def _fake(
     beta,
     initial_state,
     cu_seqlens,
+    final,
+    handle,
     rule,
     scale,
-    final,
     fields,
     bound,
-    handle,
     first_token=None,
     zigzag=False,
 ) -> tuple[Tensor | None, ...]:
-    final_state, *kept = _kept_tensors(q, v, cu_seqlens, final, zigzag)
-    return torch.empty_like(v), final_state, *_sums_and_chunks(rule, k, v, g), *kept
+    kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in _kept_kinds(shapes_of(q, v, cu_seqlens), zigzag))
+    final_state = _zeros(q, v, cu_seqlens, final)
+    return torch.empty_like(v), final_state, *_sums_and_chunks(RULES[rule], k, v, g), *kept
+
+
+def _zeros(q, v, cu_seqlens, wanted) -> Any:
+    """States, or None."""
+    x = shapes_of(q, v, cu_seqlens)
+    return q.new_zeros((x.sequences, x.HV, x.K, x.V), dtype=torch.float32) if wanted else None
 
 
 def _sums_and_chunks(rule, k, v, g) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised sums of gates, scores and solved."""
-    solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(RULES[rule], OwnChunks)
-    scores = k.new_empty(0 if RULES[rule].scalar and not own else solved.shape, dtype=WORDS[k.dtype])
+    solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(rule, OwnChunks)
+    scores = k.new_empty(0 if rule.scalar and not own else solved.shape, dtype=WORDS[k.dtype])
     return g.new_empty(0 if own else g.shape, dtype=torch.float32), scores, solved
 
 
@@ -579,64 +672,58 @@ def _backward(
     transitions: Tensor,
     enters: Tensor,
     fwd_epoch: Tensor,
+    initial: bool,
     beta_dtype: torch.dtype,
+    handle: int,
     rule: str,
     scale: float,
-    initial: bool,
-    handle: int,
     first_token: int | None = None,
     zigzag: int = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
+    saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, fwd_epoch
+    options = handle, rule, scale, first_token, zigzag
+    return _run_backward(None, do, dfinal, *saved, initial, beta_dtype, *options)
+
+
+def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | None, *inputs: Any) -> tuple[Any, ...]:
+    """``inputs``: those of ``_backward``."""
+    *tensors, initial, beta_dtype, handle, rule, scale, first_token, zigzag = inputs
+    q, k, v, beta, cu_seqlens, sums, *others = tensors
     comm = communicator_of(handle)
     with comm.call(True, f"the backward of zeco_{rule}", (do, dfinal)):
         reject_second_derivative("a delta rule")
         if q.ndim != 4:
             raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
-        given = q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do
-        wanted = _saved(q, do, beta_dtype, sums.dtype, cu_seqlens, rule, zigzag)
-        q, k, v, beta, sums, scores, solved, transitions, enters, fwd_epoch, do = restored(
-            f"zeco_{rule}", "q k v beta sums scores solved transitions enters fwd_epoch do", given, wanted
+        if prepared is None:
+            own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # gates like q
+            shapes = shapes_of(q, do, cu_seqlens)
+            saved = _saved(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
+        else:
+            saved = prepared.saved
+        names, given = (
+            "q k v beta sums scores solved transitions enters fwd_epoch do",
+            (q, k, v, beta, sums, *others, do),
         )
-        layout = _find_layout(comm, q, v, cu_seqlens, first_token, zigzag)
-        scores, dinitial = scores.view(solved.dtype), _zeros(q, v, cu_seqlens, initial)
-        states, like = _state_pass(rule, layout, q, v, comm, cu_seqlens, zigzag), (q, k, v, sums, beta)
-        if not q.shape[1]:
-            states.backward_of_none(Ends(dfinal, dinitial), Kept(transitions, enters, fwd_epoch))
-            return *(torch.empty_like(x) for x in like), dinitial
-        if zigzag:
-            q, k, v, sums, beta, scores, solved, do = _in_one(
-                q, k, v, sums, beta, scores if scores.numel() else None, solved, do
-            )
-        call, x = ChunkCall(states, scale, local(layout)), Inputs(q, k, v, sums, beta)
-        outer, kept = Outer(do, dfinal, dinitial), Kept(transitions, enters, fwd_epoch)
-        grads: Any = RULES[rule].backward(call, x, Saved(scores, solved), outer, kept)
-        grads = [x.to(y.dtype).contiguous() for x, y in zip(grads, like, strict=True)]
-        if zigzag:
-            grads = [x.view(y.shape) for x, y in zip(grads, like, strict=True)]
-        if comm.debug:
-            named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=dinitial)
-            comm.look_for_nan(f"zeco_{rule}'s backward", **named)
-        return *grads, dinitial
-
-
-def _saved(q, do, beta_dtype, gate_dtype, cu_seqlens, rule, zigzag) -> list[tuple]:
-    """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
-    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    own = isinstance(RULES[rule], OwnChunks) and gate_dtype == do.dtype  # which saves the gates, not their sums
-    gate_dtype = gate_dtype if own else torch.float32
-    return _saved_kinds(q.shape, do.shape, do.dtype, do.device, beta_dtype, gate_dtype, sequences, rule, zigzag)
+        q, k, v, beta, sums, scores, solved, *kept, do = restored(f"zeco_{rule}", names, given, saved)
+        if prepared is None:
+            options = Options(rule, scale, "", None, first_token, zigzag)
+            prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
+        outer = Outer(do, dfinal, prepared._zeros(q, initial))
+        grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, Kept(*kept))
+        return *grads, outer.dinitial
 
 
 @functools.lru_cache(1024)
-def _saved_kinds(keys, values, dtype, device, beta_dtype, gate_dtype, boundaries, rule, zigzag) -> list[tuple]:
-    of_v = values[:3]
-    chunk, scalar = (*of_v, CHUNK_TOKENS), RULES[rule].scalar
+def _saved(x: Shapes, beta_dtype: torch.dtype, gate_dtype: torch.dtype, rule: str, zigzag: int) -> list[tuple]:
+    """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
+    keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
+    values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
     without = scalar and not isinstance(RULES[rule], OwnChunks)
     kinds = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
-    kinds += (gate_dtype, of_v if scalar else (*of_v, keys[3])), (WORDS[dtype], (0,) if without else chunk)
-    kinds += (dtype, chunk), *_kept_kinds(keys, values, boundaries, device.type == "cuda", zigzag), (dtype, values)
-    return [(of, torch.Size(shape), device) for of, shape in kinds]
+    kinds += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
+    kinds += (dtype, chunk), *_kept_kinds(x, zigzag), (dtype, values)
+    return [(of, torch.Size(shape), x.device) for of, shape in kinds]
 
 
 def _fake_backward(
@@ -653,11 +740,11 @@ def _fake_backward(
     transitions,
     enters,
     fwd_epoch,
+    initial,
     beta_dtype,
+    handle,
     rule,
     scale,
-    initial,
-    handle,
     first_token=None,
     zigzag=False,
 ) -> tuple[Tensor | None, ...]:
@@ -666,31 +753,30 @@ def _fake_backward(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, g, beta, initial_state, cu_seqlens, ctx.rule, ctx.scale, _, _, _, *ctx.where = inputs
-    ctx.initial = initial_state is not None and initial_state.requires_grad
-    ctx.gate_dtype, ctx.beta_dtype = g.dtype, beta.dtype
-    sums = g if isinstance(RULES[ctx.rule], OwnChunks) else output[2]
+    q, k, v, g, beta, initial_state, cu_seqlens, _, handle, rule, scale, _, _, *where = inputs
+    sums = g if isinstance(RULES[rule], OwnChunks) else output[2]
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, sums, *output[3:])
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    no_node = type(output[0]) is not Tensor or recomputing()  # traced by torch.compile, or checkpointing's
-    handle, _, zigzag = ctx.where
-    ctx.pending = []
-    if not no_node:
-        carrier = AllScanCarrier.of(communicator_of(handle), dense=True)
-        shape = _carried_shape(q, v, cu_seqlens, zigzag)
-        ctx.pending = carrier.pending(carrier.prepare(shape), bool(zigzag))
+    ctx.gate_dtype, initial = g.dtype, initial_state is not None and initial_state.requires_grad
+    ctx.rest = initial, beta.dtype, handle, rule, scale, *where
 
 
-def _gradient(backward, ctx, do, dfinal, *_) -> tuple[Tensor | None, ...]:
+def _pending(q, k, v, g, beta, initial_state, cu_seqlens, *rest) -> list:
+    """For the backward of a call of the custom operator."""
+    _, handle, *_, zigzag = rest
+    carrier = AllScanCarrier.of(communicator_of(handle), dense=True)
+    return carrier.pending(carrier.prepare(shapes_of(q, v, cu_seqlens).carried(zigzag)), bool(zigzag))
+
+
+def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, g, beta and initial_state."""
     for pending in ctx.pending:
         pending.run()
-    q, k, v, beta, cu_seqlens, *saved = saved_tensors(ctx, lambda: communicator_of(ctx.where[0]), True)
+    initial, _, handle, *_ = ctx.rest
+    q, k, v, *saved = saved_tensors(ctx, lambda: communicator_of(handle), True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
-    given = ctx.beta_dtype, ctx.rule, ctx.scale, ctx.initial, *ctx.where
-    dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, beta, cu_seqlens, *saved, *given)
-    dinitial = dinitial if ctx.initial else None
-    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial, *[None] * 9
+    dq, dk, dv, dg, dbeta, dinitial = backward(do, dfinal, q, k, v, *saved, *ctx.rest)
+    return dq, dk, dv, dg.to(ctx.gate_dtype), dbeta, dinitial if initial else None
 
 
-_operator = Operator("allscan::zeco_delta", _forward, _fake, _backward, _fake_backward, _save, _gradient, tensors=7)
+_passes = Passes(_forward, _fake, _backward, _fake_backward)
+_operator = Operator("allscan::zeco_delta", _passes, _save, _gradient, _pending, _run_backward)

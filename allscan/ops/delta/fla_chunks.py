@@ -99,17 +99,18 @@ def normalized(x: Tensor, handle: int, by_torch: bool = False) -> Tensor:
     return cast(Tensor, _Normalized.apply(handle, x))
 
 
-def gate(
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    scalar: bool,
-    handle: int,
-    by_torch: bool = False,
-) -> Tensor:
+class Gate(NamedTuple):
+    """What raw gates go through; see ``zeco_kda``."""
+
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
+
+
+def gate(g: Tensor, by: Gate, scalar: bool, handle: int, by_torch: bool = False) -> Tensor:
     """Logarithms of decays [..., HV, K], scalar: [..., HV], of raw ones, float32: of each head
     -exp(A_log) softplus(g + dt_bias), or with a lower bound lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
+    A_log, dt_bias, lower_bound = by
     if not (by_torch or scalar or torch.compiler.is_compiling()) and g.numel():
         return cast(Tensor, _Gate.apply((lower_bound, handle), g, A_log, dt_bias))
     g = g.float()

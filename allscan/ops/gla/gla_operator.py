@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...base.autograd import (
-    CustomOperator,
-    Function,
+    Operator,
+    Passes,
     check_saveable,
     reject_second_derivative,
     wants_gradient,
@@ -33,14 +32,14 @@ from ...base.checks import (
 from ...base.errors import DeferredError
 from ...base.tiling import cdiv
 from ...bindings.torch_compat import num_dispatch_modes
-from ...comm.backwards import recomputing, saved_tensors
+from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator
 from ...launch.plan import Plan
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
-from ...tokens.partition import check_packed, compare_values, find_layout
+from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier, StateCarrier, carrier_of
-from ..first_call import check_first, common_fields
+from ..first_call import FirstCall, check_first, common_fields
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
@@ -187,8 +186,8 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
                 comm.calls.remember(key, prepared)
         given = plain_or_traced(*tensors)
         if differentiable:
-            return _Eager.apply((prepared, final, cu_seqlens), *given)
-        o, final_state, _ = prepared.forward(final, *given)
+            return _operator.eager(prepared, (cu_seqlens, final), *given)
+        o, final_state, _ = prepared.forward(*given, cu_seqlens, final)
         return o, final_state
 
 
@@ -216,7 +215,7 @@ def _checked(carrier, tensors, asked: Asked, keeps: bool) -> tuple[Tensor | None
 
 def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple[Tensor, Tensor | None]:
     """By the custom operator."""
-    o, final_state, _ = _traced.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *options)
+    o, final_state, _ = _operator.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *options)
     return o, final_state if final else None
 
 
@@ -228,20 +227,15 @@ class Prepared:
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
-        self.scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
+        scan = carrier.prepare((shape.carried * shape.H, shape.K, shape.V))
+        self.fixed = carrier.handle, *options  # the operator's last inputs
+        self.pending = partial(carrier.pending, scan, bool(shape.zigzag))
         self._states = shape.sequences, shape.H, shape.K, shape.V
         self._plans: dict[tuple, Plan] = {}  # by kind, see _run
 
-    def forward(
-        self,
-        final: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        initial_state: Tensor | None,
-    ) -> tuple[Tensor, Any, Tensor]:
-        """(o, final_state or None, and what backward takes: Shape.kept)."""
+    def forward(self, *inputs: Any) -> tuple[Tensor, Any, Tensor]:
+        """(o, final_state or None, and what backward takes: Shape.kept), of the operator's inputs before ``fixed``."""
+        q, k, v, g, initial_state, _, final = inputs
         final_state = q.new_zeros(self._states, dtype=torch.float32) if final else None
         kept = q.new_empty(self.shape.kept_words, dtype=KEPT_DTYPE)
         kind = forward_plan, initial_state is None, final_state is None
@@ -335,7 +329,7 @@ def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
             _check(tensors, cu_seqlens, comm, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
-        check_first(comm, signature, shape, agree, check, g, carrier.prepare)
+        check_first(comm, FirstCall(signature, shape, agree), check, g, carrier.prepare)
     return _find(carrier, q, v, g.dtype, cu_seqlens, options)
 
 
@@ -343,7 +337,8 @@ def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
     """For tensors that were checked."""
     _, first_token, zigzag, keeps = options
     shape = _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps)
-    layout = find_layout(carrier.comm, shape.B, shape.T, cu_seqlens, shape.segment, first_token, zigzag)
+    own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
+    layout = find_layout(carrier.comm, own, shape.segment)
     return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
 
 
@@ -371,36 +366,17 @@ def _ends(q, wanted, shape) -> Tensor | None:
     return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
 
 
-class _Eager(Function):
-    """Where nobody compiles. An autograd graph has a weak reference to what was prepared: it is not to keep the plans
-    of a communicator that is gone."""
-
-    @staticmethod
-    def forward(ctx, rest, *tensors) -> tuple[Tensor, Tensor | None]:
-        prepared, final, cu_seqlens = rest
-        carrier = prepared.carrier
-        o, final_state, kept = prepared.forward(final, *tensors)
-        pending = [] if recomputing() else carrier.pending(prepared.scan, bool(prepared.shape.zigzag))
-        _save(ctx, (*tensors, cu_seqlens), kept, pending, carrier.handle, prepared.options)
-        ctx.prepared = weakref.ref(prepared)
-        return o, final_state
-
-    @staticmethod
-    def backward(ctx, do, dfinal) -> tuple[Tensor | None, ...]:
-        torchs = num_dispatch_modes() == 0 and type(do) in _TORCHS and type(dfinal) in _TORCHS
-        run = partial(_run_backward, ctx.prepared()) if torchs else _traced.backward
-        return None, *_gradient(run, ctx, do, dfinal)
-
-
-_TORCHS = Tensor, type(None)
-
-
-def _save(ctx, tensors, kept, pending, handle, options: Options) -> None:
-    q, k, v, g, initial_state, cu_seqlens = tensors
-    ctx.save_for_backward(q, k, v, g, cu_seqlens, kept)
-    ctx.set_materialize_grads(False)
-    ctx.pending = pending
+def _save(ctx, inputs, output) -> None:
+    q, k, v, g, initial_state, cu_seqlens, _, handle, *options = inputs
+    ctx.save_for_backward(q, k, v, g, cu_seqlens, output[2])
     ctx.rest = initial_state is not None and initial_state.requires_grad, handle, g.dtype, *options
+
+
+def _pending(q, k, v, g, initial_state, cu_seqlens, *rest) -> list:
+    """For the backward of a call of the custom operator."""
+    _, handle, _, _, zigzag, _ = rest
+    carrier = carrier_of(handle)
+    return carrier.pending(carrier.prepare(_carried_shape(q, v, cu_seqlens, zigzag)), bool(zigzag))
 
 
 def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
@@ -454,7 +430,7 @@ def _forward(
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
         options = Options(scale, first_token, zigzag, keeps)
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options)
-        return prepared.forward(final, q, k, v, g, initial_state)
+        return prepared.forward(q, k, v, g, initial_state, cu_seqlens, final)
 
 
 def _fake(
@@ -506,21 +482,5 @@ def _fake_backward(
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 
-def _save_traced(ctx, inputs, output) -> None:
-    *tensors, _, handle, scale, first_token, zigzag, keeps = inputs
-    ctx.mark_non_differentiable(output[2])
-    pending = []
-    if type(output[0]) is Tensor and not recomputing():  # not traced by torch.compile, nor checkpointing's
-        carried = _carried_shape(tensors[0], tensors[2], tensors[5], zigzag)
-        carrier = carrier_of(handle)
-        pending = carrier.pending(carrier.prepare(carried), bool(zigzag))
-    _save(ctx, tensors, output[2], pending, handle, Options(scale, first_token, zigzag, keeps))
-
-
-def _gradient_traced(backward, ctx, do, dfinal, _) -> tuple[Tensor | None, ...]:
-    return *_gradient(backward, ctx, do, dfinal), *[None] * 7
-
-
-_traced = CustomOperator(
-    "allscan::zeco_gla", _forward, _fake, _backward, _fake_backward, _save_traced, _gradient_traced
-)
+_passes = Passes(_forward, _fake, _backward, _fake_backward)
+_operator = Operator("allscan::zeco_gla", _passes, _save, _gradient, _pending, _run_backward)

@@ -336,7 +336,7 @@ def operator_case(group):
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         for final, cu_seqlens, initial, keeps in ((True, packed, leaves[4], True), (False, None, None, False)):
             arguments = (*leaves[:4], initial, cu_seqlens, final, comm.handle, 0.25, None, False, keeps)
-            torch.library.opcheck(gla_operator._traced.operator, arguments, test_utils=checks)
+            torch.library.opcheck(gla_operator._operator.operator, arguments, test_utils=checks)
     return True
 
 
