@@ -30,26 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gla_blocks import (
-    ENTERED,
-    FIRST,
-    FLAGS,
-    LAST,
-    LEFT,
-    SEGMENT_WORDS,
-    SEQUENCE,
-    STATE_INDEX,
-    cast,
-    dot_split,
-    exp2,
-    load,
-    loop_bound,
-    lower,
-    product,
-    rows,
-    segment,
-    state_at,
-)
+from .blocks import cast, dot_split, exp2, load, loop_bound, lower, product, rows, state_at
+from .segment_table import ENTERED, FIRST, FLAGS, LAST, LEFT, SEGMENT_WORDS, SEQUENCE, STATE_INDEX, segment
 
 
 @triton.jit

@@ -35,14 +35,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .delta import load_entering, transposed_at
-from .gla_blocks import (
+from .blocks import (
     BEFORE,
-    ENTERED,
-    FLAGS,
-    LAST,
     ONWARD,
-    SEQUENCE,
     cast,
     exp2,
     high_half,
@@ -53,18 +48,19 @@ from .gla_blocks import (
     lower,
     product,
     rows,
-    segment,
     sums_of,
     tf32_product,
     upper,
 )
+from .delta import load_entering, transposed_at
+from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
 LIMIT = tl.constexpr(110.0)  # to base 2
 
 
 @triton.jit
 def tile(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
-    """gla_blocks.rows in two parts, (offset, int32 offsets from there, mask): tensors of one shape share the registers
+    """blocks.rows in two parts, (offset, int32 offsets from there, mask): tensors of one shape share the registers
     of the latter."""
     t, w = tl.arange(0, BT), tl.arange(0, BW)
     inside = (t < end - start)[:, None] & (i_w * BW + w < W)[None, :]
@@ -73,7 +69,7 @@ def tile(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: 
 
 @triton.jit
 def state_tile(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k):
-    """gla_blocks.state_at in the same way."""
+    """blocks.state_at in the same way."""
     k, v = tl.arange(0, BK), tl.arange(0, BV)
     inside = (i_k * BK + k < K)[:, None] & (i_v * BV + v < V)[None, :]
     return (i_state.to(tl.int64) * K + i_k * BK) * V + i_v * BV, k[:, None] * V + v[None, :], inside
@@ -100,7 +96,7 @@ def within(BT: tl.constexpr):
 def weighted(
     p_weights, i: tl.constexpr, TRANSPOSED: tl.constexpr, b_x, b_sum, BT: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """sum + x weighted by a table (gla_blocks.load_weights) of ones; see sums_of, without whose registers it does."""
+    """sum + x weighted by a table (blocks.load_weights) of ones; see sums_of, without whose registers it does."""
     b_weights = load_weights(p_weights, i, BT)
     if TRANSPOSED:
         b_weights = tl.trans(b_weights)

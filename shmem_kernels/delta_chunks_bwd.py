@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import BEFORE, ONWARD, cast, exp2, load, lower, product, sums_of, upper
 from .delta_chunks import LIMIT, gates_at, halves, state_tile, tile, weighted, within
-from .gla_blocks import BEFORE, ONWARD, cast, exp2, load, lower, product, sums_of, upper
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gla_blocks import (
+from .blocks import (
     BEFORE,
     HALVES,
     ONWARD,
@@ -36,17 +36,15 @@ from .gla_blocks import (
     dot_split,
     exp2,
     load,
-    load_da,
     load_gates,
-    load_passed,
     load_weights,
     lower,
-    parts_product,
     product,
     rows,
     state_at,
     upper,
 )
+from .gla_blocks import load_da, load_passed, parts_product
 
 
 @triton.jit

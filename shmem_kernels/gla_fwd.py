@@ -34,7 +34,7 @@ The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS,
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
 [NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
-as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (gla_blocks.load_weights).
+as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
 (float16 could not hold the small end of a decay). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and
 incoming states of chunks are stored as bfloat16, the last with 8 bits more beside it; A as bfloat16 where it is used
@@ -47,31 +47,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gla_blocks import (
-    FIRST,
-    FLAGS,
+from .blocks import (
     HALVES,
-    LAST,
-    SEGMENT_WORDS,
-    SEQUENCE,
     cast,
-    decayed,
     dot_split,
     exp2,
     load,
     load_gates,
-    load_incoming_state,
     load_weights,
     loop_bound,
     lower,
-    passed,
     product,
     rows,
-    segment,
     state_at,
-    store_split,
     tf32_product,
 )
+from .gla_blocks import decayed, load_incoming_state, passed, store_split
+from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, segment
 
 
 @triton.jit

@@ -14,21 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gla_blocks import (
-    cast,
-    dot_split,
-    exp2,
-    from_states,
-    load,
-    load_da,
-    load_gates,
-    load_passed,
-    lower,
-    pair_decays,
-    rows,
-    sums_of,
-    upper,
-)
+from .blocks import cast, dot_split, exp2, load, load_gates, lower, rows, sums_of, upper
+from .gla_blocks import from_states, load_da, load_passed, pair_decays
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .channel import begin, finish, receive
-from .gla_blocks import loop_bound
+from .blocks import loop_bound
 from .links import SENTINEL_BITS, post
 from .tiles import load_tile, tile_offsets, tile_place
 

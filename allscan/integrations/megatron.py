@@ -16,7 +16,7 @@ from ..base.checks import PER_DOCUMENT, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta import zeco_gated_delta_rule
 from ..ops.ssd import zeco_ssd
-from ..shmem_kernels.gla_blocks import FIRST
+from ..shmem_kernels.segment_table import FIRST
 from ..tokens.packing import CUTS, boundaries_on_host, without_empty
 from ..tokens.partition import partition_start
 from . import needing

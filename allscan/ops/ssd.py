@@ -16,7 +16,7 @@ from ..base.errors import DeferredError
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
-from ..shmem_kernels.gla_blocks import FIRST, LAST
+from ..shmem_kernels.segment_table import FIRST, LAST
 from ..tokens.packing import CUTS, Tables, apart, boundaries_on_host, carried_states, own_boundaries, together
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import Using, allscan, check_final, final_of_all

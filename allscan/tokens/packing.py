@@ -18,7 +18,7 @@ from ..bindings.torch_compat import capturing, current_stream_of, version_of, wi
 from ..comm.communicator import Communicator
 from ..launch.plan import ALIGNMENT
 from ..launch.streams import table_stream
-from ..shmem_kernels.gla_blocks import ENTERED, FIRST, LAST, LEFT
+from ..shmem_kernels.segment_table import ENTERED, FIRST, LAST, LEFT
 
 T_ = TypeVar("T_")
 
@@ -105,7 +105,7 @@ class Layout(Tables):
         self._derived: dict = {}
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         places = torch.arange(BT, device="cpu")
-        distance = places[:, None] - places  # what gla_blocks.load_weights takes
+        distance = places[:, None] - places  # what blocks.load_weights takes
         weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
         tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
         tables.append(torch.stack([w.to(torch.bfloat16) for w in weights]))

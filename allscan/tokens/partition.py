@@ -14,7 +14,7 @@ from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 from ..comm.heap import outside_inference_mode
 from ..comm.host_exchange import by_rank
-from ..shmem_kernels.gla_blocks import FIRST, LAST
+from ..shmem_kernels.segment_table import FIRST, LAST
 from .packing import CHUNK_TOKENS, CUTS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, carried_states
 
 KEPT = 256  # tables that a communicator keeps

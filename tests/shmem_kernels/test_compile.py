@@ -19,7 +19,7 @@ from allscan.ops.delta import delta_passes, own_chunks
 from allscan.ops.delta.records import Between, DeltaShape, Ends, Inputs, OfOutput, Outer, Saved
 from allscan.ops.gla import gla_operator, gla_plans
 from allscan.scan.rails_links import warps_of
-from allscan.shmem_kernels import delta, delta_chunks, delta_chunks_bwd, gla_blocks, gla_bwd, gla_fwd, gla_strong
+from allscan.shmem_kernels import blocks, delta, delta_chunks, delta_chunks_bwd, gla_bwd, gla_fwd, gla_strong
 from allscan.shmem_kernels.fold import fold_kernel, reverse_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
@@ -242,7 +242,7 @@ def test_a_builtin_that_has_changed_is_compiled_again(monkeypatch):
 
     before = key()
     assert key() == before
-    monkeypatch.setattr(gla_blocks.exp2, "hash_attrs", gla_blocks.cast.hash_attrs)
+    monkeypatch.setattr(blocks.exp2, "hash_attrs", blocks.cast.hash_attrs)
     assert key() != before
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import allscan
 from allscan.base.autograd import REVISION
 from allscan.launch.compiled_kernel import Launch
-from allscan.shmem_kernels.gla_blocks import FIRST, LAST
+from allscan.shmem_kernels.segment_table import FIRST, LAST
 from allscan.tokens import packing, partition
 from allscan.tokens.packing import Layout, cut, most_segments, segment_length
 from allscan.tokens.partition import OwnTokens, find_layout, partition_start

@@ -22,7 +22,7 @@ from allscan.comm import host_exchange
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
 from allscan.ops.gla import gla_operator
-from allscan.shmem_kernels.gla_blocks import rounded_to_tf32
+from allscan.shmem_kernels.blocks import rounded_to_tf32
 from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, GLACase, Whole, check, gla_case
 from support.values import backend_of_gpus, place, raised, relative

@@ -1,0 +1,177 @@
+"""What kernels of several operators share: where blocks lie, exponentials, and products with a stated precision."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..bindings.triton_compat import builtin, core, unwrapped
+
+# Tables of weights
+HALVES = tl.constexpr(0)  # half the sum of a token and those before it, less half the sum of those after it
+ONWARD = tl.constexpr(1)  # the sum of a token and those after it
+BEFORE = tl.constexpr(2)  # the sum of those before a token
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@builtin
+def loop_bound(n, _semantic=None) -> int | core.tensor:
+    """``n`` as the bound of a loop: the interpreter wants a Python number."""
+    return int(n.handle.data.item()) if _semantic is None else n
+
+
+@builtin
+def exp2(x, _semantic=None) -> core.tensor:
+    """2 ** x of float32, in one instruction; what would be denormal is 0."""
+    if _semantic is None:
+        y = tl.exp2(x)
+        return tl.where(y < 2.0**-126, 0.0, y)
+    return core.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=core.float32, is_pure=True, pack=1, _semantic=_semantic
+    )
+
+
+@builtin
+def cast(x, dtype, _semantic=None) -> core.tensor:
+    """``x`` in another float type, rounded to nearest: the interpreter's own conversion to bfloat16 cuts off."""
+    dtype = unwrapped(dtype)
+    if _semantic is not None:
+        return x.to(dtype, _semantic=_semantic)
+    if dtype == tl.bfloat16 and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + ((bits >> 16) & 1) + 0x7FFF) & -65536  # or what is denormal, even 0, would become 2 ** -126
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@builtin
+def rounded_to_tf32(x, _semantic=None) -> core.tensor:
+    """float32 rounded to the 11 bits that TF32 has: a product would cut the others off. NaN stays NaN, also that which
+    GPUs make, 0x7FFFFFFF."""
+    if _semantic is None:
+        x = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
+        return ((x + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return core.inline_asm_elementwise(
+        "{.reg .b32 t; mov.b32 t, $1; min.s32 t, t, 0x7FFFEFFF; add.s32 t, t, 0x1000; mov.b32 $0, t;}",
+        "=f,f",
+        [x],
+        dtype=core.float32,
+        is_pure=True,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@builtin
+def operand(x, dtype, _semantic=None) -> core.tensor:
+    """``x`` as an operand of a product in ``dtype``: rounded to it; the interpreter can only multiply it as float32."""
+    if _semantic is not None:
+        return x.to(unwrapped(dtype), _semantic=_semantic)
+    return cast(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """x y + sum; sum is float32. PRECISION: "bf16" or "tf32x3", of the operands."""
+    if PRECISION == "bf16":
+        return tl.dot(operand(b_x, tl.bfloat16), operand(b_y, tl.bfloat16), b_sum)
+    else:
+        return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def high_half(b_x):
+    """float32 cut off to the 8 bits of a bfloat16; the rest, b_x - high_half(b_x), has another 16, of which 8 count."""
+    return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_split(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """``product``, but a float32 operand counts as the sum of two in bfloat16, which hold 16 bits of it."""
+    if PRECISION != "bf16":
+        return product(b_x, b_y, b_sum, PRECISION)
+    b_x_high, b_y_high = b_x, b_y
+    if b_x.dtype == tl.float32:
+        b_x_high = high_half(b_x)
+        b_sum = product(b_x - b_x_high, b_y, b_sum, PRECISION)
+    if b_y.dtype == tl.float32:
+        b_y_high = high_half(b_y)
+        b_sum = product(b_x, b_y - b_y_high, b_sum, PRECISION)
+    return product(b_x_high, b_y_high, b_sum, PRECISION)
+
+
+@triton.jit
+def tf32_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """``product`` of float32 in TF32 where ``dot_split`` would take bfloat16: 11 bits in one product, not three."""
+    if PRECISION == "bf16":
+        return tl.dot(rounded_to_tf32(b_x), rounded_to_tf32(b_y), b_sum, input_precision="tf32")
+    else:
+        return product(b_x, b_y, b_sum, PRECISION)
+
+
+@triton.jit
+def rows(h, start, end, H: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, i_w=0):
+    """Where tokens start .. start + BT of head h lie in a tensor [tokens, H, W], columns i_w * BW .. + BW.
+
+    Returns (offsets, mask of the tokens before ``end`` and the columns before W), [BT, BW].
+    """
+    t = start + tl.arange(0, BT)
+    w = i_w * BW + tl.arange(0, BW)
+    return (t.to(tl.int64) * H + h)[:, None] * W + w[None, :], (t < end)[:, None] & (w < W)[None, :]
+
+
+@triton.jit
+def state_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, i_k=0):
+    """(offsets, mask) [BK, BV] of one of many [K, V] matrices: rows i_k * BK .. + BK, columns i_v * BV .. + BV."""
+    k = i_k * BK + tl.arange(0, BK)
+    v = i_v * BV + tl.arange(0, BV)
+    return i_state.to(tl.int64) * (K * V) + k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
+
+
+@triton.jit
+def load(p, at, inside):
+    """A block, 0 outside."""
+    return tl.load(p + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_gates(p_g, at, inside):
+    """Gates in float32, as logarithms to base 2. What is below -128 counts as -128, whose decay is 0 too."""
+    b_g = load(p_g, at, inside).to(tl.float32) * LOG2_E
+    return tl.maximum(b_g, -128.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def lower(BT: tl.constexpr, DISTANCE: tl.constexpr):
+    """[BT, BT]: whether the row is at least DISTANCE after the column."""
+    return tl.arange(0, BT)[:, None] >= tl.arange(0, BT)[None, :] + DISTANCE
+
+
+@triton.jit
+def upper(BT: tl.constexpr, DISTANCE: tl.constexpr):
+    """[BT, BT]: whether the row is at least DISTANCE before the column."""
+    return tl.arange(0, BT)[None, :] >= tl.arange(0, BT)[:, None] + DISTANCE
+
+
+@triton.jit
+def load_weights(p_weights, i: tl.constexpr, BT: tl.constexpr):
+    """One of the tables HALVES, ONWARD, BEFORE [BT, BT]: weights of sums over the tokens of a chunk. They come from
+    memory because the products then take them from where they are loaded to, and no register holds them."""
+    t = tl.arange(0, BT)
+    return tl.load(p_weights + i * BT * BT + t[:, None] * BT + t[None, :])
+
+
+@triton.jit
+def sums_of(b_where, b_x, PRECISION: tl.constexpr):
+    """Row by row the sum of those rows of b_x that b_where selects, nothing else added and taken away again: exact but
+    for the rounding of sums in float32 ("bf16": b_x as the sum of three)."""
+    b_ones = cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16)
+    b_sum = tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32)
+    if PRECISION == "bf16":
+        b_high = high_half(b_x)
+        b_middle = high_half(b_x - b_high)
+        b_sum = product(b_ones, b_x - b_high - b_middle, b_sum, PRECISION)
+        b_sum = product(b_ones, b_middle, b_sum, PRECISION)
+        return product(b_ones, b_high, b_sum, PRECISION)
+    return product(b_ones, b_x, b_sum, PRECISION)

@@ -1,0 +1,27 @@
+"""The table of segments: what this rank has of each sequence, in parts that programs go through."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Words of a segment
+START = tl.constexpr(0)  # its first token
+END = tl.constexpr(1)  # behind its last token
+FIRST_CHUNK = tl.constexpr(2)  # its first chunk
+STATE_INDEX = tl.constexpr(3)
+SEQUENCE = tl.constexpr(4)  # row of initial_state and final_state
+FLAGS = tl.constexpr(5)  # FIRST, LAST, ENTERED, LEFT
+SEGMENT_WORDS = tl.constexpr(6)
+FIRST = tl.constexpr(1)  # its sequence begins with this segment
+LAST = tl.constexpr(2)  # its sequence ends with this segment
+ENTERED = tl.constexpr(4)  # its sequence began on a rank before this one
+LEFT = tl.constexpr(8)  # its sequence goes on behind this rank
+
+
+@triton.jit
+def segment(p_segments, s, BT: tl.constexpr):
+    """(its row of the table, first token, end, first chunk, number of chunks)."""
+    p_segment = p_segments + s * SEGMENT_WORDS
+    start, end, chunk = tl.load(p_segment + START), tl.load(p_segment + END), tl.load(p_segment + FIRST_CHUNK)
+    return p_segment, start, end, chunk, (end - start + BT - 1) // BT
