@@ -405,6 +405,50 @@ def test_every_function_says_what_it_returns():
     assert not missing, "\n".join(missing)
 
 
+MOST_PARAMETERS = 7
+LONG = 10  # functions with more, of those that are counted: to go down
+
+
+def parameters(function):
+    """How many a function takes by name, itself among them."""
+    given = function.args
+    return len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
+
+
+def uncounted(path, tree):
+    """Names of functions of a file whose parameters others decide: public ones, and those of torch's custom
+    operators, whose schemas are flat."""
+    names = set(allscan.__all__)
+    if os.path.relpath(path, os.path.join(ROOT, "allscan")) in ("reference.py", "zigzag.py"):  # public modules
+        names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name in allscan.__all__:
+            members = (x for x in node.body if isinstance(x, ast.FunctionDef))
+            names |= {x.name for x in members if x.name[0] != "_" or x.name == "__init__"}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Passes":
+            names |= {ast.unparse(argument) for argument in node.args}
+    return names
+
+
+@pytest.mark.quick
+@pytest.mark.cpu
+def test_functions_take_few_parameters():
+    """Not counted: what Triton compiles, public functions, functions of custom operators, and those in place of
+    another library's, which take whatever that is called with (``**options``)."""
+    long = []
+    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
+        tree = ast.parse(open(path, encoding="utf-8").read())
+        not_counted, integration = uncounted(path, tree), f"{os.sep}integrations{os.sep}" in path
+        for function, compiled in functions(tree):
+            device = any(
+                name in ast.unparse(x) for x in function.decorator_list for name in ("builtin", "extern")
+            )  # for kernels
+            theirs = compiled or device or function.name in not_counted or (integration and function.args.kwarg)
+            if not theirs and parameters(function) > MOST_PARAMETERS:
+                long.append(f"{path}:{function.lineno} {function.name} {parameters(function)}")
+    assert len(long) <= LONG, "\n".join(long)
+
+
 @pytest.mark.quick
 @pytest.mark.cpu
 def test_types_are_consistent():

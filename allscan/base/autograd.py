@@ -320,9 +320,5 @@ class Operator(CustomOperator):
                     own = own and (x is None or type(x) is Tensor)
                 return None, *gradient(partial(backward, ctx.prepared()) if own else traced, ctx, *grads)
 
-        self._eager = Eager
-
-    def eager(self, prepared: PreparedCalls, others: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Any, ...]:
-        """The results, with gradients; ``others``: the inputs between the tensors and ``prepared.fixed``."""
-        found: tuple[Any, ...] = self._eager.apply((prepared, others), *tensors)
-        return found
+        # called as eager((PreparedCalls, inputs between the tensors and what is fixed), *tensors)
+        self.eager: Callable[..., tuple[Any, ...]] = Eager.apply

@@ -441,16 +441,17 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()) -> torch.Tenso
         plan = _Plan(where, steps, project, kernel, scale)
         token = _Enter.apply(plan, *tensors)
         tensors = [x.detach() for x in tensors]
+        plan.count = len(tensors)
         with torch.no_grad():
             plan.first = plan.start(0, tensors)
         o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-        o = _Steps.apply(shared, plan, q.detach(), o, lse, token, len(tensors), *tensors, *sources)
+        o = _Steps.apply(shared, plan, q.detach(), o, lse, token, *tensors, *sources)
     else:
         o, lse = _Own.apply(shared, kernel, scale, q, k, v)
         slots, rows = _rows(gather, q)
         keys = gather.read(slots)
         keys = _keys(keys, project, q.dtype) if rows else keys
-        o = _Others.apply(shared, kernel, scale, rows, q.detach(), o, lse, *keys)
+        o = _Others.apply(shared, (kernel, scale, rows), q.detach(), o, lse, *keys)
     return o.transpose(1, 2)
 
 
@@ -463,7 +464,7 @@ def causal(q, k, v, scale=None) -> torch.Tensor:
         return o.transpose(1, 2)
     q, scale = tokens_first(q), q.shape[-1] ** -0.5 if scale is None else scale
     o, lse = _Own.apply(shared, kernel, scale, q, k, v)
-    return _Others.apply(shared, kernel, scale, [], q.detach(), o, lse).transpose(1, 2)
+    return _Others.apply(shared, (kernel, scale, []), q.detach(), o, lse).transpose(1, 2)
 
 
 def _rows(gather, q) -> tuple[list[int], list[tuple[slice, slice]]]:
@@ -524,9 +525,9 @@ class _Others(torch.autograd.Function):
     them."""
 
     @staticmethod
-    def forward(ctx, shared, kernel, scale, rows, q, o, lse, *keys) -> torch.Tensor:
-        ctx.shared, ctx.kernel, ctx.scale, ctx.rows = shared, kernel, scale, rows
-        ctx.more = _add(kernel, scale, rows, q, o, lse, keys)
+    def forward(ctx, shared, how, q, o, lse, *keys) -> torch.Tensor:
+        ctx.shared, (ctx.kernel, ctx.scale, ctx.rows) = shared, how
+        ctx.more = _add(ctx.kernel, ctx.scale, ctx.rows, _Queries(q, o, lse), keys)
         o = o.detach()
         ctx.save_for_backward(q, o, lse, *keys)
         return o
@@ -536,14 +537,23 @@ class _Others(torch.autograd.Function):
     def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *keys = ctx.saved_tensors
         do = _like(do, o)
-        parts, sums = _gradients(ctx.kernel, ctx.scale, ctx.rows, ctx.more, do, q, o, lse, keys)
+        blocks = list(zip(ctx.rows, ctx.more, strict=True))
+        parts, sums = _gradients(ctx.kernel, ctx.scale, blocks, do, _Queries(q, o, lse), keys)
         ctx.shared.merged, ctx.shared.parts = (o, lse), parts
-        return None, None, None, None, None, do, None, *sums
+        return None, None, None, do, None, *sums
 
 
-def _add(kernel, scale, rows, q, o, lse, keys) -> list:
+class _Queries(NamedTuple):
+    """This rank's queries, with o and lse over the keys so far."""
+
+    q: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
+def _add(kernel, scale, rows, of: _Queries, keys) -> list:
     """Let o and lse be over these keys, too; what the kernel's backward is to get of each block."""
-    kept = []
+    (q, o, lse), kept = of, []
     for mine, seen in rows:
         *found, more = kernel.forward(q[:, :, mine], *(x[:, :, seen] for x in keys), False, scale)
         _merge(o[:, :, mine], lse[:, :, mine], *found)
@@ -552,15 +562,15 @@ def _add(kernel, scale, rows, q, o, lse, keys) -> list:
 
 
 def _gradients(
-    kernel, scale, rows, kept, do, q, o, lse, keys
+    kernel, scale, blocks, do, of: _Queries, keys
 ) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
-    """([(rows, dq)], [dk, dv])."""
+    """([(rows, dq)], [dk, dv]). blocks: (rows, what the kernel's backward is to get) of each."""
     parts: list[tuple[slice, torch.Tensor]] = []
     sums: list[torch.Tensor] | None = None
-    for (mine, seen), more in reversed(list(zip(rows, kept, strict=True))):  # the first sees all keys
-        dy, x, y, total = (some[:, :, mine] for some in (do, q, o, lse))
+    for (mine, seen), more in reversed(blocks):  # the first sees all keys
+        dy, q, o, lse = (some[:, :, mine] for some in (do, *of))
         some = (x[:, :, seen] for x in keys)
-        dq, *found = kernel.backward(dy, x, *some, y, total.contiguous(), more, False, scale)
+        dq, *found = kernel.backward(dy, q, *some, o, lse.contiguous(), more, False, scale)
         parts.append((mine, dq))
         if sums is None:
             sums = found
@@ -575,6 +585,7 @@ class _Plan:
 
     def __init__(self, later, ranges, project, kernel, scale) -> None:
         self.later, self.ranges, self.project, self.kernel, self.scale = later, ranges, project, kernel, scale
+        self.count = 0  # of the tensors that are gathered
         self.first: Gather | None = None
         self.sums: list[torch.Tensor] | None = None
         self.last: tuple | None = None
@@ -615,9 +626,9 @@ class _Steps(torch.autograd.Function):
     inputs: the tensors that are gathered, and parameters by which keys are made of them."""
 
     @staticmethod
-    def forward(ctx, shared, plan, q, o, lse, token, count, *inputs) -> torch.Tensor:
-        tensors, device = inputs[:count], q.device.type
-        ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, count, []
+    def forward(ctx, shared, plan, q, o, lse, token, *inputs) -> torch.Tensor:
+        tensors, device = inputs[: plan.count], q.device.type
+        ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, plan.count, []
         ctx.autocast = dict(
             device_type=device,
             dtype=torch.get_autocast_dtype(device),
@@ -630,7 +641,7 @@ class _Steps(torch.autograd.Function):
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
             keys = _keys(found, plan.project, q.dtype) if rows else ()
-            ctx.kept.append(_add(plan.kernel, plan.scale, rows, q, exact, lse, keys))
+            ctx.kept.append(_add(plan.kernel, plan.scale, rows, _Queries(q, exact, lse), keys))
             gather = following
         o = o.copy_(exact).detach()
         ctx.save_for_backward(q, o, lse, *inputs)
@@ -654,7 +665,8 @@ class _Steps(torch.autograd.Function):
                 with torch.enable_grad(), torch.autocast(**ctx.autocast):
                     keys = _keys(found, plan.project, q.dtype)
                 given = [x.detach() for x in keys]
-                parts, gradients = _gradients(plan.kernel, plan.scale, rows, ctx.kept[step], do, q, o, lse, given)
+                blocks = list(zip(rows, ctx.kept[step], strict=True))
+                parts, gradients = _gradients(plan.kernel, plan.scale, blocks, do, _Queries(q, o, lse), given)
                 for mine, dq in parts:
                     total[:, :, mine] += dq
                 leaves = [*found, *(x for x in sources if x.requires_grad)]
@@ -669,7 +681,7 @@ class _Steps(torch.autograd.Function):
             gather.start_sum(slots, sums)
             plan.last, gather = (step, gather, tensors), following
         ctx.shared.merged, ctx.shared.parts = (o, lse), [(slice(None), total)]
-        return None, None, None, do, None, do.new_zeros(0), None, *[None] * ctx.count, *weights
+        return None, None, None, do, None, do.new_zeros(0), *[None] * ctx.count, *weights
 
 
 def _leaves(tensors, inputs) -> list:

@@ -205,7 +205,7 @@ def _mixed(layer, x, cache, where, activation=None) -> tuple:
     states: Any = None
     if layer.use_short_conv:
         convolutions = layer.q_conv1d, layer.k_conv1d, layer.v_conv1d
-        xs, states = _convolve(convolutions, xs, cache is not None, **where)
+        xs, states = _convolve(convolutions, xs, cache is not None, where)
     elif activation is not None:
         xs = [activation(y) for y in xs]
     widths = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
@@ -403,10 +403,10 @@ def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE) -> list[int]:
 
 
 @dynamo_disabled
-def _convolve(
-    convolutions, xs, use_cache, comm, cu_seqlens, first_token, layout, per_document=False
-) -> tuple[list[torch.Tensor], tuple]:
+def _convolve(convolutions, xs, use_cache, where) -> tuple[list[torch.Tensor], tuple]:
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
+    comm, cu_seqlens, first_token, layout = (where[name] for name in ("comm", "cu_seqlens", "first_token", "layout"))
+    per_document = where.get("per_document", False)
     # a state has one token more than an output looks back at, of which the last rank may have none itself
     W, T, halves = convolutions[0].kernel_size[0], xs[0].shape[1], 1 + is_zigzag(layout)
     n, sequences = W - (0 if use_cache else 1), None
@@ -418,8 +418,6 @@ def _convolve(
         sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
         halves = len(sizes)
     if n:
-        where = dict(comm=comm, cu_seqlens=cu_seqlens, first_token=first_token, layout=layout)
-        where |= dict(per_document=True) if per_document else {}
         xs, before = _before(convolutions, xs, n, halves, where, sizes)
         states = [F.pad(y.unflatten(1, (halves, n)).flatten(0, 1).mT, (W - n, 0)) for y in before]
     if not T:

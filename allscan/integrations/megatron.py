@@ -194,7 +194,7 @@ def _rule(operator, tokens, *tensors) -> torch.Tensor:
     if operator is chunk_gated_delta_rule:
         return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
     alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
-    return delta_rule(alone, *tensors, tokens.pieces, comm=tokens.where["comm"])[0]  # type: ignore[misc]
+    return delta_rule(alone, tensors, tokens.pieces, comm=tokens.where["comm"])[0]
 
 
 class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):

@@ -149,32 +149,32 @@ def _kept(y) -> bool:
 
 
 def delta_rule(
-    operator: Callable, q, k, v, g, beta, pieces: list[Piece], *, comm, final: bool = False
+    operator: Callable, tensors: Sequence[Any], pieces: list[Piece], *, comm, final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
     Of cut documents, see ``Piece``, the states of all are sent in one scan each way, and there is no final state.
-    operator: called as fla's are, with initial_state and output_final_state, for each piece. Outputs and last states
-    are linear in values and first states together: K columns of zeros behind the values, with the unit matrix for their
-    first state, give how both depend on it.
+    tensors: q, k, v, g, beta. operator: called as fla's are, with initial_state and output_final_state, for each piece.
+    Outputs and last states are linear in values and first states together: K columns of zeros behind the values, with
+    the unit matrix for their first state, give how both depend on it.
     """
-    if has_tangents((q, k, v, g, beta)):
-        with comm.call(False, "a delta rule", (q, k, v, g, beta)):  # which rejects them
+    if has_tangents(tensors):
+        with comm.call(False, "a delta rule", tensors):  # which rejects them
             pass
-    q, k, v, g, beta = (t.resolve_neg() for t in (q, k, v, g, beta))  # whose kernels see the memory alone
+    q, k, v, g, beta = (t.resolve_neg() for t in tensors)  # whose kernels see the memory alone
     (batch, _, HV, V), K, halves = v.shape, k.shape[-1], _halves(pieces)
     zeros = torch.zeros(batch, HV, K, V + K, dtype=torch.float32, device=v.device)
     identity = torch.eye(K, dtype=torch.float32, device=v.device)
     unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
     wide = [i in (some[0] for some in halves) and piece.entered for i, piece in enumerate(pieces)]
     outputs, states = [], []
-    for more, *tensors in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
-        q, k, v, g, beta = tensors
+    for more, *given in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
+        q, k, v, g, beta = given
         v = F.pad(v, (0, K)) if more else v
         if v.shape[1]:
             o, state = operator(q, k, v, g=g, beta=beta, initial_state=unit if more else None, output_final_state=True)
         else:  # what comes goes on; with a gradient where the other ranks' have one
-            o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in tensors)
+            o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in given)
         outputs.append(o)
         states.append(state.float())
     documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states are sent together

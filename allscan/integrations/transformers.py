@@ -373,19 +373,9 @@ def _model(
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
     stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
-    sequence, wanted_by_any = _sequence(  # type: ignore[call-arg, misc]
-        comm,
-        zigzag,
-        inner,
-        *x.shape[:2],
-        position_ids,
-        cu_seqlens,
-        wanted,
-        *stamp,
-        kernel=kernel,
-        per_document=per_document,
-        attention=attention,
-    )
+    B, T = x.shape[:2]
+    asked = _Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner)
+    sequence, wanted_by_any = _sequence(comm, asked, position_ids, wanted, stamp, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank has learned tokens, which these see: where all else is frozen no backward would run here
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -448,30 +438,30 @@ def _without_padding(outputs) -> Any:
 KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolutions, in configs
 
 
-def _sequence(
-    comm,
-    zigzag,
-    inner,
-    B,
-    T,
-    position_ids,
-    cu_seqlens,
-    wanted,
-    stamp=None,
-    seen=None,
-    kernel=0,
-    per_document=False,
-    attention=WHOLE,
-) -> tuple[_Sequence, bool]:
-    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``,
-    ``seen``: of the batch (batches.py); ``kernel``: tokens that the convolutions' states have, 0 without a cache."""
+class _Asked(NamedTuple):
+    """What a rank says of its tokens and of how they are cut."""
+
+    B: int
+    T: int
+    cu_seqlens: Any
+    zigzag: bool
+    per_document: bool
+    attention: Attention
+    inner: str
+
+
+def _sequence(comm, asked: _Asked, position_ids, wanted, stamp, kernel) -> tuple[_Sequence, bool]:
+    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``:
+    of the batch, what it says and what is seen of it (batches.py); ``kernel``: tokens that the convolutions' states
+    have, 0 without a cache."""
+    B, T, cu_seqlens, zigzag, per_document, attention, inner = asked
     with comm.call():
         lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
         rises, begun = None, []  # with which position_ids sequences begin
         if lengths is None and position_ids is not None:
             rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
         layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
-        told = B, T, lengths, rises, layout, wanted, stamp, seen, kernel, list(attention)
+        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention)
         answers = comm.order.exchange(told, "the tokens of each rank")
         rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
         if len(set(kernels)) > 1:
@@ -687,7 +677,7 @@ def _delta_rule(
         )
     else:
         alone: Any = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-        o, state = delta_rule(alone, *tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)  # type: ignore[arg-type, misc]
+        o, state = delta_rule(alone, tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
     return _padded(o, sequence), state
 
 

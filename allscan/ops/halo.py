@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -87,15 +87,36 @@ def halo(
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
     check_communicator(comm)
+    options = Options(n, reverse, cu_seqlens, first_token, layout, per_document)
     if not torch.compiler.is_compiling():
-        return _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
+        return _eager_halo(x, comm, options)
     xs = x if isinstance(x, tuple) else (x,)
     if not per_document and _traceable(xs, n, comm, cu_seqlens, layout):
         edge, T, alike = _edges(xs, n, 1, reverse)[0], xs[0].shape[1], (_dtypes(xs), _widths(xs))
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         found = _from_edges(_traced.forward(edge, T, cu_seqlens, first_token, reverse, comm.handle, *alike)[0], xs, n)
         return found if isinstance(x, tuple) else found[0]
-    return _not_traced(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
+    return _not_traced(x, comm, options)
+
+
+class Options(NamedTuple):
+    """Of a call: see ``halo``. T: the rank's tokens, where x has the ends alone."""
+
+    n: Any
+    reverse: bool = False
+    cu_seqlens: Any = None
+    first_token: int | None = None
+    layout: str = "contiguous"
+    per_document: bool = False
+    T: int | None = None
+
+    def alike(self, dtypes: str, widths: Sequence[int]) -> tuple:
+        """What is the same on all ranks beside (B, n, words of a token)."""
+        kinds = ("dtypes", dtypes), ("words of a token in each x", tuple(widths))
+        n, reverse, cu_seqlens, first_token, layout, per_document, _ = self
+        are_none = ("cu_seqlens is None", cu_seqlens is None), ("first_token is None", first_token is None)
+        how = ("reverse", bool(reverse)), ("layout", layout)
+        return "halo", ("n", n), *kinds, *how, *are_none, ("per_document", bool(per_document))
 
 
 def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
@@ -120,51 +141,31 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
     )
 
 
-def _eager_halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document) -> Any:
-    reverse = bool(reverse)
-    with comm.call(reverse, "halo()", x):
-        return _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document)
+def _eager_halo(x: Xs, comm: Communicator, options: Options) -> Any:
+    options = options._replace(reverse=bool(options.reverse))
+    with comm.call(options.reverse, "halo()", x):
+        return _halo(x, comm, options)
 
 
 _not_traced = dynamo_disabled(_eager_halo)
 
 
-def halo_of_ends(
-    x: Xs,
-    T: int,
-    n: int,
-    *,
-    comm: Communicator,
-    layout: str,
-    cu_seqlens=None,
-    first_token=None,
-    per_document: bool = False,
-) -> Xs:
+def halo_of_ends(x: Xs, T: int, n: int, *, comm: Communicator, layout: str, **where: Any) -> Xs:
     """``halo`` of this rank's ``T`` tokens, of which x has the ends alone: the last n, or all, of each half, or of
-    each document's pieces."""
+    each document's pieces. where: cu_seqlens, first_token, per_document."""
     with comm.call(False, "halo()", x):
-        return _halo(x, n, comm, False, cu_seqlens, first_token, layout, per_document, T)
+        return _halo(x, comm, Options(n, layout=layout, T=T, **where))
 
 
-def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document, T=None) -> Any:
+def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
+    xs: Any = x if isinstance(x, tuple) else (x,)
     several = isinstance(x, tuple)
-    xs = x if several else (x,)
-    signature = (
-        "halo",
-        *signature_of(*xs),
-        n,
-        cu_seqlens is None,
-        first_token is None,
-        layout,
-        bool(reverse),
-        per_document,
-        T,
-    )
+    n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
+    signature = "halo", *signature_of(*xs), options._replace(first_token=first_token is None) if cached else None
     if not cached or signature not in comm.checked:
-        where = cu_seqlens, first_token, layout, per_document
-        n, cu_seqlens, first_token = _check_halo(xs, n, comm, reverse, *where, T)
+        n, cu_seqlens, first_token = _check_halo(xs, comm, options)
         if cached:
             comm.checked.remember(signature)
     if per_document:
@@ -186,18 +187,9 @@ def _halo(x, n, comm, reverse, cu_seqlens, first_token, layout, per_document, T=
     return out if several else out[0]
 
 
-def _agree(n, dtypes, widths, reverse, layout, no_cu_seqlens, not_told, per_document=False) -> tuple:
-    """What is the same on all ranks beside (B, n, words of a token)."""
-    kinds = ("dtypes", dtypes), ("words of a token in each x", tuple(widths))
-    where = ("cu_seqlens is None", no_cu_seqlens), ("first_token is None", not_told), ("per_document", per_document)
-    return "halo", ("n", n), *kinds, ("reverse", bool(reverse)), ("layout", layout), *where
-
-
-def _check_halo(
-    xs, n, comm, reverse, cu_seqlens, first_token, layout, per_document, tokens=None
-) -> tuple[int, Any, int | None]:
-    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective. ``tokens``: of this rank,
-    where x has fewer."""
+def _check_halo(xs, comm: Communicator, options: Options) -> tuple[int, Any, int | None]:
+    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
+    n, _, cu_seqlens, first_token, layout, per_document, tokens = options
     shape = agree = deferred = None
     given = cu_seqlens
     try:
@@ -217,8 +209,8 @@ def _check_halo(
         T = T if tokens is None else tokens
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         shape = (B, n, sum(_widths(xs)))
-        are_none = cu_seqlens is None, first_token is None
-        agree = _agree(n, _dtypes(xs), _widths(xs), reverse, layout, *are_none, zigzag == PER_DOCUMENT)
+        options = options._replace(n=n, cu_seqlens=cu_seqlens, first_token=first_token)
+        agree = options.alike(_dtypes(xs), _widths(xs))
         if zigzag:
             check_halves(T)
         for x in xs:
@@ -374,7 +366,7 @@ def _forward(
     """halo() as torch.compile takes it: the neighbour's edge [B, n, words], and the number of this call."""
     comm, n = communicator_of(handle), edge.shape[1]
     with comm.call(reverse, "halo()", edge):
-        agree = _agree(edge.shape[1], dtypes, widths, reverse, "contiguous", cu_seqlens is None, first_token is None)
+        agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
         deferred = None
         try:
             check_packed(comm, cu_seqlens, T, first_token)

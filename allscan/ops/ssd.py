@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,13 +104,14 @@ def zeco_ssd(
     if isinstance(return_final_states, str):
         of_all = return_final_states = check_final(return_final_states, comm, "return_final_states")
     with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
-        how = chunk_size, initial_states, cu_seqlens, dt_softplus, dt_limit, first_token, layout, per_document
-        zigzag, cu_seqlens, first_token = _prepare(comm, given, *how, chunk_scan)
+        steps = _Steps(dt_softplus, dt_limit)
+        asked = _Asked(chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan)
+        zigzag, cu_seqlens, first_token = _prepare(comm, given, steps, asked)
         # a chunk scan's kernels see the memory alone
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
-        d, A = _steps(dt, dt_bias, dt_softplus, dt_limit), A.float()
+        d, A = steps.of(dt, dt_bias), A.float()
         scan = chunk_scan or _installed(x.device)
         taken = (x, d, A, B, C) if x.shape[1] else [t if t is A else _one_token(t) for t in (x, d, A, B, C)]
         y, last = scan(*taken, chunk_size=chunk_size, D=D, seq_idx=seq_idx, return_final_states=True)
@@ -235,43 +236,51 @@ def _grouped(x, B) -> Tensor:
     return x.unflatten(2, (B.shape[2], -1))
 
 
-def _steps(dt, dt_bias, dt_softplus, dt_limit) -> Tensor:
-    """d_t of ``zeco_ssd``."""
-    d = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    return (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
+class _Steps(NamedTuple):
+    """How d_t of ``zeco_ssd`` is made."""
+
+    softplus: bool
+    limit: Any
+
+    def of(self, dt: Tensor, dt_bias: Tensor | None) -> Tensor:
+        d = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+        return (F.softplus(d) if self.softplus else d).clamp(*self.limit)
+
+
+class _Asked(NamedTuple):
+    """Options of a call as they are given: see ``zeco_ssd``."""
+
+    chunk_size: Any
+    initial_states: Tensor | None
+    cu_seqlens: Any
+    first_token: int | None
+    layout: str
+    per_document: bool
+    chunk_scan: Callable | None
 
 
 def _prepare(
-    comm,
-    given,
-    chunk_size,
-    initial_states,
-    cu_seqlens,
-    dt_softplus,
-    dt_limit,
-    first_token,
-    layout,
-    per_document,
-    chunk_scan,
+    comm: Communicator, given: dict[str, Any], steps: _Steps, asked: _Asked
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     deferred = shape = agree = None
-    looked, boundaries = False, cu_seqlens
+    chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan = asked
+    looked, boundaries, dt_limit = False, cu_seqlens, steps.limit
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
-        shape = _check(comm, **given)
+        shape = _check(comm, given)
         integer("chunk_size", chunk_size)
         check_saveable(inputs := (*given.values(), initial_states), inputs)
         x, groups = given["x"], given["B"].shape[2]
         if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
             raise ValueError(f"dt_limit must be two numbers that rise from at least 0, got {dt_limit}")
         absent = tuple((f"{name} is None", given[name] is None) for name in ("D", "z", "dt_bias"))
-        steps = ("dt_softplus", bool(dt_softplus)), ("dt_limit", tuple(map(float, dt_limit)))
+        how = ("dt_softplus", bool(steps.softplus)), ("dt_limit", tuple(map(float, dt_limit)))
         are_none = initial_states is None, cu_seqlens is None, first_token is None
         common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
-        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *steps)
+        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *how)
         if zigzag:
             check_halves(x.shape[1])
         if cu_seqlens is not None and x.shape[0] != 1:
@@ -288,7 +297,7 @@ def _prepare(
             with torch.no_grad():
                 A = given["A"].float()
                 check_gates("A", A[None, None], 1)
-                check_gates("dt * A", A * _steps(given["dt"], given["dt_bias"], dt_softplus, dt_limit), chunk_size)
+                check_gates("dt * A", A * steps.of(given["dt"], given["dt_bias"]), chunk_size)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     algorithm = "chain" if shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
@@ -297,9 +306,9 @@ def _prepare(
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
 
 
-def _check(comm, x, dt, A, B, C, D, z, dt_bias) -> tuple[int, int, int, int]:
+def _check(comm: Communicator, given: dict[str, Any]) -> tuple[int, int, int, int]:
     """The shape of the state. Raises TypeError or ValueError."""
-    given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    x, B, D = (given[name] for name in "xBD")
     for name, t in given.items():
         if t is None and name in ("D", "z", "dt_bias"):
             continue

@@ -69,7 +69,7 @@ class Ranks:
             self._begun: set[int] = set()  # ranks that have answered a call
             for rank in range(size):
                 mine, theirs = context.Pipe()
-                arguments = (rank, size, self.device, backend, self._store.port, theirs, sys.path, environment)
+                arguments = ((rank, size, self.device, backend, self._store.port), theirs, sys.path, environment)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -162,8 +162,9 @@ def on_first(count: int, function, *arguments) -> Any:
     return function(_groups[count], *arguments) if dist.get_rank() < count else None
 
 
-def _serve(rank, size, device, backend, port, pipe, path, environment) -> None:
-    """What a rank's process does: run what comes through the pipe."""
+def _serve(which: tuple[int, int, str, str, int], pipe, path, environment) -> None:
+    """What a rank's process does: run what comes through the pipe. which: (rank, size, device, back end, port)."""
+    rank, size, device, backend, port = which
     if environment["TRITON_INTERPRET"] != os.environ.get("TRITON_INTERPRET"):
         raise RuntimeError("Ranks without GPUs must come before any other use of multiprocessing's fork server")
     os.environ.clear()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -189,6 +189,16 @@ class VirtualRank:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
+class _Scan(NamedTuple):
+    """Of all ranks; see ``VirtualRanks.scan``."""
+
+    states: torch.Tensor
+    decays: torch.Tensor
+    initial: torch.Tensor | None
+    outs: torch.Tensor
+    reverse: bool
+
+
 class VirtualRanks:
     """The scan of ``size`` ranks over states of ``shape`` [..., K, V], each rank on a stream of the current GPU.
 
@@ -265,12 +275,12 @@ class VirtualRanks:
         """
         outs = torch.full_like(states, float("nan"))
         order = range(self.size)[:: -1 if reverse else 1] if ranks is None else ranks
-        kind = reverse, initial is not None
+        scan, kind = _Scan(states, decays, initial, outs, reverse), (reverse, initial is not None)
         if kind not in self._ready:  # all kernels are compiled and loaded before any waits
             self._synchronize()
             skip = torch.full((1,), SKIP, device=self.device)
             for rank in range(self.size):
-                self._launch(rank, states, decays, outs, reverse, initial, None, skip)
+                self._launch(rank, scan, None, skip)
             self._synchronize()
             self._ready.add(kind)
         if delays_ns is not None:  # at multiples of 16 bytes, for which the kernels were compiled
@@ -280,11 +290,11 @@ class VirtualRanks:
         for rank in order:
             stream = self.ranks[rank].stream
             if current is None or stream is None:
-                self._launch(rank, states, decays, outs, reverse, initial, delays_ns, gate)
+                self._launch(rank, scan, delays_ns, gate)
                 continue
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                self._launch(rank, states, decays, outs, reverse, initial, delays_ns, gate)
+                self._launch(rank, scan, delays_ns, gate)
         if join and gate is None:
             self.join()
         return outs
@@ -296,7 +306,8 @@ class VirtualRanks:
                 torch.cuda.current_stream(self.device).wait_stream(rank.stream)
         self._held.clear()
 
-    def _launch(self, rank, states, decays, outs, reverse, initial, delays_ns, gate) -> None:
+    def _launch(self, rank, scan: _Scan, delays_ns, gate) -> None:
+        states, decays, initial, outs, reverse = scan
         delay = self._no_delay if delays_ns is None else delays_ns[2 * rank : 2 * rank + 1]
         gates = (self._open if gate is None else gate, delay, self.start, self.end)
         given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]

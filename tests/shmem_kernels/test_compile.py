@@ -286,6 +286,8 @@ class Launches:
 class NoCarrier:
     """Carries nothing."""
 
+    handle = 0
+
     class comm:  # noqa: N801
         size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
         checked = ()
@@ -309,6 +311,9 @@ class NoCarrier:
 
     def expected_us(self, *_):
         return 1.0
+
+    def pending(self, *_):
+        return []
 
 
 def rejected_on_sm_100(kernel):

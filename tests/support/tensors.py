@@ -76,7 +76,7 @@ def recurrent(comm, q, k, v, g, beta, layout="contiguous"):
     pieces = [Piece(24, 0, comm.rank > 0)]
     if layout == "zigzag":
         pieces = [Piece(12, 0, comm.rank > 0), Piece(12, 1, True)]
-    return delta_rule(other_rule, q / 8, k / 8, v, -g.abs() / 8, beta.sigmoid(), pieces, comm=comm)[0]
+    return delta_rule(other_rule, (q / 8, k / 8, v, -g.abs() / 8, beta.sigmoid()), pieces, comm=comm)[0]
 
 
 def zigzag_scan(comm, there, back, first, second, initial_state, dense=False):

@@ -304,7 +304,7 @@ def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Aske
             if key is not None:
                 comm.calls.remember(key, prepared)
         if wants_gradient(tensors):
-            o, final_state = _operator.eager(prepared, (cu_seqlens, final), *tensors)
+            o, final_state = _operator.eager((prepared, (cu_seqlens, final)), *tensors)
         else:
             o, final_state, *_ = prepared.forward(*tensors, cu_seqlens, final)
     if not final:

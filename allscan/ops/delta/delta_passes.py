@@ -185,7 +185,7 @@ class StatePass:
     def _backward(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, ends: tuple, scale: float) -> tuple:
         (dinitial,) = ends
         made = self._chunks(plan, x.k, d.dv)
-        self._adjoint(plan, x, d, entering, made, dinitial, scale)
+        self._adjoint(plan, x, d, entering, (*made, dinitial), scale)
         return made
 
     def _gradients(self, plan: Plan, x: Between, of: tuple, d: OfOutput, states: tuple, scale: float) -> list[Buffer]:
@@ -286,10 +286,10 @@ class StatePass:
         self._adjoint_kernel(plan, "leaves", x, d, *pointers, scale=scale, **has)
         return leaves
 
-    def _adjoint(
-        self, plan: Plan, x: Between, d: OfOutput, entering: Entering, made: tuple, dinitial: Buffer | None, scale
-    ) -> None:
-        """Fill ``made`` from each segment's incoming gradient, and ``dinitial`` where a sequence begins here."""
+    def _adjoint(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, filled: tuple, scale: float) -> None:
+        """Fill (dh, dv', and where a sequence begins dinitial, unless it is None) from each segment's incoming
+        gradient."""
+        *made, dinitial = filled
         out = dinitial or made[0]
         pointers = *_pointers(entering), *made, out, out
         has = dict(HAS_PREV=entering.through is not None, EVERY_CHUNK=True, HAS_OUTSIDE=False)

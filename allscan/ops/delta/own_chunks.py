@@ -114,7 +114,7 @@ class ChunkPass(StatePass):
         v_new, dv_new = (plan.scratch(*v.shape, dtype=v.dtype) for _ in "vd")
         self._states(plan, between, Entering(kept.enters), None, (h, v_new))
         plan.join()
-        self._adjoint(plan, between, d, room.entering(enters), (dh, dv_new), dinitial, scale)
+        self._adjoint(plan, between, d, room.entering(enters), (dh, dv_new, dinitial), scale)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         for STRONG in (False, True):
             self._launch_chunks(

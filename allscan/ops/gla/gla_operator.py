@@ -186,7 +186,7 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
                 comm.calls.remember(key, prepared)
         given = plain_or_traced(*tensors)
         if differentiable:
-            return _operator.eager(prepared, (cu_seqlens, final), *given)
+            return _operator.eager((prepared, (cu_seqlens, final)), *given)
         o, final_state, _ = prepared.forward(*given, cu_seqlens, final)
         return o, final_state
 

@@ -159,23 +159,16 @@ class Entering(NamedTuple):
 class GLAPlan(Plan):
     """A forward or backward pass for calls of one shape.
 
-    ``reverse``: backward. ``outside``: states come from outside, forward the initial ones, backward the gradients of
-    the final ones; ``final``: those where the pass ends are wanted.
+    ``reverse``: backward. ``ends``: tensors or None: states from outside, forward the initial ones, backward the
+    gradients of the final ones; those where the pass ends, if they are wanted.
     """
 
     def __init__(
-        self,
-        carrier: StateCarrier,
-        shape: Shape,
-        scale: float,
-        layout: Layout,
-        reverse: bool,
-        outside: bool,
-        final: bool,
+        self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool, ends: tuple[Any, Any]
     ) -> None:
         super().__init__(carrier.comm.graphs)
-        self.shape, self.scale, self.layout = shape, scale, layout
-        self.reverse, self.has_outside, self.has_final = reverse, outside, final
+        self.shape, self.scale, self.layout, self.reverse = shape, scale, layout, reverse
+        self.has_outside, self.has_final = (x is not None for x in ends)
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
@@ -557,7 +550,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan
     """For runs with these ``tensors``: q, k, v, g, initial, final, kept, of which initial and final may be None. Makes
     o."""
     *_, initial, final, _ = tensors
-    plan = GLAPlan(carrier, shape, scale, layout, False, initial is not None, final is not None)
+    plan = GLAPlan(carrier, shape, scale, layout, False, (initial, final))
     buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
     x, (initial, final, kept) = Inputs(*buffers[:4]), buffers[4:]
     fwd_epoch, entering, made = plan.kept_parts(kept)
@@ -588,7 +581,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPla
     them; with nothing beside them they would be a round of their own.
     """
     *_, dfinal, dinitial, _ = tensors
-    plan = GLAPlan(carrier, shape, scale, layout, True, dfinal is not None, dinitial is not None)
+    plan = GLAPlan(carrier, shape, scale, layout, True, (dfinal, dinitial))
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
     x, (do, dfinal, dinitial, kept) = Inputs(*buffers[:4]), buffers[4:]
     dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
