@@ -49,12 +49,12 @@ from .gla_blocks import load_da, load_passed, parts_product
 
 @triton.jit
 def da_kernel(
-    p_v,
-    p_do,
-    p_chunks,
-    p_da,
-    p_diagonal,
-    scale,
+    p_v,  # [tokens, H, V]
+    p_do,  # [tokens, H, V]
+    p_chunks,  # int32 [NC, 2]
+    p_da,  # [tokens, H, parts, BT]; out, see load_da
+    p_diagonal,  # float32 [tokens, H]; out
+    scale,  # float
     H: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -83,12 +83,12 @@ def da_kernel(
 
 @triton.jit
 def value_grad_kernel(
-    p_do,
-    p_k_out,
-    p_a,
-    p_chunks,
-    p_dstates,
-    p_dv,
+    p_do,  # [tokens, H, V]
+    p_k_out,  # [tokens, H, K]
+    p_a,  # float32 [tokens, H, BT]
+    p_chunks,  # int32 [NC, 2]
+    p_dstates,  # [NC, H, K, V]
+    p_dv,  # [tokens, H, V]; out
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -113,24 +113,24 @@ def value_grad_kernel(
 
 @triton.jit
 def grad_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_g,
-    p_do,
-    p_chunks,
-    p_weights,
-    p_gate,
-    p_strong,
-    p_da,
-    p_diagonal,
-    p_states,
-    p_dstates,
-    p_passed,
-    p_dq,
-    p_dk,
-    p_dg,
-    scale,
+    p_q,  # [tokens, H, K]
+    p_k,  # [tokens, H, K]
+    p_v,  # [tokens, H, V]
+    p_g,  # [tokens, H, K], natural logarithms
+    p_do,  # [tokens, H, V]
+    p_chunks,  # int32 [NC, 2]
+    p_weights,  # bfloat16 [3, BT, BT], see load_weights
+    p_gate,  # float32 [NC, H, K]
+    p_strong,  # int32 [NC, H]
+    p_da,  # [tokens, H, parts, BT], see load_da
+    p_diagonal,  # float32 [tokens, H]
+    p_states,  # [NC, H, K, V]
+    p_dstates,  # [NC, H, K, V]
+    p_passed,  # float32 [NC, H, PARTS, K]
+    p_dq,  # [tokens, H, K]; out
+    p_dk,  # [tokens, H, K]; out
+    p_dg,  # [tokens, H, K]; out
+    scale,  # float
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,

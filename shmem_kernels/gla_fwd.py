@@ -68,12 +68,12 @@ from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, segment
 
 @triton.jit
 def keys_kernel(
-    p_k,
-    p_g,
-    p_chunks,
-    p_k_out,
-    p_gate,
-    p_strong,
+    p_k,  # [tokens, H, K]
+    p_g,  # [tokens, H, K], natural logarithms
+    p_chunks,  # int32 [NC, 2]
+    p_k_out,  # [tokens, H, K]; out
+    p_gate,  # float32 [NC, H, K]; out
+    p_strong,  # int32 [NC, H]; out
     H: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -106,17 +106,17 @@ def keys_kernel(
 
 @triton.jit
 def operands_kernel(
-    p_q,
-    p_k,
-    p_g,
-    p_chunks,
-    p_weights,
-    p_gate,
-    p_strong,
-    p_q_in,
-    p_k_out,
-    p_a,
-    scale,
+    p_q,  # [tokens, H, K]
+    p_k,  # [tokens, H, K]
+    p_g,  # [tokens, H, K], natural logarithms
+    p_chunks,  # int32 [NC, 2]
+    p_weights,  # bfloat16 [3, BT, BT], see load_weights
+    p_gate,  # float32 [NC, H, K]; out with KEYS
+    p_strong,  # int32 [NC, H]; out with KEYS
+    p_q_in,  # [tokens, H, K]; out
+    p_k_out,  # [tokens, H, K]; out with KEYS
+    p_a,  # [tokens, H, BT]; out
+    scale,  # float
     H: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -169,19 +169,19 @@ def operands_kernel(
 
 @triton.jit
 def state_kernel(
-    p_x,
-    p_y,
-    p_gate,
-    p_segments,
-    p_state,
-    p_low,
-    p_segment_gate,
-    p_own,
-    p_gates,
-    p_prev,
-    p_states,
-    p_passed,
-    scale,
+    p_x,  # k_out, REVERSE q_in [tokens, H, K]
+    p_y,  # v, REVERSE do [tokens, H, V]
+    p_gate,  # float32 [NC, H, K]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_state,  # float32 [NS, H, K, V]; of every chunk [NC, H, K, V] in the dtype of what is stored
+    p_low,  # int8 [NC, H, K, V], see store_split; or None
+    p_segment_gate,  # float32 [NS, H, K]; None of every chunk
+    p_own,  # float32 [NS, H, K, V], the segments' incoming states from this rank; None for zeros: see below
+    p_gates,  # float32 [NS, H, K]; None without p_own
+    p_prev,  # float32 [B, H, K, V]; None without p_own
+    p_states,  # like p_state; REVERSE and of every chunk, else None
+    p_passed,  # float32 [NC, H, blocks of V, K]; with p_states
+    scale,  # float
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -189,17 +189,16 @@ def state_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
-    EVERY_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Through the chunks of one segment: BK rows and BV columns of S = decay S + x^T y. Forward (x, y = k_out, v): the
     state. REVERSE (q_in, do), from the last chunk to the first, times scale: the gradient of the state.
 
-    From zero, it writes what the segment leaves (p_state [NS, H, K, V]) and the sum of its gates (p_segment_gate
-    [NS, H, K]). EVERY_CHUNK: from the segment's incoming state (p_own, p_gates, p_prev), it writes each chunk's
-    incoming state (p_state [NC, H, K, V], with p_low: see store_split) or, REVERSE, what output_kernel would write to
-    p_dstates and, with p_states and p_low, to p_passed.
+    From zero, it writes what the segment leaves (p_state) and the sum of its gates (p_segment_gate). Of every chunk,
+    from the segment's incoming state (p_own, p_gates, p_prev), it writes each chunk's incoming state (p_state, p_low)
+    or, REVERSE, what output_kernel would write to p_dstates and, with p_states and p_low, to p_passed.
     """
+    EVERY_CHUNK: tl.constexpr = p_own is not None
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_k, i_v = tl.program_id(0) // V_BLOCKS, tl.program_id(0) % V_BLOCKS
     s, h = tl.program_id(1), tl.program_id(2)
@@ -244,31 +243,26 @@ def _block_of_state(K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.c
 
 @triton.jit
 def carry_kernel(
-    p_state,
-    p_gate,
-    p_gates,
-    p_segments,
-    p_first_segments,
-    p_outside,
-    p_own,
-    p_decay,
-    p_final,
+    p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state from this rank's tokens
+    p_gate,  # float32 [NS, H, K]
+    p_gates,  # float32 [NS, H, K]; out
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_first_segments,  # int32 [B + 1]
+    p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
+    p_own,  # float32 [B, H, K, V]; out, what this rank leaves
+    p_decay,  # float32 [B, H, K]; out, by what it multiplies its incoming state
+    p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    HAS_OUTSIDE: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """The states through this rank's segments; one program for BK rows and BV columns of one sent state and head.
 
-    p_state [NS, H, K, V]: in, each segment's local state; out, its incoming state from this rank's tokens. p_gates
-    [NS, H, K]: out, the gates by which this rank's incoming state decays up to there, -inf where it does not get there.
-    For the scan over the ranks: p_own [B, H, K, V], out, what this rank leaves; p_decay [B, H, K], out, by what
-    it multiplies its incoming state. p_outside: the states at the beginning of each sequence. p_final: out, those at
-    the end of each sequence that ends here. REVERSE: gradients, from the ends to the beginnings.
+    p_gates are the gates by which this rank's incoming state decays up to each segment, -inf where it does not get
+    there. For the scan over the ranks: p_own, p_decay. REVERSE: gradients, from the ends to the beginnings.
     """
     i = tl.program_id(2)
     index, h = i // H, i % H
@@ -287,7 +281,7 @@ def carry_kernel(
         b_leaves = tl.load(p_state + row * (K * V) + offsets, mask=inside, other=0.0)
         b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)  # [BK]
         begins = (flags & BEGIN) != 0
-        if HAS_OUTSIDE:
+        if p_outside is not None:
             p_begin = p_outside + (sequence * H + h) * (K * V) + offsets
             b_own = tl.where(begins, tl.load(p_begin, mask=inside & begins, other=0.0), b_own)
         b_gates = tl.where(begins, float("-inf"), b_gates)
@@ -296,7 +290,7 @@ def carry_kernel(
         b_own = b_own * exp2(b_gate)[:, None] + b_leaves
         b_gates += b_gate
         if (flags & FINISH) != 0:
-            if HAS_FINAL:
+            if p_final is not None:
                 tl.store(p_final + (sequence * H + h) * (K * V) + offsets, b_own, mask=inside)
             b_own = tl.zeros([BK, BV], tl.float32)
             b_gates = tl.full([BK], float("-inf"), tl.float32)
@@ -306,12 +300,12 @@ def carry_kernel(
 
 @triton.jit
 def final_kernel(
-    p_final,
-    p_gate,
-    p_gates,
-    p_segments,
-    p_first_segments,
-    p_prev,
+    p_final,  # float32 [N, H, K, V]; in and out
+    p_gate,  # float32 [NS, H, K]
+    p_gates,  # float32 [NS, H, K], as carry_kernel writes it
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_first_segments,  # int32 [B + 1]
+    p_prev,  # float32 [B, H, K, V]
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -319,7 +313,7 @@ def final_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Add this rank's incoming state (p_prev [B, H, K, V]) to the end of the sequence that comes with it, if it is
+    """Add this rank's incoming state (p_prev) to the end of the sequence that comes with it, if it is
     here: the first segment with which one ends. Arguments and programs as in carry_kernel."""
     i = tl.program_id(2)
     index, h = i // H, i % H
@@ -344,21 +338,21 @@ def final_kernel(
 
 @triton.jit
 def output_kernel(
-    p_x,
-    p_y,
-    p_z,
-    p_a,
-    p_gate,
-    p_segments,
-    p_state,
-    p_gates,
-    p_prev,
-    p_o,
-    p_states,
-    p_low,
-    p_dstates,
-    p_passed,
-    scale,
+    p_x,  # k_out, REVERSE q_in [tokens, H, K]
+    p_y,  # v, REVERSE do [tokens, H, V]
+    p_z,  # q_in, REVERSE k_out [tokens, H, K]
+    p_a,  # A [tokens, H, BT]
+    p_gate,  # float32 [NC, H, K]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_state,  # float32 [NS, H, K, V], the segments' incoming states from this rank
+    p_gates,  # float32 [NS, H, K]
+    p_prev,  # float32 [B, H, K, V]
+    p_o,  # o, REVERSE dv [tokens, H, V]
+    p_states,  # [NC, H, K, V], what entered the chunks; this and what follows None forward
+    p_low,  # int8 [NC, H, K, V], see load_fine; or None
+    p_dstates,  # [NC, H, K, V]; out
+    p_passed,  # float32 [NC, H, blocks of V, K]; out
+    scale,  # float
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -371,10 +365,10 @@ def output_kernel(
     """Through the chunks of one segment, from its incoming state: o = A y + scale * z S, then S = decay S + x^T y.
 
     Forward: x, y, z = k_out, v, q_in. REVERSE, from the last chunk to the first: x, y, z = q_in, do, k_out, A
-    transposed, o is dv, and scale * S the gradient D of the chunk's outgoing state, which is written to p_dstates
-    [NC, H, K, V]. With what entered the chunk (p_states and p_low, see load_fine) p_passed [NC, H, blocks of V, K]
-    becomes decay * sum_v D * states: what dg has from state to state. Where K is above 128 a program's part of the
-    state would not fit into registers beside that: state_kernel and value_grad_kernel (gla_bwd.py) do it.
+    transposed, o is dv, and scale * S the gradient D of the chunk's outgoing state, which is written to p_dstates. With
+    what entered the chunk (p_states and p_low) p_passed becomes decay * sum_v D * states: what dg has from state to
+    state. Where K is above 128 a program's part of the state would not fit into registers beside that: state_kernel and
+    value_grad_kernel (gla_bwd.py) do it.
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)

@@ -34,16 +34,16 @@ def _strong_chunk(b_strong, number, LOOK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def strong_decay_kernel(
-    p_q,
-    p_k,
-    p_g,
-    p_chunks,
-    p_strong,
-    p_q_in,
-    p_k_out,
-    p_a,
-    scale,
-    N,
+    p_q,  # [tokens, H, K]
+    p_k,  # [tokens, H, K]
+    p_g,  # [tokens, H, K], natural logarithms
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H]
+    p_q_in,  # [tokens, H, K]; out
+    p_k_out,  # [tokens, H, K]; out
+    p_a,  # [tokens, H, BT]; out
+    scale,  # float
+    N,  # NC * H
     H: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -143,23 +143,23 @@ def _rows(
 
 @triton.jit(do_not_specialize=["N"])
 def strong_decay_grad_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_g,
-    p_do,
-    p_chunks,
-    p_strong,
-    p_da,
-    p_diagonal,
-    p_states,
-    p_dstates,
-    p_passed,
-    p_dq,
-    p_dk,
-    p_dg,
-    scale,
-    N,
+    p_q,  # [tokens, H, K]
+    p_k,  # [tokens, H, K]
+    p_v,  # [tokens, H, V]
+    p_g,  # [tokens, H, K], natural logarithms
+    p_do,  # [tokens, H, V]
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H]
+    p_da,  # [tokens, H, parts, BT], see load_da
+    p_diagonal,  # float32 [tokens, H]
+    p_states,  # [NC, H, K, V]
+    p_dstates,  # [NC, H, K, V]
+    p_passed,  # float32 [NC, H, PARTS, K]
+    p_dq,  # [tokens, H, K]; out
+    p_dk,  # [tokens, H, K]; out
+    p_dg,  # [tokens, H, K]; out
+    scale,  # float
+    N,  # NC * H
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,

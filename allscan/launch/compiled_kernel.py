@@ -82,7 +82,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
         fixed = {name: x for name, x in (OPTIONS | fixed).items() if x is not None or name not in OPTIONS}
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
-        names = getattr(kernel, "arg_names", None) or kernel.fn.arg_names
+        names = parameter_names(kernel)
         self._given = [i for i, name in enumerate(names) if name not in fixed]  # places of what a call gives
         self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
@@ -132,6 +132,12 @@ class Launch:
         grid, device = (*self.grid, 1, 1)[:3], torch.cuda.current_device()
         self.at = launcher(compiled, grid, arguments, self._given, current_stream_of, device)  # type: ignore[arg-type]
         self.ready, self._compiled = True, compiled
+
+
+def parameter_names(kernel: Any) -> Sequence[str]:
+    """Of a triton.jit function, or of one of ``with_nvshmem``."""
+    names: Sequence[str] = getattr(kernel, "arg_names", None) or kernel.fn.arg_names
+    return names
 
 
 def _not_compiled(addresses: Sequence[Any]) -> NoReturn:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..bindings.triton_compat import launchable
-from .compiled_kernel import Launch
+from .compiled_kernel import Launch, parameter_names
 from .graph_cache import Builder, Graphs
 from .streams import Side
 
@@ -120,12 +120,14 @@ class Plan:
         self.buffers.append(buffer)
         return buffer
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Buffer, **fixed: Any) -> None:
-        """``kernel[grid](*args, **fixed)``, on the stream that is current then; nothing for an empty grid."""
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Buffer | None, **fixed: Any) -> None:
+        """``kernel[grid](*args, **fixed)``, on the stream that is current then; nothing for an empty grid. None is for
+        pointers that the kernel does without."""
         if 0 in grid:
             return
-        launch = Launch(kernel, grid, **fixed)
-        self.step(launch, args, launch)
+        nothing = {name: None for name, x in zip(parameter_names(kernel), args) if x is None}
+        launch = Launch(kernel, grid, **nothing, **fixed)
+        self.step(launch, [x for x in args if x is not None], launch)
 
     def step(
         self,

@@ -333,8 +333,9 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None):
     }
     seen = []
     for kernel, values, options in Launches.made:
-        names = kernel.arg_names[: len(values)]
-        arguments = {n: kinds[x.dtype] for n, x in zip(names, values)}
+        given = dict(zip(kernel.arg_names, values)) | options
+        arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}
+        options = {n: x for n, x in options.items() if n not in arguments}
         arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
         launch = {n: options.pop(n) for n in ("num_warps", "num_stages", *OPTIONS) if n in options}
         if (kernel, arguments, options) in seen:

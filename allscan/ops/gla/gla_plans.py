@@ -42,7 +42,7 @@ LOOK = {"cuda": 4096, "cpu": 8}
 
 # Where bfloat16 inputs take others than GLAPlan.blocks works out, by the rows of a state: its columns in a program,
 # warps, and stages of the loop over chunks
-OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, EVERY_CHUNK
+OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, of every chunk
 OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
@@ -159,16 +159,12 @@ class Entering(NamedTuple):
 class GLAPlan(Plan):
     """A forward or backward pass for calls of one shape.
 
-    ``reverse``: backward. ``ends``: tensors or None: states from outside, forward the initial ones, backward the
-    gradients of the final ones; those where the pass ends, if they are wanted.
+    ``reverse``: backward.
     """
 
-    def __init__(
-        self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool, ends: tuple[Any, Any]
-    ) -> None:
+    def __init__(self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool) -> None:
         super().__init__(carrier.comm.graphs)
         self.shape, self.scale, self.layout, self.reverse = shape, scale, layout, reverse
-        self.has_outside, self.has_final = (x is not None for x in ends)
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
         self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
@@ -244,7 +240,9 @@ class GLAPlan(Plan):
             **self.of_strong,
         )
 
-    def _with_state(self, kernel, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer, **options) -> None:
+    def _with_state(
+        self, kernel, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options
+    ) -> None:
         """A kernel whose programs have BK rows and BV columns of a state in registers. ``chosen``: see blocks."""
         BV, num_warps, num_stages = self.blocks(BK, chosen)
         grid = cdiv(self.V, BV) * cdiv(self.K, BK), self.layout.num_segments, self.H
@@ -277,15 +275,10 @@ class GLAPlan(Plan):
             gate,
             self.segments,
             states,
-            states,
+            None,
             sums,
-            states,
-            sums,
-            states,
-            states,
-            sums,
+            *[None] * 5,
             REVERSE=self.reverse,
-            EVERY_CHUNK=False,
         )
         return sums
 
@@ -319,7 +312,7 @@ class GLAPlan(Plan):
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
         blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         tables = self.segments, self.first_segments
-        self._ends = (final or prev, sums, gates, *tables, prev), grid, blocks
+        self._ends = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
         self._enters = behind if reverse else before  # something enters this rank
         first, last = behind and not (before or reverse), before and not (behind or reverse)
@@ -334,12 +327,10 @@ class GLAPlan(Plan):
                 sums,
                 gates,
                 *tables,
-                outside or states,
+                outside,
                 own,
                 decay,
-                final or prev,
-                HAS_OUTSIDE=self.has_outside,
-                HAS_FINAL=self.has_final,
+                final,
                 **blocks,
             )
 
@@ -371,7 +362,7 @@ class GLAPlan(Plan):
         if not self._joins_last:
             self.join()
         tensors, grid, blocks = self._ends
-        if self.has_final and self._enters:
+        if tensors[0] is not None and self._enters:
             self.launch(final_kernel, grid, *tensors, **blocks)
 
     def end(self) -> None:
@@ -387,12 +378,13 @@ class GLAPlan(Plan):
             OUTPUTS,
             *(made.k_out, v, made.q_in, made.a, made.gate, self.segments),
             *entering,
-            *[o] * 5,
+            o,
+            *[None] * 4,
             REVERSE=False,
         )
 
     def value_gradients(
-        self, do: Buffer, made: Chunks, entering: Entering, dv: Buffer, of_chunks: tuple[Buffer, Buffer]
+        self, do: Buffer, made: Chunks, entering: Entering, dv: Buffer, of_chunks: tuple[Buffer, Buffer | None]
     ) -> tuple[Buffer, Buffer]:
         """Makes dv; (D, what passes from state to state): see output_kernel."""
         (gate, _, k_out, q_in, a), (states, low) = made, of_chunks
@@ -430,12 +422,11 @@ class GLAPlan(Plan):
                 self.segments,
                 dstates,
                 low,
-                gate,
+                None,
                 *entering,
                 states,
                 passed,
                 REVERSE=True,
-                EVERY_CHUNK=True,
             )
             BV = min(128 if self.narrow else 64, self.BV_max)
             self.launch(
@@ -461,7 +452,7 @@ class GLAPlan(Plan):
         """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``entering``: own, gates, prev.
         ``grads``: what is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
-        low = self.of_chunks(torch.int8, before=grads) if self.narrow else states
+        low = self.of_chunks(torch.int8, before=grads) if self.narrow else None
         self._with_state(
             state_kernel,
             min(128, self.BK),
@@ -472,12 +463,11 @@ class GLAPlan(Plan):
             self.segments,
             states,
             low,
-            gate,
+            None,
             *entering,
-            states,
-            gate,
+            None,
+            None,
             REVERSE=False,
-            EVERY_CHUNK=True,
         )
         return states, low
 
@@ -549,8 +539,7 @@ class GLAPlan(Plan):
 def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
     """For runs with these ``tensors``: q, k, v, g, initial, final, kept, of which initial and final may be None. Makes
     o."""
-    *_, initial, final, _ = tensors
-    plan = GLAPlan(carrier, shape, scale, layout, False, (initial, final))
+    plan = GLAPlan(carrier, shape, scale, layout, False)
     buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
     x, (initial, final, kept) = Inputs(*buffers[:4]), buffers[4:]
     fwd_epoch, entering, made = plan.kept_parts(kept)
@@ -580,8 +569,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPla
     waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run beside
     them; with nothing beside them they would be a round of their own.
     """
-    *_, dfinal, dinitial, _ = tensors
-    plan = GLAPlan(carrier, shape, scale, layout, True, (dfinal, dinitial))
+    plan = GLAPlan(carrier, shape, scale, layout, True)
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
     x, (do, dfinal, dinitial, kept) = Inputs(*buffers[:4]), buffers[4:]
     dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
