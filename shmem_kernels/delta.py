@@ -70,13 +70,13 @@ def token_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def summary_kernel(
-    p_k,
-    p_w,
-    p_u,
-    p_g,
-    p_segments,
-    p_transition,
-    p_leaves,
+    p_k,  # kg [tokens, H, K]; SCALAR: k [tokens, HK, K]
+    p_w,  # [tokens, H, K]
+    p_u,  # [tokens, H, V]
+    p_g,  # float32, see above
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_transition,  # float32 [NS, H, K, K]; out
+    p_leaves,  # float32 [NS, H, K, V]; out
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -89,8 +89,8 @@ def summary_kernel(
     TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BR rows of a segment's transition M [NS, H, K, K] and BV columns of the same rows of R [NS, H, K, V], which it
-    leaves from zero. A segment with which its sequence ends has neither.
+    """BR rows of a segment's transition M and BV columns of the same rows of R, which it leaves from zero. A segment
+    with which its sequence ends has neither.
 
     By rows, from the last chunk to the first, since one product serves both:
         A = Z kg^T,  R = R + A u,  Z = Z D - A w,     Z from the identity; in the end Z = M.
@@ -145,31 +145,28 @@ def times(p_matrix, p_x, b_sum, k, c, stride_i, stride_j, stride_x, K: tl.conste
 
 @triton.jit
 def delta_carry_kernel(
-    p_transition,
-    p_leaves,
-    p_segments,
-    p_first_segments,
-    p_outside,
-    p_enters,
-    p_through,
-    p_own,
-    p_dense,
+    p_transition,  # float32 [NS, H, K, K]
+    p_leaves,  # float32 [NS, H, K, V], the segments' local states
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_first_segments,  # int32 [B + 1]
+    p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
+    p_enters,  # float32 [NS, H, K, V]; out, each segment's incoming state from this rank's tokens
+    p_through,  # float32 [NS, H, K, K]; out, by which the rank's incoming state comes to each segment; None: none does
+    p_own,  # float32 [B, H, K, V]; out, what the rank leaves
+    p_dense,  # float32 [B, H, K, K]; out, by which the rank's incoming state leaves it; None without p_through
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BC: tl.constexpr,
     BJ: tl.constexpr,
-    HAS_OUTSIDE: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Through the segments of one sent state and head: X = M X + R. A program has BC columns of one of two X.
 
-    The state, from this rank's local ones: p_enters [NS, H, K, V], each segment's incoming state; p_own [B, H, K, V],
-    what the rank leaves. And, if the state enters this rank, the identity without R: p_through [NS, H, K, K], by which
-    the rank's incoming state comes to each segment; p_dense [B, H, K, K], by which it leaves the rank, if it does.
-    p_outside: the states at the beginning of each sequence. REVERSE: from the last segment to the first, M transposed,
-    ends for beginnings.
+    The state, from this rank's local ones, is in p_enters and p_own; and if a state enters this rank, the identity
+    without R is in p_through and p_dense. REVERSE: from the last segment to the first, M transposed, ends for
+    beginnings.
     """
     NV: tl.constexpr = (V + BC - 1) // BC
     i_c, i = tl.program_id(0), tl.program_id(1)
@@ -185,6 +182,8 @@ def delta_carry_kernel(
     k, c = tl.arange(0, BK), tl.where(state, i_c, i_c - NV) * BC + tl.arange(0, BC)
     inside = (k < K)[:, None] & (c < C)[None, :]
     offsets = k[:, None] * C + c[None, :]
+    p_ways = p_enters if p_through is None else p_through  # no program has columns of it then
+    p_way = p_own if p_dense is None else p_dense
 
     b_x = tl.zeros([BK, BC], tl.float32)
     if i_c >= NV:
@@ -195,7 +194,7 @@ def delta_carry_kernel(
         row = (s * H + h).to(tl.int64) * K
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
         if state:
-            if HAS_OUTSIDE:
+            if p_outside is not None:
                 begins = (flags & BEGIN) != 0
                 sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
                 p_begin = p_outside + (sequence * H + h) * (K * V) + offsets
@@ -203,7 +202,7 @@ def delta_carry_kernel(
             p_here = p_enters + row * V
             b_next = tl.load(p_leaves + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
         else:
-            p_here = p_through + row * K
+            p_here = p_ways + row * K
             b_next = tl.zeros([BK, BC], tl.float32)
         if state | ((flags & COMES) != 0):
             tl.store(p_here + offsets, b_x, mask=inside)
@@ -217,7 +216,7 @@ def delta_carry_kernel(
     if state:
         tl.store(p_own + i.to(tl.int64) * (K * V) + offsets, b_x, mask=inside)
     else:
-        tl.store(p_dense + i.to(tl.int64) * (K * K) + offsets, b_x, mask=inside)
+        tl.store(p_way + i.to(tl.int64) * (K * K) + offsets, b_x, mask=inside)
 
 
 @triton.jit
@@ -267,17 +266,17 @@ def transposed_at(i_state, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def delta_states_kernel(
-    p_k,
-    p_w,
-    p_u,
-    p_g,
-    p_segments,
-    p_enters,
-    p_through,
-    p_prev,
-    p_states,
-    p_v_new,
-    p_final,
+    p_k,  # kg [tokens, H, K]; SCALAR: k [tokens, HK, K]
+    p_w,  # [tokens, H, K]
+    p_u,  # [tokens, H, V]
+    p_g,  # float32, see above
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_enters,  # float32 [NS, H, K, V]; in and out, see load_entering
+    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None without p_through
+    p_states,  # [NC, H, K, V]; out, each chunk's incoming state
+    p_v_new,  # [tokens, H, V]; out
+    p_final,  # float32 [N, H, K, V]; out, the state behind the last token of each sequence that ends here; or None
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -286,14 +285,11 @@ def delta_states_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BJ: tl.constexpr,
-    HAS_PREV: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
     SCALAR: tl.constexpr,
     TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Through the chunks of one segment, from its incoming state: that of each chunk (p_states [NC, H, K, V])
-    and v_new [tokens, H, V]; p_final [N, H, K, V], the state behind the last token of a sequence that ends here.
+    """Through the chunks of one segment, from its incoming state: that of each chunk, and v_new.
 
     The state is held transposed, [BV, BK]: so it and v_new are left operands of the products, which tensor cores take
     from registers, and nothing that a product waits for goes through shared memory. A chunk's decay is loaded while the
@@ -301,6 +297,7 @@ def delta_states_kernel(
     """
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
+    HAS_PREV: tl.constexpr = p_through is not None
     b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
     b_decay = chunk_decay(p_g, h, chunk, start, end, H, K, BT, BK, SCALAR, TOTALS)
     for n in range(loop_bound(num_chunks)):
@@ -320,29 +317,79 @@ def delta_states_kernel(
             b_v *= b_behind[None, :]
         b_state = product(b_v, load(p_k, at_k, inside_k), b_state * b_decay[None, :], PRECISION)
         b_decay = b_next_decay
-    if HAS_FINAL:
+    if p_final is not None:
         if (tl.load(p_segment + FLAGS) & LAST) != 0:
             at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
             tl.store(p_final + at, b_state, mask=inside)
 
 
 @triton.jit
-def adjoint_kernel(
-    p_q,
-    p_k,
-    p_w,
-    p_g,
+def final_gradient(
+    p_outside, p_segment, h, i_v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
+):
+    """The gradient behind a segment [BV, BK]: of the final state where its sequence ends, if p_outside is there; else
+    zeros."""
+    b_state = tl.zeros([BV, BK], tl.float32)
+    if p_outside is not None:
+        ends = (tl.load(p_segment + FLAGS) & LAST) != 0
+        at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+        b_state = load(p_outside, at, inside & ends)
+    return b_state
+
+
+@triton.jit
+def local_gradients(
     p_do,
     p_dv,
-    p_segments,
-    p_enters,
-    p_through,
-    p_prev,
-    p_dstates,
-    p_dv_new,
-    p_leaves,
-    p_outside,
-    scale,
+    p_scores,
+    h,
+    first,
+    end,
+    i_v,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of a chunk, (do, what v_new has of it inside of the chunk: p_dv, or Aqk^T do) [BV, BT]."""
+    at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
+    b_do = tl.trans(load(p_do, at_v, inside_v))
+    if p_dv is None:
+        at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
+        b_scores = tl.where(lower(BT, 0), load(p_scores, at_a, inside_a), 0.0)
+        b_given = product(b_do, b_scores, tl.zeros([BV, BT], tl.float32), PRECISION)
+    else:
+        b_given = tl.trans(load(p_dv, at_v, inside_v)).to(tl.float32)
+    return b_do, b_given
+
+
+@triton.jit
+def store_gradients(p_dstates, p_dv_new, b_state, b_dv, at_s, inside_s, at_v, inside_v):
+    """Of a chunk's outgoing state, and dv', which are transposed here."""
+    tl.store(p_dstates + at_s, tl.trans(cast(b_state, p_dstates.dtype.element_ty)), mask=inside_s)
+    tl.store(p_dv_new + at_v, tl.trans(cast(b_dv, p_dv_new.dtype.element_ty)), mask=inside_v)
+
+
+@triton.jit
+def adjoint_kernel(
+    p_q,  # qg [tokens, H, K]; SCALAR: q [tokens, HK, K]
+    p_k,  # kg [tokens, H, K]; SCALAR: k [tokens, HK, K]
+    p_w,  # [tokens, H, K]
+    p_g,  # float32, see above
+    p_do,  # [tokens, H, V]
+    p_dv,  # [tokens, H, V]; None: of p_scores
+    p_scores,  # Aqk [tokens, H, BT]; None with p_dv
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_enters,  # float32 [NS, H, K, V]; in and out, see load_entering; this and what follows up to p_dinitial: or None
+    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None without p_through
+    p_dstates,  # [NC, H, K, V]; out, the gradient of each chunk's outgoing state
+    p_dv_new,  # dv' [tokens, H, V]; out
+    p_dinitial,  # float32 [N, H, K, V]; out, of the states before the first token of each sequence that begins here
+    p_leaves,  # float32 [NS, H, K, V]; out, what each segment leaves from zero; None with p_enters
+    p_outside,  # float32 [N, H, K, V], gradients of final states; or None
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -351,11 +398,6 @@ def adjoint_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BJ: tl.constexpr,
-    HAS_PREV: tl.constexpr,
-    EVERY_CHUNK: tl.constexpr,
-    HAS_OUTSIDE: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    FROM_SCORES: tl.constexpr,
     SCALAR: tl.constexpr,
     TOTALS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -363,24 +405,21 @@ def adjoint_kernel(
     """The gradient of the state through the chunks of one segment, from the last to the first; held as by
     delta_states_kernel.
 
-    From zero, or where its sequence ends from p_outside [N, H, K, V] if there is one, it writes what the segment leaves
-    (p_leaves [NS, H, K, V]), unless its sequence begins with it.
-    EVERY_CHUNK: from the segment's incoming gradient, it writes that of each chunk's outgoing state (p_dstates
-    [NC, H, K, V]) and dv' [tokens, H, V]; with HAS_FINAL, p_leaves [N, H, K, V] takes the gradients of the states
-    before the first token of each sequence that begins here. FROM_SCORES: p_dv is Aqk [tokens, H, BT] instead.
+    From zero, or where its sequence ends from p_outside, it writes what the segment leaves (p_leaves), unless its
+    sequence begins with it. With p_enters, from the segment's incoming gradient, it writes p_dstates, p_dv_new and
+    p_dinitial.
     """
+    EVERY_CHUNK: tl.constexpr = p_enters is not None
+    HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
-    b_state = tl.zeros([BV, BK], tl.float32)
     if EVERY_CHUNK:
         b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT)
-    elif begins:
-        return
-    elif HAS_OUTSIDE:
-        ends = (tl.load(p_segment + FLAGS) & LAST) != 0
-        at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
-        b_state = load(p_outside, at, inside & ends)
+    else:
+        if begins:
+            return
+        b_state = final_gradient(p_outside, p_segment, h, i_v, H, K, V, BK, BV)
     last = tl.maximum(num_chunks - 1, 0)
     b_decay = chunk_decay(p_g, h, chunk + last, start + last * BT, end, H, K, BT, BK, SCALAR, TOTALS)
     for i in range(loop_bound(num_chunks)):
@@ -390,14 +429,7 @@ def adjoint_kernel(
         b_next_decay = chunk_decay(p_g, h, chunk + following, start + following * BT, end, H, K, BT, BK, SCALAR, TOTALS)
         at, inside = rows(h, first, end, H, K, BT, BK)
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
-        at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
-        b_do = tl.trans(load(p_do, at_v, inside_v))
-        if FROM_SCORES:
-            at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
-            b_scores = tl.where(lower(BT, 0), load(p_dv, at_a, inside_a), 0.0)
-            b_given = product(b_do, b_scores, tl.zeros([BV, BT], tl.float32), PRECISION)
-        else:
-            b_given = tl.trans(load(p_dv, at_v, inside_v)).to(tl.float32)
+        b_do, b_given = local_gradients(p_do, p_dv, p_scores, h, first, end, i_v, H, V, BT, BV, PRECISION)
         b_k = tl.trans(load(p_k, at_k, inside_k))
         if SCALAR:
             b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
@@ -406,8 +438,8 @@ def adjoint_kernel(
             b_dv = product(b_state, b_k, b_given, PRECISION)
         if EVERY_CHUNK:
             at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
-            tl.store(p_dstates + at_s, tl.trans(cast(b_state, p_dstates.dtype.element_ty)), mask=inside_s)
-            tl.store(p_dv_new + at_v, tl.trans(cast(b_dv, p_dv_new.dtype.element_ty)), mask=inside_v)
+            at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)
+            store_gradients(p_dstates, p_dv_new, b_state, b_dv, at_s, inside_s, at_v, inside_v)
         b_state *= b_decay[None, :]
         b_decay = b_next_decay
         if SCALAR:
@@ -417,32 +449,31 @@ def adjoint_kernel(
             b_q = load(p_q, at, inside)
             b_state += scale * product(b_do, b_q, tl.zeros([BV, BK], tl.float32), PRECISION)
         b_state = product(-b_dv, load(p_w, at, inside), b_state, PRECISION)
-    if EVERY_CHUNK:
-        if HAS_FINAL:
-            if begins:
-                at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
-                tl.store(p_leaves + at, b_state, mask=inside)
-    else:
+    if not EVERY_CHUNK:
         at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
         tl.store(p_leaves + at, b_state, mask=inside)
+    elif p_dinitial is not None:
+        if begins:
+            at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
+            tl.store(p_dinitial + at, b_state, mask=inside)
 
 
 @triton.jit
 def scalar_gradient_kernel(
-    p_q,
-    p_k,
-    p_v_new,
-    p_g,
-    p_do,
-    p_dv,
-    p_states,
-    p_dstates,
-    p_chunks,
-    p_dq,
-    p_dk,
-    p_dw,
-    p_dg,
-    scale,
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_v_new,  # [tokens, H, V]
+    p_g,  # float32 [tokens, H]
+    p_do,  # [tokens, H, V]
+    p_dv,  # dv' [tokens, H, V]
+    p_states,  # [NC, H, K, V]
+    p_dstates,  # [NC, H, K, V]
+    p_chunks,  # int32 [NC, 2]
+    p_dq,  # [tokens, H, K], of each head, since heads share the rows of q and k; out
+    p_dk,  # [tokens, H, K], the same; out
+    p_dw,  # [tokens, H, K]; out
+    p_dg,  # float32 [tokens, H]; out
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -461,7 +492,6 @@ def scalar_gradient_kernel(
         dq = scale * e^G do S^T + P k       dk = e^(G_C - G) v_new dS^T + P^T q       dw = -dv' S^T
         dG = q . dq - k . dk, and at the last token also e^G_C <S, dS> + sum_s k_s . e^(G_C - G_s) v_new_s dS^T
     G and dG are natural logarithms here; p_g holds G times log2(e), as everywhere.
-    p_dq, p_dk: [tokens, H, K], of each head, since heads share the rows of q and k; p_dg [tokens, H] float32.
     """
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)

@@ -247,12 +247,11 @@ class StatePass:
             leaves,
             self._segments(plan),
             plan.constant(self.layout.first_segments),
-            outside or leaves,
+            outside,
             kept.enters,
-            room.through or kept.enters,
+            room.through,
             room.own,
-            room.dense or room.own,
-            HAS_OUTSIDE=outside is not None,
+            room.dense,
             REVERSE=reverse,
         )
 
@@ -272,42 +271,37 @@ class StatePass:
 
     def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, made: tuple) -> tuple:
         h, v_new = made
-        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *_pointers(entering), h, v_new, final or h
-        has = dict(HAS_PREV=entering.through is not None, HAS_FINAL=final is not None)
-        self._by_segments(plan, "states", delta_states_kernel, *tensors, **has)
+        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *entering, h, v_new, final
+        self._by_segments(plan, "states", delta_states_kernel, *tensors)
         return made
 
     def _leaves(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
         from zero."""
         leaves = plan.scratch(*self.of_states)
-        pointers = leaves, leaves, leaves, leaves, leaves, leaves, dfinal or leaves
-        has = dict(HAS_PREV=False, EVERY_CHUNK=False, HAS_OUTSIDE=dfinal is not None, HAS_FINAL=False)
-        self._adjoint_kernel(plan, "leaves", x, d, *pointers, scale=scale, **has)
+        self._adjoint_kernel(plan, "leaves", x, d, *[None] * 6, leaves, dfinal, scale=scale)
         return leaves
 
     def _adjoint(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, filled: tuple, scale: float) -> None:
         """Fill (dh, dv', and where a sequence begins dinitial, unless it is None) from each segment's incoming
         gradient."""
-        *made, dinitial = filled
-        out = dinitial or made[0]
-        pointers = *_pointers(entering), *made, out, out
-        has = dict(HAS_PREV=entering.through is not None, EVERY_CHUNK=True, HAS_OUTSIDE=False)
-        self._adjoint_kernel(plan, "adjoint", x, d, *pointers, scale=scale, **has, HAS_FINAL=dinitial is not None)
+        self._adjoint_kernel(plan, "adjoint", x, d, *entering, *filled, None, None, scale=scale)
 
-    def _adjoint_kernel(self, plan: Plan, name: str, x: Between, d: OfOutput, *pointers: Buffer, **fixed: Any) -> None:
-        given = d.scores if d.dv is None else d.dv
-        tensors = x.q, x.k, x.w, x.g, d.do, given, self._segments(plan), *pointers
-        self._by_segments(plan, name, adjoint_kernel, *tensors, **fixed, FROM_SCORES=d.dv is None)
+    def _adjoint_kernel(
+        self, plan: Plan, name: str, x: Between, d: OfOutput, *pointers: Buffer | None, scale: float
+    ) -> None:
+        scores = d.scores if d.dv is None else None
+        tensors = x.q, x.k, x.w, x.g, d.do, d.dv, scores, self._segments(plan), *pointers
+        self._by_segments(plan, name, adjoint_kernel, *tensors, scale=scale)
 
     def _segments(self, plan: Plan) -> Any:
         return plan.constant(self.layout.segments)
 
-    def _by_segments(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer, **fixed: Any) -> None:
+    def _by_segments(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         grid = cdiv(self.V, self.blocks[name]["BV"]), self.layout.num_segments, self.H
         self._launch(plan, name, kernel, grid, *buffers, **self.chunked, **fixed)
 
-    def _launch(self, plan: Plan, name: str, kernel: Any, grid: tuple, *buffers: Buffer, **fixed: Any) -> None:
+    def _launch(self, plan: Plan, name: str, kernel: Any, grid: tuple, *buffers: Buffer | None, **fixed: Any) -> None:
         """With the block sizes of ``name``. ``fixed``: the other parameters."""
         plan.launch(kernel, grid, *buffers, **self.common, **self.blocks[name], **fixed)
 
@@ -321,12 +315,6 @@ def _words(plan: Plan, kept: Kept) -> Kept:
     """Of the first two, as the float32 that they are."""
     first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept[:2])
     return kept._replace(transitions=first, enters=second)
-
-
-def _pointers(entering: Entering) -> tuple:
-    """What kernels take: pointers that are not used where there is no such thing."""
-    states, through, prev = entering
-    return states, through or states, prev or states
 
 
 def functions_with_plans(comm: Communicator) -> dict[str, bool]:

@@ -13,7 +13,7 @@ from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .delta_passes import StatePass, _pointers, _words
+from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
 from .records import Between, DeltaShape, Ends, Entering, Inputs, Kept, OfOutput, Outer, Saved
 
@@ -32,6 +32,12 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
     return dict.fromkeys(("operands", "output", "gradient"), dict(BJ=BK, BV=BV_max))
+
+
+def _pointers(entering: Entering) -> tuple:
+    """What kernels take: pointers that are not used where there is no such thing."""
+    states, through, prev = entering
+    return states, through or states, prev or states
 
 
 class ChunkPass(StatePass):
