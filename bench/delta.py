@@ -294,6 +294,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
     ours and by fla's two kernels for it."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 
+    from allscan.base.tiling import multiprocessors
     from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
     from allscan.ops.delta.records import Between, DeltaShape, Ends, Kept, OfOutput
     from allscan.tokens.partition import OwnTokens, find_layout
@@ -308,7 +309,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         u, do, dv = (normal(1, T, H, K).bfloat16() for _ in range(3))
         sums = F.logsigmoid(normal(T // 64, 64, H, K)).div(16).cumsum(1).view(1, T, H, K)
         scores, scale = (normal(1, T, H, 64) / 8).bfloat16(), K**-0.5
-        layout = find_layout(comm, OwnTokens(1, T), delta_segment_length(T, H, True))
+        layout = find_layout(comm, OwnTokens(1, T), delta_segment_length(T, H, multiprocessors(comm.device)))
         ours = StatePass(comm, layout, DeltaShape(1, H, H, K, K, torch.bfloat16, scalar=False))
         kept = Kept(
             sums.new_empty(ours.of_transitions),

@@ -24,6 +24,7 @@ import time
 import torch
 
 import allscan
+from allscan.base.tiling import multiprocessors
 from allscan.reference import gla_reference
 from allscan.tokens.packing import CHUNK_TOKENS, segment_length
 from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
@@ -67,7 +68,7 @@ COLUMNS = (
 def work(B, T, H, K, V) -> dict:
     """{kernel: (bytes, FLOPs)} of one forward and backward, bfloat16 with float32 gates, all its launches together."""
     n, BT = B * T * H, CHUNK_TOKENS
-    segments = B * -(-T // segment_length(B, T, H, K, V, False, True)) * H * K * V * 4
+    segments = B * -(-T // segment_length(B, T, H, K, V, False, multiprocessors(torch.device("cuda")))) * H * K * V * 4
     chunks = B * -(-T // BT) * H * K * V * 2
     key, value, gate, scores = n * K * 2, n * V * 2, n * K * 4, n * BT * 2
     pass_, within, pairs = 2 * n * K * V, 2 * n * BT * K, 2 * n * BT * V

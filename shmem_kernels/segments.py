@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel import begin, finish, receive
 from .blocks import loop_bound
+from .channel import begin, finish, receive
 from .links import SENTINEL_BITS, post
 from .tiles import load_tile, tile_offsets, tile_place
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -43,6 +44,24 @@ def transition_blocks(BK: int) -> dict[str, int]:
     """Launch options of transition_kernel: up to 128 x 128 a transition fits the registers of 8 warps. Of a larger one
     the addresses of 4 stages do not."""
     return dict(BJ=BK if BK <= 128 else 32 if BK <= 256 else 16, STAGES=3, num_warps=4 if BK <= 64 else 8)
+
+
+H100_MULTIPROCESSORS = 132
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 0 of CPUs. Where tensors of a GPU are traced without one, those of an H100."""
+    if device.type != "cuda":
+        return 0
+    if not torch.cuda.is_available():
+        return H100_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_2_below(n: int) -> int:
+    """The greatest power of two that is not above ``n``."""
+    return 1 << n.bit_length() - 1
 
 
 def cdiv(a: int, b: int) -> int:

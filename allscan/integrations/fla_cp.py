@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.checks import ScanInputs
-from ..base.tiling import transition_tile
+from ..base.tiling import multiprocessors, transition_tile
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.delta.records import Between, DeltaShape, OfOutput
@@ -217,7 +217,7 @@ def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
         times = v.shape[1] // int(context.cu_seqlens_cpu[-1])
         begin, end = (times * int(x) for x in context.cu_seqlens_cpu[i:][:2])
     HV, V = v.shape[2:]
-    segment = delta_segment_length(end - begin, HV, comm.device.type == "cuda")
+    segment = delta_segment_length(end - begin, HV, multiprocessors(comm.device))
     middle = [Piece(begin, end, 0, 0, 0)]
     layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
     shape = DeltaShape(1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None)

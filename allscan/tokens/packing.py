@@ -13,7 +13,7 @@ import torch
 
 from ..base.autograd import ordered
 from ..base.checks import PER_DOCUMENT, boundaries, reject_in_capture
-from ..base.tiling import cdiv, next_power_of_2
+from ..base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
 from ..comm.communicator import Communicator
 from ..launch.plan import ALIGNMENT
@@ -160,13 +160,15 @@ def to_device(tables: Sequence[torch.Tensor], device) -> list[torch.Tensor]:
     return [there(memory, place, table) for place, table in zip(places, tables)]
 
 
-def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, cuda: bool) -> int:
+def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, num_sms: int) -> int:
     """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments for the programs of
-    output_kernel to fill a GPU. Of more than 1,024 tokens so many that they fill it twice, lest their time double where
-    others use a few multiprocessors; of packed sequences, which are of many lengths, four times."""
-    if not cuda:
+    output_kernel to fill a GPU of ``num_sms`` multiprocessors (0 on CPUs). Of more than 1,024 tokens so many that they
+    fill it twice, lest their time double where others use a few multiprocessors; of packed sequences, which are of many
+    lengths, four times."""
+    if not num_sms:
         return 2 * CHUNK_TOKENS
-    at_once = 128 if 64 < K <= 128 and V > 64 else 256  # programs, which then have 8 or 4 warps
+    # programs, which then have 8 or 4 warps: about one or two a multiprocessor
+    at_once = power_of_2_below(num_sms) * (1 if 64 < K <= 128 and V > 64 else 2)
     programs = B * H * cdiv(V, 64 if K > 128 else 128)  # of a segment of each sequence
     length, least = 4096, CHUNK_TOKENS * (2 if K <= 64 else 4)
     while length > least and programs * cdiv(T, length) < at_once * (4 if packed else 2 if length > 1024 else 1):

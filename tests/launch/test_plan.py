@@ -435,7 +435,7 @@ def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
     """The scan waits for this rank's segments only, and da_kernel and the states of the chunks for no scan."""
     monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
     layout, like = Layout([Piece(0, 256, 0, 0, 0)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
-    shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, False)
+    shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, 132, False)
     kept, gates = torch.zeros(shape.kept_words), torch.zeros(1, 256, 2, 64)
     with side_streams(monkeypatch) as some:
         middle = Middle(some)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allscan.base.tiling import default_tile, transition_blocks, transition_tile
+from allscan.base.tiling import H100_MULTIPROCESSORS, default_tile, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
@@ -372,7 +372,8 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     for name, kernel in list(vars(gla_plans).items()):
         if name.endswith("_kernel"):
             monkeypatch.setattr(gla_plans, name, Launches(kernel))
-    for sizes in ("SUB_BLOCK", "STEP", "LOOKERS", "LOOK", "CARRY_WORDS", "FEW"):
+    monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
+    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
         monkeypatch.setattr(gla_plans, sizes, {"cpu": getattr(gla_plans, sizes)["cuda"]})
     monkeypatch.setattr(Launches, "made", [])
     H, T = 4, 130

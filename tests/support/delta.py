@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import allscan
+from allscan.base.tiling import multiprocessors
 from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta.delta_operator import Options, _state_pass, shapes_of
 from allscan.ops.delta.delta_passes import delta_segment_length
@@ -221,7 +222,7 @@ def pass_case(group, case: DeltaCase):
         for c in parts.own:
             at = slice(c.begin - parts.mine.start, c.end - parts.mine.start)
             scores[0, at, :, : c.end - c.begin] = c.scores.movedim(0, 1).to(dtype)
-        segment = delta_segment_length(T, HV, comm.device.type == "cuda")
+        segment = delta_segment_length(T, HV, multiprocessors(comm.device))
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
         layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
         passes = _state_pass(comm, layout, shapes_of(whole.q, whole.v), Options(rule, 1.0, "", None))

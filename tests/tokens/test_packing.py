@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import allscan
 from allscan.base.autograd import REVISION
+from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.launch.compiled_kernel import Launch
 from allscan.shmem_kernels.segment_table import FIRST, LAST
 from allscan.tokens import packing, partition
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.cpu
 )
 def test_segments_on_a_gpu(shape, packed, expected):
     """As development runs on an H200 have found them best, of those that fill the GPU as often as they should."""
-    assert segment_length(*shape, packed, True) == expected
+    assert segment_length(*shape, packed, H100_MULTIPROCESSORS) == expected
 
 
 @pytest.mark.quick

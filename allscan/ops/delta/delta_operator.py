@@ -24,6 +24,7 @@ from ...base.checks import (
     zigzag_of,
 )
 from ...base.errors import DeferredError
+from ...base.tiling import multiprocessors
 from ...bindings.torch_compat import num_dispatch_modes, unsafe_view
 from ...bindings.versions import rejection
 from ...comm.backwards import saved_tensors
@@ -450,7 +451,7 @@ class Shapes(NamedTuple):
         return carried_states(self.B, self.sequences, zigzag) * self.HV, self.K, self.V
 
     def segment_length(self) -> int:
-        return delta_segment_length(self.B * self.T, self.HV, self.device.type == "cuda")
+        return delta_segment_length(self.B * self.T, self.HV, multiprocessors(self.device))
 
 
 def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Shapes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.tiling import cdiv, next_power_of_2
+from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta import (
@@ -24,14 +24,14 @@ from .fla_replay import FlaReplay
 from .records import Between, DeltaShape, Ends, Entering, Kept, OfOutput, Room
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
-PROGRAMS = 128  # of the passes over segments: about one a multiprocessor
 
 
-def delta_segment_length(tokens: int, H: int, cuda: bool) -> int:
-    """Tokens of a segment, whole chunks: few and long, since each has a transition, yet enough to fill a GPU."""
-    if not cuda:
+def delta_segment_length(tokens: int, H: int, num_sms: int) -> int:
+    """Tokens of a segment, whole chunks: few and long, since each has a transition, yet enough to fill a GPU of so many
+    multiprocessors (0 on CPUs), about one program each."""
+    if not num_sms:
         return 2 * CHUNK_TOKENS
-    number = max(1, min(32, PROGRAMS // H))
+    number = max(1, min(32, power_of_2_below(num_sms) // H))
     return max(4 * CHUNK_TOKENS, cdiv(cdiv(tokens, number), CHUNK_TOKENS) * CHUNK_TOKENS)
 
 

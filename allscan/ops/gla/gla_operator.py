@@ -30,7 +30,7 @@ from ...base.checks import (
     zigzag_of,
 )
 from ...base.errors import DeferredError
-from ...base.tiling import cdiv
+from ...base.tiling import cdiv, multiprocessors
 from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator
@@ -352,8 +352,9 @@ def _saved(shape: Shape, device) -> list:
 
 def _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    device = "cuda" if v.is_cuda else "cpu"  # an eighth of v.device.type's time
-    return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, device, zigzag, keeps)
+    device = v.device
+    of_gpu = device.type, zigzag, multiprocessors(device)
+    return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, keeps)
 
 
 def _made(q, final, shape) -> tuple[Tensor | None, Tensor]:

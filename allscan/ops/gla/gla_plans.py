@@ -36,8 +36,9 @@ STEP = {"cuda": 4, "cpu": 16}
 
 APART_US = 1.75e-6  # that forward takes longer, a word of q, with keys in a kernel of their own
 
-# Programs that look for chunks of strong decay, as many as there is room for at once, and how many they look at
-LOOKERS = {"cuda": 264, "cpu": 2}
+# Programs a multiprocessor that look for chunks of strong decay, as many as there is room for at once, and how many
+# they look at
+LOOKERS = 2
 LOOK = {"cuda": 4096, "cpu": 8}
 
 # Where bfloat16 inputs take others than GLAPlan.blocks works out, by the rows of a state: its columns in a program,
@@ -46,8 +47,6 @@ OF_CHUNKS = {128: (64, 4, 2)}  # state_kernel, of every chunk
 OF_CHUNKS_REVERSE = {128: (128, 8, 1)}
 OUTPUTS = {256: (64, 4, 1)}  # output_kernel
 OUTPUTS_REVERSE = {64: (64, 4, 3)}
-FEW = {"cuda": 132, "cpu": 0}  # programs, below which they get fewer columns
-
 CARRY_WORDS = {"cuda": 256, "cpu": 8192}  # of a program of carry_kernel
 
 # Operands of products on the tensor cores. float16 could not hold a decay's small end, and tf32 rounds like it.
@@ -74,13 +73,14 @@ class Shape:
     gate_dtype: torch.dtype
     device: str
     zigzag: int  # see checks.zigzag_of
+    num_sms: int  # multiprocessors of the GPU; 0 on CPUs
     keeps: bool  # forward keeps what is `made` of the chunks for backward, which makes it again otherwise
 
     @functools.cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
         packed = self.sequences > self.B
-        return segment_length(self.B, self.T, self.H, self.K, self.V, packed, self.device == "cuda")
+        return segment_length(self.B, self.T, self.H, self.K, self.V, packed, self.num_sms)
 
     @functools.cached_property
     def carried(self) -> int:
@@ -177,7 +177,7 @@ class GLAPlan(Plan):
         self.widths = dict(H=self.H, K=self.K, BT=self.BT)
         self.range = 23.0 if shape.dtype == torch.float32 else 115.0  # of a chunk's decay, as a power of 2
         flags = layout.num_chunks * self.H
-        self.lookers = (min(flags, LOOKERS[shape.device]),)
+        self.lookers = (min(flags, LOOKERS * max(1, shape.num_sms)),)
         sub_blocks = dict(BK=self.BK, BC=SUB_BLOCK[shape.device], BS=min(32, self.BK))
         self.of_strong = dict(N=flags, LOOK=LOOK[shape.device], **sub_blocks)
         self.chunks, self.segments, self.first_segments, self.weights = (
@@ -259,7 +259,7 @@ class GLAPlan(Plan):
         BV, num_warps, stages = chosen.get(BK, default) if self.narrow else default
         BV = min(BV, self.BV_max)
         segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # about, and the same for every layout
-        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < FEW[self.shape.device]:
+        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < self.shape.num_sms:  # one each
             BV //= 2
         return BV, num_warps if BK * BV > 8192 else 4, stages
 
