@@ -49,10 +49,13 @@ def inference_tensors(inputs: Iterable[object]) -> bool:
 def check_saveable(saved: Iterable[object], inputs: Iterable[object]) -> None:
     """Raise ValueError if a call with ``inputs`` is to have a backward pass, and torch cannot save for it."""
     if not torch.compiler.is_compiling() and wants_gradient(inputs) and inference_tensors(saved):
-        raise ValueError(
-            "a gradient is wanted of what is made in torch.inference_mode, which torch cannot save for backward: no "
-            "torch.enable_grad() inside of it, and clone() such tensors outside"
-        )
+        raise ValueError(NOT_SAVEABLE)
+
+
+NOT_SAVEABLE = (
+    "a gradient is wanted of what is made in torch.inference_mode, which torch cannot save for backward: no "
+    "torch.enable_grad() inside of it, and clone() such tensors outside"
+)
 
 
 class Function(torch.autograd.Function):

@@ -84,6 +84,7 @@ class StoreExchange:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
+        self._prefix = f"allscan/{self.name}/"
         self.rank, self._world = 0, None
         if self.size > 1:
             self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
@@ -259,10 +260,6 @@ class StoreExchange:
     def gone(self) -> bool:
         """Whether this StoreExchange belongs to a job that has ended: torch.distributed was, or was begun anew."""
         return self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world)
-
-    @property
-    def _prefix(self) -> str:
-        return f"allscan/{self.name}/"
 
     def _store(self) -> dist.Store:
         """Raises StoreGone if this StoreExchange belongs to a job that has ended."""

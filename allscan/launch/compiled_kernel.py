@@ -84,6 +84,7 @@ class Launch:
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
         names = parameter_names(kernel)
         self._given = [i for i, name in enumerate(names) if name not in fixed]  # places of what a call gives
+        self._first = self._given == list(range(len(self._given)))  # these are the first ones
         self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
@@ -96,7 +97,7 @@ class Launch:
             given, addresses = _addresses(args)
             if self.takes(addresses):
                 return self.at(given)
-        if self._first():
+        if self._first:
             compiled = self.kernel[self.grid](*args, **self.fixed)
         else:
             named = {self._names[i]: x for i, x in zip(self._given, args, strict=True)}
@@ -104,10 +105,6 @@ class Launch:
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled)
         return compiled
-
-    def _first(self) -> bool:
-        """Whether what a call gives are the first parameters."""
-        return self._given == list(range(len(self._given)))
 
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether ``at`` may be called now, with these addresses."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import (
+    NOT_SAVEABLE,
     CustomOperator,
     Function,
     Passes,
@@ -34,7 +35,6 @@ from ..comm.backwards import PendingBackward, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
-from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
 from ..scan.two_way import leaves
@@ -155,13 +155,6 @@ def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, p
 
 def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
-    prepared = _scan_for(comm, inputs, bool(key[-1]), reverse, part).launcher.prepare(key, inputs, reverse)
-    comm.calls.remember((key, reverse, part), prepared)
-    return prepared
-
-
-def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, part: str) -> AllScan:
-    """The AllScan, after the checks of what a key tells."""
     state, decay, transition, initial_state, out = inputs
     deferred = tile = None
     try:
@@ -176,17 +169,20 @@ def _scan_for(comm, inputs: ScanInputs, differentiable: bool, reverse: bool, par
             if x is not None:
                 check_tensor(name, x, state.shape, comm.device)
         if out is not None:
-            if differentiable:
+            if key[-1]:
                 raise ValueError("out must be None where a gradient is wanted")
             check_out(inputs)
-        given = state, decay, transition, initial_state
-        check_saveable(given, given)
+        if key[-1] == 2:
+            raise ValueError(NOT_SAVEABLE)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     shape = getattr(state, "shape", None)
     algorithm = "chain" if part == "hop" else _algorithm(comm, shape, transition)
     agree = None if part else _agree("contiguous", reverse, initial_state)
-    return get_or_create_scan(comm, shape, agree, deferred, kind=ScanKind(tile, None, algorithm))
+    scan = get_or_create_scan(comm, shape, agree, deferred, kind=ScanKind(tile, None, algorithm))
+    prepared = scan.launcher.prepare(key, inputs, reverse)
+    comm.calls.remember((key, reverse, part), prepared)
+    return prepared
 
 
 def _agree(layout, reverse, initial_state) -> tuple:

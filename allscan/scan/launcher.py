@@ -148,28 +148,22 @@ class Launcher:
             launch = self._launches.get((kind, of_adjoint))
             if launch is None:
                 launch = self._launches[kind, of_adjoint] = self._make_launch(kind)
-            neighbour_shift = self._neighbour_shift(inputs.decay)
-            found = self._prepared[known] = PreparedScan(self, launch, whole, neighbour_shift, reverse, of_adjoint)
+            found = self._prepared[known] = PreparedScan(self, launch, whole, kind.neighbour_shift, reverse, of_adjoint)
         return found
-
-    def _neighbour_shift(self, decay: object) -> bool | Shift:
-        """Whether a decay that is no tensor lets nothing pass; a Shift as it is."""
-        if isinstance(decay, Shift):
-            return decay
-        return self.rails is None and isinstance(decay, numbers.Real) and decay == 0
 
     def _kind(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
         """(the variant, whether the decay has all rows that a kernel reads)."""
         _, decay, transition, initial_state, _ = inputs
-        neighbour_shift = self._neighbour_shift(decay)
+        if isinstance(decay, Shift):
+            neighbour_shift: bool | Shift = Shift(-decay.rows) if adjoint else decay
+        else:  # a number that lets nothing pass
+            neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
         if transition is not None:
             strides = (1, self.K) if adjoint else (self.K, 1)
         else:
             strides = decay_rows(None if neighbour_shift else decay, self.shape, self.comm.device)[1]
         has_decay = decay is not None and not neighbour_shift
-        if isinstance(neighbour_shift, Shift) and adjoint:
-            neighbour_shift = Shift(-neighbour_shift.rows)
         return Variant(
             transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
         ), whole

@@ -213,39 +213,35 @@ def make_channel(line: Line, workspaces: list[Any], spec: Spec, links: list[int]
     prev, next_, memory = line.rank - step, line.rank + step, line.memory
     recv, send = _kinds(line, links, step)
 
-    def mine(name: str) -> torch.Tensor:
-        base, layout = workspaces[line.rank]
-        offset, numel, dtype = layout[name]
-        found: torch.Tensor = memory.heap.local(line.pes[line.rank], base + offset, numel, dtype)
-        return found
-
-    def theirs(rank: int, link: int, name: str) -> torch.Tensor:
-        if link == NONE.value:
-            return mine(name)
-        base, layout = workspaces[rank]
+    def words(name: str, rank: int = line.rank, link: int = NONE.value) -> torch.Tensor:
+        """Of this rank, or of one that a link goes to."""
+        there = rank if link != NONE.value else line.rank
+        base, layout = workspaces[there]
         offset, numel, dtype = layout[name]
         found: torch.Tensor
-        if link == PUT.value:
+        if link == NONE.value:
+            found = memory.heap.local(line.pes[there], base + offset, numel, dtype)
+        elif link == PUT.value:
             found = memory.heap.symmetric(base + offset, dtype)
         else:
-            found = memory.heap.view(line.pes[rank], base + offset, numel, dtype)
+            found = memory.heap.view(line.pes[there], base + offset, numel, dtype)
         return found
 
     pes = [line.pes[rank] if link != NONE.value else -1 for rank, link in ((prev, recv), (next_, send))]
     info = info_words(line, (prev, next_), pes)
     return Channel(
-        inbox=mine("inbox"),
-        next_inbox=theirs(next_, send, "inbox"),
-        outbox=mine("outbox" if send == PUT.value else "inbox"),
-        arrived=mine("arrived"),
-        next_arrived=theirs(next_, send, "arrived"),
-        freed=mine("freed"),
-        prev_freed=theirs(prev, recv, "freed"),
-        epoch=mine("epoch"),
-        clock=mine("clock"),
-        backwards=mine("backwards"),
+        inbox=words("inbox"),
+        next_inbox=words("inbox", next_, send),
+        outbox=words("outbox" if send == PUT.value else "inbox"),
+        arrived=words("arrived"),
+        next_arrived=words("arrived", next_, send),
+        freed=words("freed"),
+        prev_freed=words("freed", prev, recv),
+        epoch=words("epoch"),
+        clock=words("clock"),
+        backwards=words("backwards"),
         step=memory.step,
-        fwd_epoch=mine("fwd_epoch"),
+        fwd_epoch=words("fwd_epoch"),
         info=memory.keep(info.to(memory.device)),
         **constants(spec, spec.num_tiles, recv, send),
     )
