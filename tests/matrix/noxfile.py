@@ -23,13 +23,13 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 RESULTS = os.path.join(HERE, "results.json")
 
-# torch, each with the Triton that it asks for, and pythons
+# torch: the Triton that it asks for (its wheels for CPUs ask for none), and pythons
 ENVIRONMENTS = {
-    "2.11.0": ("3.12", "3.13"),
-    "2.12.1": ("3.12",),
-    "2.13.0": ("3.12", "3.11"),
-    "2.14.1": ("3.12", "3.10"),
-    "2.15.0": ("3.12", "3.13"),
+    "2.11.0": ("3.6.0", ("3.12", "3.13")),
+    "2.12.1": ("3.7.1", ("3.12",)),
+    "2.13.0": ("3.7.1", ("3.12", "3.11")),
+    "2.14.1": ("3.8.0", ("3.12", "3.10")),
+    "2.15.0": ("3.9.0", ("3.12", "3.13")),
 }
 TRANSFORMERS = ("5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0", "5.24.0")
 NVSHMEM = ("3.4.5", "3.6.5", "3.7.2", "3.8.0")
@@ -53,12 +53,15 @@ print(json.dumps({"python": platform.python_version()} | {name: importlib.metada
 
 nox.options.error_on_missing_interpreters = False
 nox.options.default_venv_backend = "venv"
+nox.options.envdir = os.path.join(ROOT, "build", "matrix")  # not below tests/, which tests read
 
 
 def install(session: nox.Session, torch: str, transformers: str, nvshmem: str) -> None:
     session.install(*PIP, "--no-deps", f"torch=={torch}")
     session.run("python", os.path.join(HERE, "stand_ins.py"))
-    session.install(*PIP, f"torch=={torch}", f"transformers=={transformers}", f"nvidia-nvshmem-cu13=={nvshmem}", *TOOLS)
+    names = "torch", "triton", "transformers", "nvidia-nvshmem-cu13"
+    versions = torch, ENVIRONMENTS[torch][0], transformers, nvshmem
+    session.install(*PIP, *(f"{name}=={version}" for name, version in zip(names, versions)), *TOOLS)
 
 
 def run_tests(session: nox.Session, *chosen: str) -> list[str]:
@@ -120,7 +123,7 @@ def quick(torch: str, python: str) -> None:
             removed(session)
 
 
-for torch, pythons in ENVIRONMENTS.items():
+for torch, (_, pythons) in ENVIRONMENTS.items():
     for python in pythons:
         quick(torch, python)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import struct
@@ -101,18 +102,19 @@ class Compiled:
             file.flush()
             return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
+    @functools.cached_property
     def instructions(self) -> list[str]:
         """Of the machine code, and labels."""
         return self._tool("nvdisasm", "-c", "--no-dataflow").splitlines()
 
     def lost_operands(self) -> list[tuple[str, str, str]]:
         """Products that read outside of shared memory, or it cannot be said from where; see descriptors.Follower."""
-        return Follower(self.instructions(), self.shared).lost
+        return Follower(self.instructions, self.shared).lost
 
     def spilled_beside_products(self) -> list[str]:
         """Instructions within innermost loops of products that read or write spilled registers."""
         labels, loops, code = {}, [], []
-        for line in self.instructions():
+        for line in self.instructions:
             if label := re.match(r"\s*(\.L_\w+):", line):
                 labels[label[1]] = len(code)
             elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
@@ -129,7 +131,7 @@ class Compiled:
         """Instructions before the first jump that read a uniform register which nothing has written: the ptxas of
         Triton 3.6 and 3.7 (12.8) makes such code of some products, which then read outside of the shared memory."""
         written, found = set(), []
-        for line in self.instructions():
+        for line in self.instructions:
             match = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);", line)
             if not match:
                 continue
