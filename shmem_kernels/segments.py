@@ -13,9 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import loop_bound
+from .blocks import exp2, loop_bound
 from .channel import begin, finish, receive
 from .links import SENTINEL_BITS, post
+from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE
 from .tiles import load_tile, tile_offsets, tile_place
 
 # What p_given has of [G, K, V]
@@ -189,6 +190,62 @@ def dense_segments_kernel(
             b_prev = without_negative_zero(b_next)
         _leave(channel, tile, begun, ok, b_prev)
         tl.store(p_leaving + offsets, b_prev, mask=inside)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def gated_segments_kernel(
+    p_state,  # float32 [NS, H, K, V]; in, each segment's local state; out, its incoming state, whichever rank's
+    p_gate,  # float32 [NS, H, K]
+    p_gates,  # float32 [NS, H, K]; out, -inf: by which nothing is added to incoming states
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_first_segments,  # int32 [B + 1]
+    p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
+    p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
+    p_given,  # float32 [carried, H, K, V], of the first rank: its incoming state; None for zeros
+    p_leaving,  # float32 [carried, H, K, V]; out, the outgoing state
+    channel,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HALVES: tl.constexpr,  # of a rank's tokens: 2 in the zigzag layout
+    HALF: tl.constexpr,  # the one that is gone through
+    REVERSE: tl.constexpr,
+):
+    """carry_kernel (gla_fwd.py) and the scan over the ranks in one, in the order of the sequence. States are loaded
+    while others are folded, up to three segments ahead."""
+    tile = tl.program_id(0)
+    begun = begin(channel, tile)
+    BEGIN: tl.constexpr = LAST if REVERSE else FIRST
+    FINISH: tl.constexpr = FIRST if REVERSE else LAST
+    GIVEN: tl.constexpr = NOTHING if p_given is None else INITIAL
+    while tile < channel.num_tiles:
+        g, k, v = tile_place(channel, tile, K, V)
+        inside, at = (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
+        p_first, h = p_first_segments + g // H * HALVES + HALF, g % H
+        s_first, s_end = tl.load(p_first), tl.load(p_first + 1)
+        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        for n in tl.range(0, loop_bound(s_end - s_first), num_stages=4):
+            s = s_end - 1 - n if REVERSE else s_first + n
+            row = s.to(tl.int64) * H + h
+            flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
+            end = (tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64) * H + h) * (K * V)
+            b_state = tl.load(p_state + row * (K * V) + at, mask=inside, other=0.0)
+            b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)
+            begins = (flags & BEGIN) != 0
+            b_outside = tl.zeros_like(b_prev)
+            if p_outside is not None:
+                b_outside = tl.load(p_outside + end + at, mask=inside & begins, other=0.0)
+            b_prev = tl.where(begins, without_negative_zero(b_outside), b_prev)
+            tl.store(p_state + row * (K * V) + at, b_prev, mask=inside)
+            tl.store(p_gates + row * K + k, tl.full([channel.BK], float("-inf"), tl.float32), mask=k < K)
+            b_prev = fold(b_state, exp2(b_gate)[:, None], b_prev)
+            if (flags & FINISH) != 0:
+                if p_final is not None:
+                    tl.store(p_final + end + at, b_prev, mask=inside)
+                b_prev = tl.zeros_like(b_prev)
+        _leave(channel, tile, begun, ok, b_prev)
+        tl.store(p_leaving + g * (K * V) + at, b_prev, mask=inside)
         tile += tl.num_programs(0)
 
 

@@ -98,6 +98,8 @@ class Communicator(Calls):
         replay: whether fla's functions inside of the delta rules are replaced by the kernels that they launch
             (docs/architecture.md). Default: unless the environment has ALLSCAN_REPLAY=0. Each rank may choose for
             itself.
+        invariant: tokens of a segment for calls of zeco_gla() that say nothing else: with it their results have the
+            same bits for every number of ranks (docs/invariant.md). 0: not. The same on every rank.
 
     Raises:
         ValueError: arguments, a mesh of several dimensions, a rank outside the group; what is wrong with nodes or
@@ -122,6 +124,7 @@ class Communicator(Calls):
         algorithm: str = "auto",
         cuda_graphs: bool | int | None = None,
         replay: bool | None = None,
+        invariant: int = 0,
     ) -> None:
         self._closed = True  # until construction has succeeded
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
@@ -169,12 +172,15 @@ class Communicator(Calls):
             most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
             self.graphs = Graphs(MOST_BYTES * most if isinstance(most, bool) else integer("cuda_graphs", most, 0))
             self.replay = switch("ALLSCAN_REPLAY") if replay is None else bool(replay)
+            self.invariant = integer("invariant", invariant, 0)  # fixed
+            if self.invariant % 64:
+                raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
             given = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
             if given is not None and sum(given) != self.size:
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {given}")
         except (TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        chosen = ("nodes", given), ("algorithm", algorithm), ("debug", bool(self.debug))
+        chosen = ("nodes", given), ("algorithm", algorithm), ("debug", bool(self.debug)), ("invariant", invariant)
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, chosen, problem
         transports, reaches, hosts, choices, problems = zip(*store_exchange.exchange(mine, "Communicator"), strict=True)
         if len(set(transports)) > 1:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..base.checks import ScanInputs
+from ..base.checks import PER_DOCUMENT, ScanInputs, integer
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, pending_backwards
 from ..comm.communicator import Communicator, communicator_of
+from ..launch.compiled_kernel import Launch, parameter_names
 from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
 from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import Scanned
 from ..scan.two_way import two_way_channels, two_way_scan
+from ..shmem_kernels.segments import gated_segments_kernel
+from ..tokens.packing import CHUNK_TOKENS
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
 
@@ -154,6 +157,60 @@ class AllScanCarrier:
         return pending_backwards(prepared.launcher.backwards, zigzag)
 
 
+class InOrderCarrier(AllScanCarrier):
+    """Of ``invariant=``: a chain through all segments in the order of the sequence, see GLAPlan.carry_in_order."""
+
+    @staticmethod
+    def of(comm: Communicator, dense: bool = False) -> InOrderCarrier:
+        """That of ``comm``, the same until it is closed."""
+        name = "carrier in order"
+        found: InOrderCarrier = comm.attributes.get(name) or comm.attributes.setdefault(name, InOrderCarrier(comm))
+        return found
+
+    def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
+        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanKind())
+
+    def record_segments(
+        self, plan: Plan, buffers: Sequence[Buffer | None], directions: tuple[bool, bool], **fixed: Any
+    ) -> None:
+        """Record a scan of gated_segments_kernel; the last two buffers are the outgoing state and the forward epoch.
+        directions: over the ranks in reverse; an adjoint."""
+        given = [x for x in buffers if x is not None]
+        scan = self.prepare(given[-2].shape)
+        launcher, tiles = scan.launcher, scan.spec.num_tiles
+        kernel = launcher.linked(gated_segments_kernel)
+        fixed |= {name: None for name, x in zip(parameter_names(kernel), buffers) if x is None}
+        # waiting programs hold their places; on one rank none waits
+        programs = tiles if self.comm.size == 1 else min(tiles, scan.max_ctas)
+        launch = Launch(kernel, (programs,), **fixed, num_warps=max(1, min(8, math.prod(scan.tile) // 512)))
+        launcher.record_launch(plan, launch, given, *directions)
+
+
+def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
+    """``invariant`` of a call as an int. Raises TypeError or ValueError where such calls are not possible."""
+    invariant = integer("invariant", invariant, 0)
+    if invariant % CHUNK_TOKENS:
+        raise ValueError(f"invariant must be a multiple of {CHUNK_TOKENS} tokens, got {invariant}")
+    if invariant and zigzag == PER_DOCUMENT:
+        raise ValueError("invariant does not go with per_document=True, whose documents have no place in one row")
+    if invariant and comm.algorithm in ("rails", "recursive_doubling"):
+        raise ValueError(
+            f'invariant={invariant} adds in the order of the sequence, which algorithm="{comm.algorithm}" of the '
+            'communicator does not: make it with "auto" or "chain"'
+        )
+    if invariant and not isinstance(comm.attributes.get("carrier", AllScanCarrier.of(comm)), AllScanCarrier):
+        raise ValueError("invariant is All-Scan's, the communicator has another carrier")
+    return invariant
+
+
+def check_cut(comm: Communicator, T: int, invariant: int, zigzag: int) -> None:
+    """Raise ValueError unless this rank's T tokens end at a multiple of ``invariant``, or the whole with them."""
+    tokens = T // 2 if zigzag else T
+    if invariant and tokens % invariant and (zigzag or comm.rank < comm.size - 1):
+        what = "half of T" if zigzag else "T, but on the last rank,"
+        raise ValueError(f"with invariant={invariant} {what} must be a multiple of it, got T = {T}")
+
+
 # By handle, those that are no communicator's own
 _carriers: weakref.WeakValueDictionary[int, StateCarrier] = weakref.WeakValueDictionary()
 _handles = itertools.count(-1, -1)  # a communicator's are positive
@@ -166,8 +223,10 @@ def register(carrier: StateCarrier) -> int:
     return handle
 
 
-def carrier_of(handle: int) -> StateCarrier:
+def carrier_of(handle: int, invariant: int = 0) -> StateCarrier:
     """The carrier with this handle. Raises RuntimeError if it, or its communicator, is gone."""
+    if invariant:
+        return InOrderCarrier.of(communicator_of(handle))
     if handle > 0:
         return AllScanCarrier.of(communicator_of(handle))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -197,12 +198,18 @@ class Launcher:
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         variant = Variant(transition is not None, decay is not None, strides, factor is state, False, reverse)
-        launch = self._make_launch(variant)
+        self.record_launch(plan, self._make_launch(variant), (state, factor, state, out, fwd_epoch), reverse, reverse)
+
+    def record_launch(
+        self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], reverse: bool, adjoint: bool
+    ) -> None:
+        """Record a kernel that takes these ``buffers``, but in place of the last, the forward epoch, the channel of a
+        direction with it."""
         plan.step(
             launch,
-            (state, factor, state, out, fwd_epoch),
-            partial(self._with_tensors, launch, reverse, reverse),
-            partial(self._with_channel, reverse, reverse),
+            buffers,
+            partial(self._with_tensors, launch, reverse, adjoint),
+            partial(self._with_channel, reverse, adjoint),
             partial(self.before_launch, launch.kernel, reverse),
         )
 

@@ -90,9 +90,8 @@ class Layout(Tables):
             while len(begins) <= piece.state_index:
                 begins.append(len(segments))
             beyond = ENTERED.value * (not piece.flags & FIRST.value) | LEFT.value * (not piece.flags & LAST.value)
-            starts = range(piece.start, piece.end, segment) or [piece.start]  # an empty sequence has an empty segment
-            for start in starts:
-                end = min(start + segment, piece.end)
+            starts = self.starts(piece, segment)
+            for start, end in zip(starts, [*starts[1:], piece.end], strict=True):
                 first, last = start == piece.start, end == piece.end
                 flags = (FIRST.value * first | LAST.value * last) & piece.flags | beyond
                 segments.append((start, end, len(chunks), piece.state_index, piece.sequence, flags))
@@ -117,6 +116,10 @@ class Layout(Tables):
         self.segments, self.chunks, self.first_segments, self.weights = self.tensors[:4]
         self.fla = tuple(self.tensors[4:])  # (cu_seqlens, chunk_indices)
 
+    def starts(self, piece: Piece, segment: int) -> list[int]:
+        """The first tokens of the segments of a piece; of an empty one that of an empty segment."""
+        return [*range(piece.start, piece.end, segment)] or [piece.start]
+
     def tables(self) -> Layout:
         """This, without what is derived of it."""
         alone = copy.copy(self)
@@ -135,6 +138,13 @@ class Layout(Tables):
 
     def all_derived(self) -> list[object]:
         return [*self._derived.values()]
+
+
+class AlignedLayout(Layout):
+    """The same with segments that begin where pieces do, and at multiples of ``segment`` of this rank's tokens."""
+
+    def starts(self, piece: Piece, segment: int) -> list[int]:
+        return [piece.start, *range((piece.start // segment + 1) * segment, piece.end, segment)]
 
 
 def to_device(tables: Sequence[torch.Tensor], device) -> list[torch.Tensor]:

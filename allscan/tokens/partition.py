@@ -15,7 +15,17 @@ from ..comm.communicator import Communicator
 from ..comm.heap import outside_inference_mode
 from ..comm.host_exchange import by_rank
 from ..shmem_kernels.segment_table import FIRST, LAST
-from .packing import CHUNK_TOKENS, CUTS, MOST_CHUNKS, Layout, Piece, Tables, boundaries_on_host, carried_states
+from .packing import (
+    CHUNK_TOKENS,
+    CUTS,
+    MOST_CHUNKS,
+    AlignedLayout,
+    Layout,
+    Piece,
+    Tables,
+    boundaries_on_host,
+    carried_states,
+)
 
 KEPT = 256  # tables that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
@@ -184,9 +194,10 @@ class OwnTokens(NamedTuple):
     zigzag: int = 0
 
 
-def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = False) -> Layout:
+def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = False, aligned: bool = False) -> Layout:
     """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
-    a batch entry's, or of a document. ``fla``: with the tables of packed sequences for fla's functions.
+    a batch entry's, or of a document. ``fla``: with the tables of packed sequences for fla's functions. ``aligned``:
+    packed sequences are cut at multiples of ``segment`` of the row, at which this rank's tokens begin.
 
     Raises what partition_start raises, and ValueError for more chunks than kernels take: where no first_token is given
     on every rank, whichever has them.
@@ -207,9 +218,13 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
             places = [(b, half) for b in range(B) for half in range(len(halves))]
             pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
-        return Layout(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
+        made = AlignedLayout if aligned and lengths is not None else Layout
+        layout = made(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
+        if layout.num_chunks > MOST_CHUNKS:  # of segments that do not begin with a sequence
+            raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences, got {layout.num_chunks:,}")
+        return layout
 
-    return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla), make)
+    return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla, aligned), make)
 
 
 def _check_chunks(lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int) -> None:

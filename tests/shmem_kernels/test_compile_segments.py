@@ -12,6 +12,7 @@ from allscan.shmem_kernels.segments import (
     INITIAL,
     NOTHING,
     dense_segments_kernel,
+    gated_segments_kernel,
     outer_products_kernel,
     row_sums_kernel,
     segments_kernel,
@@ -55,7 +56,14 @@ def test_dense_segments(K):
     blocks, tile = dense_blocks(transition_tile(K)[0]), transition_tile(K)
     values = {"K": K, "GIVEN": NOTHING.value, "stride_j": 1} | {name: blocks.pop(name) for name in ("BJ", "STAGES")}
     found = compiled(
-        dense_segments_kernel, "p_transitions", tile, (SENTINEL, SENTINEL), values, ("n", "stride_i"), **blocks
+        dense_segments_kernel,
+        gated_segments_kernel,
+        "p_transitions",
+        tile,
+        (SENTINEL, SENTINEL),
+        values,
+        ("n", "stride_i"),
+        **blocks,
     )
     assert not found.spilled_beside_products() and not found.lost_operands() and not found.unset_registers()
 
@@ -68,3 +76,16 @@ def test_gradients_of_factors():
         )
     values = {"K": 128, "V": 128, "BK": 64, "BV": 32}
     assert Compiled(outer_products_kernel, pointers | {"p_out": "*fp32"}, values).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("tile, num_warps", [((32, 128), 8), ((32, 64), 4), ((8, 16), 1)])
+@pytest.mark.parametrize("links", [(NONE, NONE), (SENTINEL, SENTINEL)])
+def test_gated_segments(links, tile, num_warps):
+    channel, constants = channel_type(*(link.value for link in links), BK=tile[0], BV=tile[1], ADJOINT=True)
+    arguments = dict.fromkeys("p_state p_gate p_gates p_outside p_final p_leaving".split(), "*fp32")
+    arguments |= dict.fromkeys(("p_segments", "p_first_segments"), "*i32") | {"channel": channel}
+    values = {"channel": constants, "p_given": None, "H": 16, "K": tile[0] * 4, "V": tile[1], "HALVES": 1, "HALF": 0}
+    found = Compiled(gated_segments_kernel, arguments, values | {"REVERSE": True}, num_warps=num_warps)
+    assert found.spilled_bytes == 0 and found.registers <= 168
+    assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
+    assert found.count(r"cp\.async") > 0  # states are loaded ahead

@@ -38,7 +38,7 @@ from ...launch.plan import Plan
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, own_boundaries
 from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
-from ..carrier import AllScanCarrier, StateCarrier, carrier_of
+from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
 from ..first_call import FirstCall, check_first, common_fields
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
@@ -60,6 +60,7 @@ def zeco_gla(
     layout: str = "contiguous",
     per_document: bool = False,
     recompute: bool = True,
+    invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -111,6 +112,10 @@ def zeco_gla(
             they are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16
             inputs, 8 * K + 256 for others, and spares backward two kernels. Without gradients nothing is kept either
             way. Each rank may choose for itself.
+        invariant: tokens of a segment, a multiple of 64 such as 2,048, the same on every rank: then all that the call
+            and its backward return has the same bits for every number of ranks, one included, wherever they cut, at
+            multiples of it (docs/invariant.md). 0: it has not, and the segments are as long as is fast. Default: the
+            communicator's. Not with per_document.
 
     Returns:
         (o, final_state): o [B, T, H, V] like v; final_state [B or N, H, K, V] float32, true on the rank that has the
@@ -133,8 +138,10 @@ def zeco_gla(
     of_all = False
     if isinstance(output_final_state, str):
         of_all = output_final_state = check_final(output_final_state, comm)
-    asked = Asked(scale, output_final_state, cu_seqlens, first_token, layout, recompute, per_document)
-    found = zeco_gla_by(comm.attributes.get("carrier") or AllScanCarrier.of(comm), (q, k, v, g, initial_state), asked)
+    invariant = comm.invariant if invariant is None else invariant
+    carrier = InOrderCarrier.of(comm) if invariant else comm.attributes.get("carrier") or AllScanCarrier.of(comm)
+    asked = Asked(scale, output_final_state, cu_seqlens, first_token, layout, recompute, per_document, invariant)
+    found = zeco_gla_by(carrier, (q, k, v, g, initial_state), asked)
     if not of_all:
         return found
     return final_of_all(*found, comm, cu_seqlens is not None and not per_document, layout == "zigzag")
@@ -150,6 +157,7 @@ class Asked(NamedTuple):
     layout: str = "contiguous"
     recompute: bool = True
     per_document: bool = False
+    invariant: int = 0
 
 
 class Options(NamedTuple):
@@ -160,11 +168,12 @@ class Options(NamedTuple):
     first_token: int | None = None
     zigzag: int = 0
     keeps: bool = False
+    invariant: int = 0
 
 
 def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
-    comm, (scale, final, cu_seqlens, _, layout, recompute, per_document) = carrier.comm, asked
+    comm, (scale, final, cu_seqlens, _, layout, recompute, per_document, invariant) = carrier.comm, asked
     if torch.compiler.is_compiling():
         keeps = wants_gradient(tensors) and not recompute
         return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, keeps))
@@ -174,8 +183,8 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
         keeps = differentiable and not recompute
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
         known = cu_seqlens is None and not (comm.debug or per_document) and type(scale) in _SCALES and scale == scale
-        known = known and type(layout) is str and key[-1] != 2 and num_dispatch_modes() == 0
-        key = key, scale, layout, keeps, type(carrier)
+        known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
+        key = key, scale, layout, keeps, invariant, type(carrier)
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
             cu_seqlens, options = _checked(carrier, tensors, asked, keeps)
@@ -196,7 +205,7 @@ _SCALES = float, int, type(None)
 
 def _checked(carrier, tensors, asked: Asked, keeps: bool) -> tuple[Tensor | None, Options]:
     """(cu_seqlens, Options), after the checks that need no other rank."""
-    scale, _, given, first_token, layout, _, per_document = asked
+    scale, _, given, first_token, layout, _, per_document, invariant = asked
     deferred, cu_seqlens = None, None
     try:
         zigzag = zigzag_of(layout, per_document, given)
@@ -204,13 +213,14 @@ def _checked(carrier, tensors, asked: Asked, keeps: bool) -> tuple[Tensor | None
         cu_seqlens = None if given is None else own_boundaries(given)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
+        invariant = check_invariant(carrier.comm, invariant, zigzag)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
         carrier.prepare(None, deferred=deferred)  # raises it, on the other ranks too if this is a first call
     compare_values(carrier.comm, given, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return cu_seqlens, Options(scale, first_token, zigzag, keeps)
+    return cu_seqlens, Options(scale, first_token, zigzag, keeps, invariant)
 
 
 def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -315,18 +325,20 @@ def _state_shape(q, v, cu_seqlens) -> tuple[int, int, int, int]:
 def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
     """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
     ranks."""
-    comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _) = carrier.comm, tensors, options
+    comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant) = carrier.comm, tensors, options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, type(carrier)
+    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, invariant, type(carrier)
     if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:
             shape = _carried_shape(q, v, cu_seqlens, zigzag)
-            agree = "zeco_gla", *common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
+            common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
+            agree = "zeco_gla", *common, ("invariant", invariant)
 
         def check() -> None:
             _check(tensors, cu_seqlens, comm, zigzag)
+            check_cut(comm, q.shape[1], invariant, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
 
         check_first(comm, FirstCall(signature, shape, agree), check, g, carrier.prepare)
@@ -335,10 +347,10 @@ def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
 
 def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
     """For tensors that were checked."""
-    _, first_token, zigzag, keeps = options
-    shape = _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps)
+    _, first_token, zigzag, *_ = options
+    shape = _shape(q, v, gate_dtype, cu_seqlens, options[2:])
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
-    layout = find_layout(carrier.comm, own, shape.segment)
+    layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
     return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
 
 
@@ -350,11 +362,12 @@ def _saved(shape: Shape, device) -> list:
     return [(dtype, torch.Size(x), device) for dtype, x in kinds]
 
 
-def _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, made=shape_of) -> Shape:
+def _shape(q, v, gate_dtype, cu_seqlens, how: tuple[int, bool, int], made=shape_of) -> Shape:
+    """how: zigzag, keeps, invariant of Options."""
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    device = v.device
+    (zigzag, *rest), device = how, v.device
     of_gpu = device.type, zigzag, multiprocessors(device)
-    return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, keeps)
+    return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, *rest)
 
 
 def _made(q, final, shape) -> tuple[Tensor | None, Tensor]:
@@ -375,8 +388,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _pending(q, k, v, g, initial_state, cu_seqlens, *rest) -> list:
     """For the backward of a call of the custom operator."""
-    _, handle, _, _, zigzag, _ = rest
-    carrier = carrier_of(handle)
+    _, handle, _, _, zigzag, _, invariant = rest
+    carrier = carrier_of(handle, invariant)
     return carrier.pending(carrier.prepare(_carried_shape(q, v, cu_seqlens, zigzag)), bool(zigzag))
 
 
@@ -394,13 +407,13 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
     """``inputs``: those of ``_backward``."""
     do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *rest = inputs
     options = Options(*rest)
-    carrier = carrier_of(handle) if prepared is None else prepared.carrier
+    carrier = carrier_of(handle, options.invariant) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
         reject_second_derivative("zeco_gla")
         if q.ndim != 4:
             raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:
-            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, *rest[2:]), carrier.comm.device)
+            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options[2:]), carrier.comm.device)
         else:
             saved = prepared.saved
         q, k, v, g, kept, do = restored("zeco_gla", "q k v g kept do", (q, k, v, g, kept, do), saved)
@@ -426,18 +439,32 @@ def _forward(
     first_token: int | None = None,
     zigzag: int = False,
     keeps: bool = False,
+    invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    carrier = carrier_of(handle)
+    carrier = carrier_of(handle, invariant)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
-        options = Options(scale, first_token, zigzag, keeps)
+        options = Options(scale, first_token, zigzag, keeps, invariant)
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options)
         return prepared.forward(q, k, v, g, initial_state, cu_seqlens, final)
 
 
 def _fake(
-    q, k, v, g, initial_state, cu_seqlens, final, handle, scale, first_token=None, zigzag=False, keeps=False
+    q,
+    k,
+    v,
+    g,
+    initial_state,
+    cu_seqlens,
+    final,
+    handle,
+    scale,
+    first_token=None,
+    zigzag=False,
+    keeps=False,
+    invariant=0,
 ) -> tuple[Tensor | None, ...]:
-    return torch.empty_like(v), *_made(q, final, _shape(q, v, g.dtype, cu_seqlens, zigzag, keeps, Shape))
+    shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, keeps, invariant), Shape)
+    return torch.empty_like(v), *_made(q, final, shape)
 
 
 def _backward(
@@ -456,10 +483,10 @@ def _backward(
     first_token: int | None = None,
     zigzag: int = False,
     keeps: bool = False,
+    invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _run_backward(
-        None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, scale, first_token, zigzag, keeps
-    )
+    rest = scale, first_token, zigzag, keeps, invariant
+    return _run_backward(None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *rest)
 
 
 def _fake_backward(
@@ -478,8 +505,9 @@ def _fake_backward(
     first_token=None,
     zigzag=False,
     keeps=False,
+    invariant=0,
 ) -> tuple[Tensor | None, ...]:
-    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, zigzag, keeps, Shape))
+    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, (zigzag, keeps, invariant), Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 

@@ -27,7 +27,7 @@ from ...shmem_kernels.gla_fwd import (
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
-from ..carrier import Carried, StateCarrier
+from ..carrier import Carried, InOrderCarrier, StateCarrier
 
 # Tokens of a sub-block, whose pairs of tokens fill the registers of a GPU, and of keys_kernel's step. The interpreter
 # pays by the operation.
@@ -75,10 +75,13 @@ class Shape:
     zigzag: int  # see checks.zigzag_of
     num_sms: int  # multiprocessors of the GPU; 0 on CPUs
     keeps: bool  # forward keeps what is `made` of the chunks for backward, which makes it again otherwise
+    invariant: int = 0  # tokens of a segment where bits do not depend on the cut over ranks; 0: they may
 
     @functools.cached_property
     def segment(self) -> int:
         """Tokens of a segment."""
+        if self.invariant:
+            return self.invariant
         packed = self.sequences > self.B
         return segment_length(self.B, self.T, self.H, self.K, self.V, packed, self.num_sms)
 
@@ -101,7 +104,8 @@ class Shape:
     def made(self, chunks: int, reverse: bool) -> list[Stored]:
         """The gates of the chunks, which of them are strong, k_out, q_in, A."""
         tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
-        of_a = A_FOR_DV[self.dtype] if reverse or self.keeps else dtype
+        # with invariant what is kept must not be finer than what is not
+        of_a = A_FOR_DV[self.dtype] if reverse or self.keeps or self.invariant else dtype
         operands = [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
         return [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32), *operands]
 
@@ -114,10 +118,12 @@ class Shape:
     @functools.cached_property
     def kept(self) -> list[int]:
         """Words of each of these, with as many segments and chunks as there may be, at multiples of 256 bytes."""
-        most = (
+        most = [
             most_segments(self.B, self.T, self.sequences, tokens, self.zigzag)
             for tokens in (self.segment, CHUNK_TOKENS)
-        )
+        ]
+        if self.invariant:  # a piece of a sequence may begin with a segment that is no multiple of chunks
+            most[1] += self.sequences + self.B * bool(self.zigzag)
         return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_kept(*most)]
 
     @functools.cached_property
@@ -195,6 +201,8 @@ class GLAPlan(Plan):
         """Whether forward makes keys in a kernel of their own, and q_in and A beside the scan: where the scan takes
         longer than that costs."""
         shape = self.shape
+        if shape.invariant:
+            return False
         us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
         return us > APART_US * shape.B * shape.T * self.H * self.K
 
@@ -259,7 +267,8 @@ class GLAPlan(Plan):
         BV, num_warps, stages = chosen.get(BK, default) if self.narrow else default
         BV = min(BV, self.BV_max)
         segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # about, and the same for every layout
-        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < self.shape.num_sms:  # one each
+        few = 0 if self.shape.invariant else self.shape.num_sms  # one each
+        while BV > 32 and BK <= 64 and cdiv(self.V, BV) * segments * self.H < few:
             BV //= 2
         return BV, num_warps if BK * BV > 8192 else 4, stages
 
@@ -304,6 +313,9 @@ class GLAPlan(Plan):
         They run on a stream of their own (LONG), behind carry_kernel. Where room becomes free, their programs come
         before those of the current stream that have not begun by then, and behind the scan's.
         Returns what ``long`` does."""
+        if self.shape.invariant:
+            assert isinstance(carrier, InOrderCarrier)
+            return self.carry_in_order(carrier, sums, entering, ends, fwd_epoch, long)
         (states, gates, prev), (outside, final) = entering, ends
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
         halves = self.shape.carried, 1 + zigzag, H, K
@@ -358,11 +370,41 @@ class GLAPlan(Plan):
             segments()
         return made
 
+    def carry_in_order(
+        self,
+        carrier: InOrderCarrier,
+        sums: Buffer,
+        entering: Entering,
+        ends: tuple[Buffer | None, Buffer | None],
+        fwd_epoch: Buffer,
+        long: Callable[[], Any] | None,
+    ) -> Any:
+        """The same with one kernel for a rank's segments and the ranks (gated_segments_kernel): ``states`` are then
+        each segment's incoming state, whichever rank that comes from, and nothing is added to it."""
+        (states, gates, _), (outside, final), halves = entering, ends, 1 + bool(self.shape.zigzag)
+        leaving = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
+        fixed: dict[str, Any] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
+        self._enters = self._joins_last = False
+        made, handed = None, None  # on the last rank, from the half that is gone through first to the other
+        with self.side_stream(lambda carrier: carrier.stream()):
+            if long:
+                with self.side_stream(lambda carrier: carrier.stream(LONG)):
+                    made = long()
+            for i in range(halves):
+                half, back = halves - 1 - i if self.reverse else i, i == 1 if halves == 2 else self.reverse
+                buffers = states, sums, gates, self.segments, self.first_segments, outside, final, handed, leaving[half]
+                epoch = self.view(fwd_epoch, 2 * half, 1)
+                carrier.record_segments(self, (*buffers, epoch), (back, self.reverse), **fixed, HALF=half)
+                handed = leaving[half] if carrier.comm.rank == carrier.comm.size - 1 else None
+            if long:
+                self.join()
+        return made
+
     def join_carry(self) -> None:
         if not self._joins_last:
             self.join()
-        tensors, grid, blocks = self._ends
-        if tensors[0] is not None and self._enters:
+        if self._enters and self._ends[0][0] is not None:
+            tensors, grid, blocks = self._ends
             self.launch(final_kernel, grid, *tensors, **blocks)
 
     def end(self) -> None:

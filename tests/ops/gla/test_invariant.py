@@ -1,0 +1,168 @@
+"""zeco_gla with invariant=: the same bits for every number of ranks and every cut at multiples of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import allscan
+from support.gla import BF16, F16, F32, NAMES, GLACase, Whole
+from support.invariant import Calls, invariant_case, same, share_of_others, whole_of
+from support.segments import bits
+from support.values import raised
+
+S = 128
+ALL = [*NAMES]
+
+
+def found(run, case, calls=None):
+    return whole_of(run(len(case.tokens), invariant_case, case, calls or Calls()))
+
+
+@pytest.mark.quick
+def test_the_law_in_float64(run, size=2):
+    case = GLACase([S, 2 * S + 37], B=2, H=2, V=32)
+    for name, ours, expected in zip(NAMES, found(run, case), Whole(case, "cpu").reference(), strict=True):
+        assert ((ours - expected).abs().max() / expected.abs().max()).item() < 2e-6, name
+
+
+@pytest.mark.parametrize("tokens", [[S, 3 * S + 37], [0, 4 * S + 37], [2 * S, 0, S, S + 37]])
+@pytest.mark.parametrize(
+    "kind, dtype, B, K, V",
+    [
+        ("weak", F32, 1, 16, 32),
+        ("mixed", F32, 2, 20, 16),
+        ("strong", BF16, 1, 64, 32),
+        ("spots", BF16, 2, 32, 80),
+        ("weak", F16, 1, 16, 16),
+        ("weak", BF16, 1, 160, 16),
+    ],
+)
+def test_contiguous(run, kind, dtype, B, K, V, tokens, size=4):
+    case = GLACase([4 * S + 37], B, 2, K, V, kind, dtype)
+    assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("tokens", [[6 * S], [2 * S] * 3])
+def test_zigzag(run, dtype, tokens, size=3):
+    case = GLACase([6 * S], 2, 2, 32, 16, "mixed", dtype)
+    cut = case._replace(tokens=tokens, zigzag=True)
+    assert same(found(run, case), found(run, cut)) == ALL
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_what_is_kept(run, dtype, size=2):
+    case = GLACase([2 * S, 2 * S], dtype=dtype, gates="spots")
+    assert same(found(run, case), found(run, case._replace(recompute=False))) == ALL
+
+
+LENGTHS = [0, 5, S, S, 2 * S + 70, 3 * S + 1, 6 * S]  # one empty; some begin at multiples of S
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("kind", ["weak", "mixed"])
+def test_packed(run, zigzag, kind, size=3):
+    case = GLACase([6 * S], 1, 2, 16, 32, kind, lengths=LENGTHS)
+    one = found(run, case)
+    assert same(one, found(run, case._replace(tokens=[2 * S] * 3, zigzag=zigzag))) == ALL
+    if not zigzag:
+        assert same(one, found(run, case._replace(tokens=[S, 4 * S, S]))) == ALL
+
+
+def _documents(group, before, length):
+    """(o, final state) of a document behind ``before`` tokens of another one."""
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(3)
+        own = [torch.randn(1, length, 2, 16, generator=generator) for _ in range(4)]
+        rows = []
+        for x in own:
+            other = torch.randn(1, before, 2, 16, generator=generator)
+            rows.append(torch.cat([other, x, other[:, :64]], 1).to(comm.device))
+        q, k, v, g = rows
+        cuts = [0, before, before + length, before + length + min(before, 64)]
+        o, final = allscan.zeco_gla(q, k, v, -g.abs(), comm=comm, cu_seqlens=cuts, output_final_state=True, invariant=S)
+        return o[:, before : before + length].cpu(), final[1].cpu()
+
+
+def test_a_document_has_its_bits_wherever_it_lies(run):
+    """If it begins at a multiple of S; and beside whatever others."""
+    alone = run(1, _documents, 0, 300)[0]
+    for before in (S, 3 * S):
+        for a, b in zip(alone, run(1, _documents, before, 300)[0], strict=True):
+            assert torch.equal(bits(a), bits(b)), before
+
+
+def _batch(group, B):
+    with allscan.Communicator(group, invariant=S) as comm:
+        whole = Whole(GLACase([3 * S], 4, 2, 64, 64, dtype=BF16), comm.device)
+        o, _ = allscan.zeco_gla(whole.q[:B], whole.k[:B], whole.v[:B], whole.g[:B], comm=comm)
+        return o[:1].cpu()
+
+
+def test_every_batch_size(run):
+    one, four = (run(1, _batch, B)[0] for B in (1, 4))
+    assert torch.equal(bits(one), bits(four))
+
+
+def test_of_the_communicator_and_compiled(run, size=2):
+    case = GLACase([2 * S, S])
+    expected = found(run, case)
+    for calls in (Calls(of_comm=True), Calls(compiled=True)):
+        assert same(expected, found(run, case, calls)) == ALL, calls
+
+
+def test_stragglers(run, size=3):
+    """Plans that run again, on ranks that are late in turn."""
+    case = GLACase([S, 2 * S, S], gates="mixed")
+    one = found(run, case._replace(tokens=[4 * S]))
+    assert same(one, found(run, case, Calls(most_ms=10, times=12))) == ALL
+
+
+def test_without_it_bits_differ(run, size=2):
+    """The control."""
+    case = GLACase([768], 1, 2, 64, 64)
+    one, two = (found(run, case._replace(tokens=tokens), Calls(S=0)) for tokens in ([768], [384, 384]))
+    assert share_of_others(one, two) > 0.2
+    assert not {"o", "dq", "dk", "dv", "dg"} & {*same(one, two)}
+
+
+def _rejected(group):
+    with allscan.Communicator(group) as comm:
+
+        def call(T, **options):
+            tensors = [torch.randn(1, T, 2, 16, device=comm.device) for _ in range(4)]
+            tensors[3] = -tensors[3].abs()
+            return raised(lambda: allscan.zeco_gla(*tensors, comm=comm, **options))
+
+        one = comm.rank == 0
+        texts = [
+            call(S + 64 if one else S, invariant=S),  # the boundary of rank 0
+            call(S, invariant=S if one else 0),
+            call(S, invariant=100),
+            call(S, invariant=-64),
+            call(S, invariant=S, layout="zigzag"),
+            call(2 * S, invariant=S, layout="zigzag", per_document=True, cu_seqlens=[0, 4 * S]),
+        ]
+        fine = call(S if one else S + 64, invariant=S)  # the last rank may end anywhere
+        comm.barrier()
+    return texts, fine
+
+
+def test_other_boundaries_are_rejected_on_all_ranks(run, size=2):
+    answers = run(size, _rejected)
+    assert [fine for _, fine in answers] == [None] * size
+    for texts in zip(*(texts for texts, _ in answers)):
+        assert all(texts) and all("invariant" in text[1] for text in texts), texts
+
+
+def _with_algorithm(group, algorithm):
+    with allscan.Communicator(group, algorithm=algorithm, nodes=(1,) * group.size()) as comm:
+        tensors = [torch.zeros(1, S, 1, 16, device=comm.device)] * 4
+        return raised(lambda: allscan.zeco_gla(*tensors, comm=comm, invariant=S))
+
+
+@pytest.mark.parametrize("algorithm, rejected", [("recursive_doubling", True), ("rails", True), ("auto", False)])
+def test_algorithms(run, algorithm, rejected, size=2):
+    for text in run(size, _with_algorithm, algorithm):
+        assert (text is not None and algorithm in text[1]) == rejected, text
