@@ -6,11 +6,12 @@ Weak scaling: T tokens a rank. Beside each other: zeco_gla; the all-gather of LA
 and beside what needs nothing remote; there also without multiprocessors, by NCCL's symmetric windows with
 NCCL_CTA_POLICY=2, in processes of its own, and by PyTorch's low-contention all-gather), the ring of LASP-1 and the
 all-to-all of Ulysses, all around the same local kernels; zeco_gla with the tokens in the zigzag layout, as it takes
-that natively, and with the tokens moved to rank order and back; zeco_gla on one rank, which is the ideal, since it does
-the same without communication; and, where fla is installed, its chunk_gla on one rank. All are CUDA graphs, replayed
+that natively, and with the tokens moved to rank order and back; zeco_gla with the same bits for every number of ranks
+(invariant=), in segments of 2,048 and of 1,024 tokens; zeco_gla on one rank, which is the ideal, since it does the same
+without communication; and, where fla is installed, its chunk_gla on one rank. All are CUDA graphs, replayed
 on the same GPUs in the same processes, in turns whose order is drawn anew each time. A time is the median over samples
 of STEP_REPLAYS replays in a row, of the slowest rank. Every method is checked first against one rank's zeco_gla on the
-whole sequence (at a tenth of the tokens, since that must fit one GPU), and proven afterwards to be what ran
+whole sequence (at a 16th of the tokens, since that must fit one GPU), and proven afterwards to be what ran
 (bench/proof.py; column ``proof``, of rank 0). Without GPUs only the check runs, on 3 CPU ranks.
 """
 
@@ -80,6 +81,12 @@ COLUMNS = (
 
 FLA = "fla, one rank"
 ZIGZAG = ("zeco, zigzag", "zeco, tokens moved")  # methods that are given tokens in that layout
+INVARIANT = {"zeco, invariant 2048": 2048, "zeco, invariant 1024": 1024}  # tokens of a segment
+
+
+def in_order(q, k, v, g, *, comm, segment):
+    """zeco_gla with the same bits for every number of ranks; of few tokens with one segment a rank."""
+    return allscan.zeco_gla(q, k, v, g, comm=comm, invariant=min(segment, q.shape[1]))[0]
 
 
 def moved(q, k, v, g, *, comm):
@@ -87,13 +94,15 @@ def moved(q, k, v, g, *, comm):
     return to_zigzag(allscan.zeco_gla(*(from_zigzag(x, comm=comm) for x in (q, k, v, g)), comm=comm)[0], comm=comm)
 
 
-def calls(comm, one, others, zigzags) -> dict:
-    """{method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}; ``zigzags``: the
-    communicators of ZIGZAG."""
+def calls(comm, one, others, zigzags, ordered) -> dict:
+    """{method: Method}. ``one``: a communicator of this rank alone; ``others``: {method: Baseline}; ``zigzags``,
+    ``ordered``: the communicators of ZIGZAG and of INVARIANT."""
     native, moving = zigzags
     found = {"zeco": Method(lambda *x: allscan.zeco_gla(*x, comm=comm)[0], comm, scans=1)}
     found[ZIGZAG[0]] = Method(lambda *x: allscan.zeco_gla(*x, comm=native, layout="zigzag")[0], native, scans=2)
     found[ZIGZAG[1]] = Method(functools.partial(moved, comm=moving), moving, scans=1, nccl="SendRecv")
+    for (name, segment), own in zip(INVARIANT.items(), ordered, strict=True):
+        found[name] = Method(functools.partial(in_order, comm=own, segment=segment), own, scans=1)
     for name, other in others.items():
         found[name] = Method(functools.partial(gla, carrier=other), other.comm, nccl=other.nccl)
     found["all_to_all"] = Method(lambda *x: all_to_all(*x, comm=comm, alone=one), one, nccl="SendRecv")
@@ -141,7 +150,8 @@ def over(ranks):
         names = [*METHODS, *(METHODS_OF_GPUS if comm.device.type == "cuda" else ())]
         others = {name: Baseline(stack.enter_context(allscan.Communicator(group)), name) for name in names}
         zigzags = [stack.enter_context(allscan.Communicator(group)) for _ in ZIGZAG]
-        yield comm, calls(comm, one, others, zigzags)
+        ordered = [stack.enter_context(allscan.Communicator(group)) for _ in INVARIANT]
+        yield comm, calls(comm, one, others, zigzags, ordered)
 
 
 def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
@@ -154,7 +164,7 @@ def point(ranks, T, H, D, mildness, backward, chosen=None) -> dict | None:
         methods = {name: methods[name] for name in dict.fromkeys((*chosen, "one rank"))}
         if comm.device.type == "cpu":
             return check(comm, methods, T, H, D, torch.float32, mildness)
-        errors = check(comm, methods, T // 20 * 2, H, D, torch.bfloat16, mildness)
+        errors = check(comm, methods, T // 16, H, D, torch.bfloat16, mildness)
         leaves, do = inputs(T, H, D, comm.device, comm.rank, mildness=mildness)
         made = {name: capture(leaves, do, call, backward) for name, call in methods.items()}
         before = {name: method.epochs() for name, method in methods.items()}
@@ -189,7 +199,7 @@ def main() -> int:
     if gpus < 2:
         print("No two GPUs here: a check of every method on 3 CPU ranks, forward and backward.")
         with Ranks(3, "cpu") as ranks:
-            for name, error in ranks.run(point, 3, 70, 3, 16, 16.0, True)[2].items():
+            for name, error in ranks.run(point, 3, 128, 3, 16, 16.0, True)[2].items():
                 print(f"{name:22} error {error:.1e}")
         return 0
     counts = arguments.ranks or sorted({2, gpus})

@@ -38,7 +38,7 @@ class Method:
         calls = steps * layers
         wanted = {0: (0, 0), 1: (calls, calls * backward), 2: (calls * (1 + backward),) * 2}[self.scans]
         found = kernels(once)
-        scans = sum(n for kernel, n in found.items() if kernel.startswith("scan_kernel"))
+        scans = sum(n for kernel, n in found.items() if kernel.startswith(("scan_kernel", "gated_segments_kernel")))
         ways = {kernel: n for kernel, n in found.items() if "nccl" in kernel or "Memcpy" in kernel}
         nccl = {kernel: n for kernel, n in ways.items() if self.nccl and self.nccl in kernel}
         if made != wanted or scans != self.scans * layers * (1 + backward):
@@ -49,7 +49,7 @@ class Method:
             raise AssertionError(f"{name}: no {self.nccl} in a step, only {sorted(found)}")
         if self.nccl is None and layers == 1 and any("nccl" in kernel for kernel in found):
             raise AssertionError(f"{name}: kernels of NCCL in a step: {sorted(found)}")
-        parts = [f"{sum(made)} scans of All-Scan in {steps} steps", f"{scans} scan_kernel a step"]
+        parts = [f"{sum(made)} scans of All-Scan in {steps} steps", f"{scans} kernels of scans a step"]
         parts += [f"{n} {kernel.partition('(')[0]} a step" for kernel, n in sorted(nccl.items())]
         return "; ".join(parts)
 

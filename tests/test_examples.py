@@ -17,6 +17,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         "own_kernel.py",
         "any_recurrence.py",
         "prefill_decode.py",
+        "same_bits.py",
         "hybrid.py",
         "train_fsdp.py",
         "train_transformers.py",
