@@ -39,6 +39,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import json
 import random
 import statistics
 import sys
@@ -54,6 +55,7 @@ import allscan
 from allscan.integrations import attention
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
+from bench import plots
 from bench.baselines import Turn
 from bench.harness import Table, results
 from bench.model import text, training_rows
@@ -418,33 +420,22 @@ def softmax_layers(found) -> list[tuple[float, float]]:
     return [(begin, end) for begin, end in layers]
 
 
-def draw(answers, name: str, path: str, title: str) -> None:
-    """The first softmax layer's forward and its backward, the last one's, on each rank: what gathers keys, and what
-    computes."""
-    from matplotlib.figure import Figure
-
-    profiles = [answer[name][4] for answer in answers]
+def timeline(answers, name: str, title: str) -> dict:
+    """Of the first softmax layer's forward and of its backward, the last one's, each rank's kernels, for plots.hybrid:
+    (kind, name, begin and length in ms)."""
+    profiles, panels = [answer[name][4] for answer in answers], {}
     layers = softmax_layers(profiles[0])
-    figure = Figure(figsize=(12, 1.2 + 0.8 * len(profiles)), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for axes, what, (begin, end) in zip(panels, ("forward", "backward"), (layers[0], layers[-1]), strict=True):
+    for what, (begin, end) in (("forward", layers[0]), ("backward", layers[-1])):
         begin, end = begin - 2e3, end + 2e3
-        for rank, found in enumerate(profiles):
-            for kind, color in {"other kernels": "lightgray", "softmax": "C0", "NCCL": "black"}.items():
-                bars = [
-                    ((x.begin - begin) / 1e3, x.us / 1e3)
-                    for x in found
-                    if begin < x.begin < end
-                    and kind == (k if (k := kind_of(x.name)) in ("softmax", "NCCL") else "other kernels")
-                ]
-                line = 2 * (len(profiles) - 1 - rank) + (kind != "NCCL")
-                axes.broken_barh(bars, (line + 0.1, 0.8), facecolors=color, label=kind if not rank else None)
-        axes.set(xlabel="ms", title=f"a softmax layer, {what}", xlim=(0, (end - begin) / 1e3))
-        ticks = [2 * i + 1 for i in range(len(profiles))]
-        axes.set_yticks(ticks, [f"rank {len(profiles) - 1 - i}" for i in range(len(profiles))])
-    panels[0].legend(loc="upper left", fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+        panels[what] = [
+            [
+                (kind_of(x.name), x.name.split("(")[0][:60], round((x.begin - begin) / 1e3, 4), round(x.us / 1e3, 4))
+                for x in found
+                if begin < x.begin < end
+            ]
+            for found in profiles
+        ]
+    return dict(title=title, panels=panels)
 
 
 def jobs(hybrid, ranks: int, heads: int, tokens) -> list[Job]:
@@ -509,9 +500,13 @@ def run(hybrid, names, count: int, arguments, table) -> None:
             if arguments.profile:
                 print_breakdown(answers)
                 if "allscan, zigzag" in names:
-                    path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_').replace(',', '')}.png"
+                    path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_').replace(',', '')}"
                     title = f"{hybrid.name}, allscan, zigzag, {count} x {torch.cuda.get_device_name()}, T={T} a rank"
-                    draw(answers, "allscan, zigzag", path, title)
+                    found = timeline(answers, "allscan, zigzag", title)
+                    with open(f"{path}.json", "w") as file:
+                        json.dump(found, file)
+                    with contextlib.suppress(ImportError):  # bench.plots draws it anywhere
+                        plots.hybrid(found, f"{path}.png")
             ranks.run(freed)
     print(f"{hybrid.name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
 """Pictures of the committed results; needs no GPU.
 
-    python -m bench.plots               # draws scan.png, operator.png, delta.png and host.png
+    python -m bench.plots               # draws scan.png, operator.png, delta.png, host.png and hybrid_*.png
 
 They are of the files in bench/results that are called alike, as far as they are there.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import glob
+import json
 import os
 import sys
 
@@ -116,6 +118,27 @@ def host(table, path):
     figure.savefig(path, dpi=120)
 
 
+def hybrid(found, path):
+    """A softmax layer of bench.hybrid in the zigzag layout on each rank: what gathers keys, and what computes."""
+    from matplotlib.figure import Figure
+
+    colors = {"other kernels": "lightgray", "softmax": "C0", "NCCL": "black"}
+    ranks = len(found["panels"]["forward"])
+    figure = Figure(figsize=(12, 1.2 + 0.8 * ranks), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, (what, profiles) in zip(panels, found["panels"].items(), strict=True):
+        for rank, profile in enumerate(profiles):
+            for kind, color in colors.items():
+                bars = [(begin, ms) for k, _, begin, ms in profile if kind == (k if k in colors else "other kernels")]
+                line = 2 * (ranks - 1 - rank) + (kind != "NCCL")
+                axes.broken_barh(bars, (line + 0.1, 0.8), facecolors=color, label=kind if not rank else None)
+        axes.set(xlabel="ms", title=f"a softmax layer, {what}")
+        axes.set_yticks([2 * i + 1 for i in range(ranks)], [f"rank {ranks - 1 - i}" for i in range(ranks)])
+    panels[0].legend(loc="upper left", fontsize="small")
+    figure.suptitle(found["title"])
+    figure.savefig(path, dpi=120)
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     for name, draw in (("scan", scan), ("operator", operator), ("delta", delta), ("host", host)):
@@ -123,6 +146,10 @@ def main() -> int:
             continue
         draw(rows(results(f"{name}.csv")), results(f"{name}.png"))
         print(f"wrote {results(name)}.png")
+    for path in glob.glob(results("hybrid_*.json")):
+        with open(path) as file:
+            hybrid(json.load(file), f"{path.removesuffix('.json')}.png")
+        print(f"wrote {path.removesuffix('.json')}.png")
     return 0
 
 

@@ -83,7 +83,8 @@ def launched(once) -> list[Launched]:
 # Kinds of what a step launches, by what is in the kernels' names: the first that fits
 KINDS = {
     "NCCL": "nccl",
-    "softmax": "sdpa flash_fwd flash_bwd fmha dot_do_o convert_dq flashattn flash::",
+    "softmax": "sdpa flash_fwd flash_bwd fmha dot_do_o convert_dq flashattn flash:: "
+    "merge_kernel fold_kernel reverse_kernel",
     "cat": "CatArray",
     "recurrences": "scan_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ l2norm cumsum "
     "summary_kernel adjoint_kernel scalar_gradient_kernel",

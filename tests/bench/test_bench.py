@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import json
 import sys
 import types
 
@@ -187,6 +188,21 @@ def test_the_committed_results_can_be_drawn(tmp_path):
     for name, draw in (("scan", plots.scan), ("operator", plots.operator)):
         draw(plots.rows(results(f"{name}.csv")), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.cpu
+def test_a_softmax_layer_can_be_drawn(tmp_path):
+    """Of a step's kernels those of the first layer's forward and of its backward, the last one's."""
+    names = "sdpa_fprop", "sdpa_fprop", "merge_kernel", "sdpa_bprop", "ncclDevKernel", "gemm"
+    begins = 10e3, 50e3, 51e3, 90e3, 91e3, 300e3
+    found = [proof.Launched(name, 1e3, begin) for name, begin in zip(names, begins, strict=True)]
+    answers = [dict(zigzag=(0, 0, 0, "", found))] * 2
+    drawn = hybrid.timeline(answers, "zigzag", "a title")
+    kinds = {what: [kind for kind, *_ in ranks[1]] for what, ranks in drawn["panels"].items()}
+    assert kinds == dict(forward=["softmax"], backward=["softmax", "NCCL"])
+    assert drawn["panels"]["backward"][0][1] == ("NCCL", "ncclDevKernel", 3.0, 1.0)
+    plots.hybrid(json.loads(json.dumps(drawn)), tmp_path / "hybrid.png")
+    assert (tmp_path / "hybrid.png").stat().st_size > 10_000
 
 
 @pytest.mark.cpu
