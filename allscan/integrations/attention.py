@@ -97,19 +97,21 @@ def _cudnn_fits(q, k, v) -> bool:
     D, V = q.shape[-1], v.shape[-1]
     if not _half_on_gpu(q, (9, 0)) or torch.are_deterministic_algorithms_enabled() or not CUDNN_IS_KNOWN:
         return False
-    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or D % 8 or V % 8:
+    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (D, V) not in CUDNN_WIDTHS:
         return False
     hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    if not hopper and k.shape[1] < 8:  # reported to be wrong there
+    if not hopper and (k.shape[1] < 8 or D == 256):  # few heads of keys are reported to be wrong there
         return False
-    wide = (D, V) == (192, 128) or ((D, V) == (256, 256) and hopper)
-    return (max(D, V) <= 128 or wide) and torch.backends.cuda.cudnn_sdp_enabled()
+    return torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _triangles_fit(q, k, v) -> bool:
     return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
+# Of keys and values, for which tests/gpu/test_attention_gpu.py has passed. cuDNN 9.19 has errors with 128 and 96: o is
+# wrong by 0.08 with 512 queries and 1,024 keys.
+CUDNN_WIDTHS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
 cudnn = operator(
     "_scaled_dot_product_cudnn_attention",
