@@ -20,7 +20,9 @@ from ..shmem_kernels.segment_table import FIRST, LAST
 from ..tokens.packing import CUTS, Tables, apart, boundaries_on_host, carried_states, own_boundaries, together
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import Using, allscan, check_final, final_of_all
+from .carrier import check_cut, check_invariant
 from .first_call import check_gates, common_fields, looks_at_gates
+from .ssd_segments import Segment, Stretch, by_segments, scan_in_order, segments_of
 
 
 @dynamo_disabled
@@ -45,6 +47,7 @@ def zeco_ssd(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk_scan: Callable | None = None,
+    invariant: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba2's scan (SSD) with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -81,6 +84,9 @@ def zeco_ssd(
             return_final_states=True as ``mamba_chunk_scan_combined`` is, with d_t for dt; seq_idx is int32 [B, T], or
             None where the rank has tokens of one sequence; on a rank without tokens with one of zeros. Default: that of
             mamba_ssm on GPUs, if it is installed, else torch.
+        invariant: as in ``allscan.zeco_gla``: the same bits for every number of ranks, of all that is returned and of
+            gradients but those of A, D and dt_bias. Here it costs calls: one of the chunk scan for each segment and
+            batch entry.
 
     Returns:
         y [B, T, H, P] like x, with return_final_states (y, final_states): [B or number of sequences, H, P, N] float32,
@@ -105,12 +111,19 @@ def zeco_ssd(
         of_all = return_final_states = check_final(return_final_states, comm, "return_final_states")
     with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
         steps = _Steps(dt_softplus, dt_limit)
-        asked = _Asked(chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan)
+        invariant = comm.invariant if invariant is None else invariant
+        asked = _Asked(chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant)
         zigzag, cu_seqlens, first_token = _prepare(comm, given, steps, asked)
         # a chunk scan's kernels see the memory alone
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
+        if invariant:
+            given |= dict(x=x, A=A, B=B, C=C, D=D)
+            y, final = _in_order(comm, given, spans, zigzag, steps, asked)
+            if not return_final_states:
+                return y
+            return final_of_all(y, final, comm, cu_seqlens is not None, bool(zigzag)) if of_all else (y, final)
         d, A = steps.of(dt, dt_bias), A.float()
         scan = chunk_scan or _installed(x.device)
         taken = (x, d, A, B, C) if x.shape[1] else [t if t is A else _one_token(t) for t in (x, d, A, B, C)]
@@ -257,6 +270,7 @@ class _Asked(NamedTuple):
     layout: str
     per_document: bool
     chunk_scan: Callable | None
+    invariant: int
 
 
 def _prepare(
@@ -264,7 +278,7 @@ def _prepare(
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     deferred = shape = agree = None
-    chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan = asked
+    chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant = asked
     looked, boundaries, dt_limit = False, cu_seqlens, steps.limit
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
@@ -280,7 +294,8 @@ def _prepare(
         how = ("dt_softplus", bool(steps.softplus)), ("dt_limit", tuple(map(float, dt_limit)))
         are_none = initial_states is None, cu_seqlens is None, first_token is None
         common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
-        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *how)
+        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *how, ("invariant", invariant))
+        check_cut(comm, x.shape[1], check_invariant(comm, invariant, zigzag), zigzag)
         if zigzag:
             check_halves(x.shape[1])
         if cu_seqlens is not None and x.shape[0] != 1:
@@ -300,10 +315,57 @@ def _prepare(
                 check_gates("dt * A", A * steps.of(given["dt"], given["dt_bias"]), chunk_size)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
-    algorithm = "chain" if shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
+    algorithm = "chain" if shape is None or invariant else comm.topology.algorithm_for(4 * math.prod(shape))
     get_or_create_scan(comm, shape, agree, deferred, at_first=looked, kind=ScanKind(algorithm=algorithm))
     compare_values(comm, boundaries, cu_seqlens)
     return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
+
+
+def _in_order(
+    comm: Communicator, given: dict[str, Any], spans: list[_Span], zigzag: int, steps: _Steps, asked: _Asked
+) -> tuple[Tensor, Tensor]:
+    """(y, final_states) with ``invariant``. Every function of tokens gets those of a segment of one batch entry."""
+    x, A, D, initial = given["x"], given["A"].float(), given["D"], asked.initial_states
+    (batch, _, H, P), N = x.shape, given["B"].shape[3]
+    scan = asked.chunk_scan or _installed(x.device)
+
+    def segment(own: dict[str, Any]) -> Segment:
+        d, n = steps.of(own["dt"], given["dt_bias"]), own["x"].shape[1]
+        taken = own["x"], d, A, own["B"], own["C"]
+        y, last = scan(*taken, chunk_size=asked.chunk_size, D=D, seq_idx=None, return_final_states=True)
+        tokens, whole = _Tokens(own["x"], d, d * A, own["B"], own["C"]), _Span(0, n, 0, slice(None), False, False)
+
+        def outputs(state: Tensor) -> Tensor:
+            found = y.float() + tokens.read(whole, state)
+            return (found if "z" not in own else found * F.silu(own["z"].float())).to(x.dtype)
+
+        return Segment(last.float(), tokens.decay(whole)[..., 0, 0], outputs)
+
+    cut = [Stretch(s.start, s.end, s.half, s.rows.start, s.begins, s.ends) for s in spans]
+    sizes = [segments_of(s, asked.invariant) for s in cut]
+    parts = by_segments({name: given[name] for name in ("x", "dt", "B", "C", "z")}, sum(sizes, []))
+    made = iter([[segment(own) for own in of_segment] for of_segment in parts])
+    rows = None if initial is None else initial.split(1)
+
+    def before(s: Stretch | None) -> Tensor:
+        if s is None or initial is None or rows is None:
+            return x.new_zeros(batch, H, P, N, dtype=torch.float32)
+        return initial if s.sequence is None else rows[s.sequence]
+
+    wanted = wants_gradient((*given.values(), initial))
+    placed = [(s, [next(made) for _ in of_span]) for s, of_span in zip(cut, sizes, strict=True)]
+    found = scan_in_order(comm, placed, 1 + bool(zigzag), before, wanted)
+    used = found.scanned if initial is None else (*found.scanned, initial)
+    if not found.outputs:  # gradients of no tokens are zeros, not None
+        used = *used, *(t for t in given.values() if t is not None)
+    y = Using.apply(torch.cat(found.outputs or [x[:, :0]], 1), *used)
+    none = before(None)
+    if asked.cu_seqlens is None:
+        final = found.final.get(None, none)
+    else:
+        final = torch.cat([found.final.get(i, none) for i in range(len(asked.cu_seqlens) - 1)])
+    comm.look_for_nan("zeco_ssd", y=y, final_states=final)
+    return y, Using.apply(final, *used)
 
 
 def _check(comm: Communicator, given: dict[str, Any]) -> tuple[int, int, int, int]:
