@@ -25,33 +25,91 @@ from .tiles import load_decays, load_tile, tile_offsets
 from .wait import INFO_NEXT, INFO_WORDS, poll_word, wait_signal
 
 RAILS = tl.constexpr(3)  # the kind of link of ``node``, by which nothing crosses
-
-# The table (int64): of this rank
-TABLE_MEMBERS = tl.constexpr(0)  # of this rank's node
-TABLE_POSITION = tl.constexpr(1)  # of this rank among them, in the order of ranks
-TABLE_FIRST = tl.constexpr(2)  # the position of the first of them in the direction of the scan
-TABLE_STEP = tl.constexpr(3)  # from one position to the next in that direction: 1 or -1
-TABLE_GIVERS = tl.constexpr(4)  # how many of them give: all but the last rank of all
-TABLE_FIRST_NODE = tl.constexpr(5)  # whether this node is the first in that direction
-TABLE_ROUNDS = tl.constexpr(6)  # where the words of the rounds begin
-TABLE_WORDS = tl.constexpr(8)
-# ... then of each member, by position: addresses in its memory for what this rank sends to it
-MEMBER_GIVEN = tl.constexpr(0)
-MEMBER_GIVEN_ARRIVED = tl.constexpr(1)
-MEMBER_DECAYS = tl.constexpr(2)
-MEMBER_DECAYS_ARRIVED = tl.constexpr(3)
-MEMBER_INBOX = tl.constexpr(4)
-MEMBER_ARRIVED = tl.constexpr(5)
-MEMBER_BEGUN = tl.constexpr(6)
-MEMBER_WORDS = tl.constexpr(8)
-# ... then of each round over the nodes, twice, for states and for decays: the fields of a Link, and who is there
-ROUND_PREV = tl.constexpr(8)
-ROUND_NEXT = tl.constexpr(9)
-ROUND_INFO = tl.constexpr(10)  # the offset of the round's words in node.info
-ROUND_WORDS = tl.constexpr(16)
-
 SMALLEST = tl.constexpr(2.0**-126)
 EACH_INFO = tl.constexpr(INFO_WORDS)  # node.info: of this rank; then of each member, by position; then of each round
+
+
+# The table of a rank: int64 words, the fields of a Table, then those of a Member for each member of its node by
+# position, then those of a Round twice for each round over the nodes: for states and for decays. The host writes rows
+# by name; TABLE, MEMBER and ROUND say to kernels where each field of a row lies.
+
+
+class Table(NamedTuple):
+    """Of this rank."""
+
+    members: Any  # of this rank's node
+    position: Any  # of this rank among them, in the order of ranks
+    first: Any  # the position of the first of them in the direction of the scan
+    step: Any  # from one position to the next in that direction: 1 or -1
+    givers: Any  # how many of them give: all but the last rank of all
+    in_first_node: Any  # whether this node is the first in that direction
+
+
+class Member(NamedTuple):
+    """Addresses in a member's memory, for what this rank sends to it."""
+
+    given: Any
+    given_arrived: Any
+    decays: Any
+    decays_arrived: Any
+    inbox: Any
+    arrived: Any
+    begun: Any
+
+
+class Round(NamedTuple):
+    """Addresses, as in a Link; whether there is somebody to send to this rank, and somebody to send to; the offset of
+    the round's words in node.info."""
+
+    inbox: Any
+    next_inbox: Any
+    outbox: Any
+    arrived: Any
+    next_arrived: Any
+    freed: Any
+    prev_freed: Any
+    receives: Any
+    sends: Any
+    info: Any
+
+
+TABLE = tl.constexpr(Table(*range(len(Table._fields))))
+TABLE_WORDS = tl.constexpr(len(Table._fields))
+MEMBER = tl.constexpr(Member(*range(len(Member._fields))))
+MEMBER_WORDS = tl.constexpr(len(Member._fields))
+ROUND = tl.constexpr(Round(*range(len(Round._fields))))
+ROUND_WORDS = tl.constexpr(len(Round._fields))
+
+
+class Slice(NamedTuple):
+    """What a rank knows of the slices, its own above all: one argument. Addresses are device addresses."""
+
+    table: Any  # int64, see above
+    given: Any  # float32 [members, DEPTH, SLICE, BK * BV], mine: the members' states
+    given_arrived: Any  # int64 [members, DEPTH, SLICE]
+    decays: Any  # float32 [members, DEPTH, SLICE, BK * BD], mine: the members' decays, each BD times
+    decays_arrived: Any  # int64 [members, DEPTH, SLICE]
+    SLICE: tl.constexpr  # tiles of an owner; the last one may have fewer
+    BD: tl.constexpr  # columns of a message of decays, so that it has a word for each thread
+    LINK: tl.constexpr  # the links between members
+    ROUNDS: tl.constexpr  # over the nodes; 0: a chain
+    ROUND_LINK: tl.constexpr  # the links of the rounds
+
+
+class Inputs(NamedTuple):
+    """The state of this rank and where its incoming state goes; made in a kernel, in the call that uses it, like those
+    below."""
+
+    state: Any  # float32 [G, K, V]
+    decay: Any  # float32, element (g, k) at g * stride_g + k * stride_k; not read without HAS_DECAY
+    initial: Any  # float32 [G, K, V], of the first rank; not read without HAS_INITIAL
+    out: Any  # float32 [G, K, V]
+    stride_g: Any
+    stride_k: Any
+    K: tl.constexpr
+    V: tl.constexpr
+    HAS_DECAY: tl.constexpr
+    HAS_INITIAL: tl.constexpr
 
 
 class Link(NamedTuple):
@@ -124,7 +182,7 @@ class Inlet(Link):
 class RoundLink(Link):
     """Likewise, of a round over the nodes; ``words``: what _round_words has returned."""
 
-    def __new__(cls, node, words, num_tiles, BV, LINK) -> Link:  # type: ignore[misc]
+    def __new__(cls, node, own, words, BV) -> Link:  # type: ignore[misc]
         inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, info = words
         return Link(
             inbox,
@@ -136,193 +194,95 @@ class RoundLink(Link):
             prev_freed,
             node.clock,
             info,
-            num_tiles,
+            own.SLICE,
             node.BK,
             BV,
             node.DEPTH,
-            LINK,
-            LINK,
+            own.ROUND_LINK,
+            own.ROUND_LINK,
         )
 
 
 @triton.jit
 def rails_kernel(
-    p_state,  # float32 [G, K, V]
-    p_decay,  # float32, element (g, k) at g * stride_g + k * stride_k; not read without HAS_DECAY
-    p_initial,  # float32 [G, K, V], of the first rank; not read without HAS_INITIAL
-    p_out,  # float32 [G, K, V]
+    p_state,
+    p_decay,
+    p_initial,
+    p_out,
     node,
     rail,  # of an owner where the nodes are a chain; else without links
-    p_table,  # int64, see above
-    p_given,  # float32 [members, DEPTH, SLICE, BK * BV], mine: the members' states
-    p_given_arrived,  # int64 [members, DEPTH, SLICE]
-    p_decays,  # float32 [members, DEPTH, SLICE, BK * BD], mine: the members' decays, each BD times
-    p_decays_arrived,  # int64 [members, DEPTH, SLICE]
+    own,  # Slice
     stride_g,
     stride_k,
     K: tl.constexpr,
     V: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    SLICE: tl.constexpr,  # tiles of an owner; the last one may have fewer
-    BD: tl.constexpr,  # columns of a message of decays, so that it has a word for each thread
-    LINK: tl.constexpr,  # the links between members
-    ROUNDS: tl.constexpr,  # over the nodes; 0: a chain
-    ROUND_LINK: tl.constexpr,  # the links of the rounds
 ):
-    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; rank p gets R_p. Tiles program_id, program_id + num_programs,
-    ... in ascending order: those that others own are given to them, then the own ones are scanned, then the others
-    are taken. The number of programs is the same on all ranks.
-    """
-    me = tl.load(p_table + TABLE_POSITION).to(tl.int32)
-    members = tl.load(p_table + TABLE_MEMBERS).to(tl.int32)
-    givers = tl.load(p_table + TABLE_GIVERS).to(tl.int32)
-    first = tl.load(p_table + TABLE_FIRST).to(tl.int32)
-    step = tl.load(p_table + TABLE_STEP).to(tl.int32)
-    in_first_node = tl.load(p_table + TABLE_FIRST_NODE) != 0
-    place = (me - first) * step  # in the direction of the scan
-    first_of_all = in_first_node & (place == 0)
-    begun = _begin(node, rail, p_table, me, members, SLICE, BD, ROUNDS, ROUND_LINK)
-    epoch, word, ok = begun
+    """R_0 = initial, R_{p+1} = decay_p * R_p + state_p; rank p gets R_p. See Inputs. The number of programs is the same
+    on all ranks."""
+    _scan_over_nodes(
+        Inputs(p_state, p_decay, p_initial, p_out, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL), node, rail, own
+    )
 
+
+@triton.jit
+def _scan_over_nodes(inputs, node, rail, own):
+    """Tiles program_id, program_id + num_programs, ... in ascending order: those that others own are given to them,
+    then the own ones are scanned, then the others are taken."""
+    me = _this_rank(own)
+    begun = _begin(node, rail, own, me)
     tile = tl.program_id(0)
     while tile < node.num_tiles:
-        owner = tile // SLICE
-        if (owner != me) & (place < givers) & ok & (tl.load(node.epoch + tile) == epoch - 1):
-            b_state, b_decay = _own_part(
-                p_state, p_decay, p_initial, node, tile, stride_g, stride_k, first_of_all, K, V, HAS_DECAY, HAS_INITIAL
-            )
-            p_owner = p_table + TABLE_WORDS + owner * MEMBER_WORDS
-            p_to, p_word = _floats(p_owner + MEMBER_DECAYS), _words(p_owner + MEMBER_DECAYS_ARRIVED)
-            b_decays = b_decay + tl.zeros([node.BK, BD], tl.float32)
-            post(Outlet(node, p_to, p_word, SLICE, BD, LINK), tile - owner * SLICE, epoch, word, b_decays)
-            p_to, p_word = _floats(p_owner + MEMBER_GIVEN), _words(p_owner + MEMBER_GIVEN_ARRIVED)
-            post(Outlet(node, p_to, p_word, SLICE, node.BV, LINK), tile - owner * SLICE, epoch, word, b_state)
+        if tile // own.SLICE != me.position:
+            _give_tile(inputs, node, own, me, begun, tile)
         tile += tl.num_programs(0)
-
     tile = tl.program_id(0)
     while tile < node.num_tiles:
-        if tile // SLICE == me:
-            part = tile - me * SLICE
-            well = ok & (tl.load(node.epoch + tile) == epoch - 1)
-            b_own, b_own_decay = _own_part(
-                p_state, p_decay, p_initial, node, tile, stride_g, stride_k, first_of_all, K, V, HAS_DECAY, HAS_INITIAL
-            )
-            # the node's total, from zero
-            b_sum = tl.zeros([node.BK, node.BV], tl.float32)
-            b_product = tl.full([node.BK, 1], 1.0, tl.float32)
-            member = first
-            i = 0
-            while i < givers:
-                b_state = b_own
-                b_decay = b_own_decay
-                if member != me:
-                    slots = member * (node.DEPTH * SLICE)
-                    p_info, p_clock = node.info + (1 + member) * EACH_INFO, node.clock + me * SLICE
-                    p_from, p_word = p_given + slots * (node.BK * node.BV), p_given_arrived + slots
-                    b_state, well = take(
-                        Inlet(node, p_from, p_word, p_clock, p_info, SLICE, node.BV, LINK), part, epoch, word, well
-                    )
-                    p_from, p_word = p_decays + slots * (node.BK * BD), p_decays_arrived + slots
-                    b_decays, well = take(
-                        Inlet(node, p_from, p_word, p_clock, p_info, SLICE, BD, LINK), part, epoch, word, well
-                    )
-                    b_decay = _column(b_decays)
-                b_sum = combine(b_state, b_decay, b_sum)
-                b_product = _times(b_decay, b_product)
-                member += step
-                i += 1
-
-            if ROUNDS == 0:
-                b_enters, well = _over_a_chain(rail, part, epoch, word, well, b_sum, b_product)
-            else:
-                b_enters, well = _over_rounds(
-                    node, p_table, part, epoch, word, well, b_sum, b_product, SLICE, BD, ROUNDS, ROUND_LINK
-                )
-
-            tl.debug_barrier()  # before threads read words that others have seen; one warp has had no barrier
-            # once more, from the node's incoming state
-            offsets, inside = tile_offsets(node, tile, K, V)
-            member = first
-            i = 0
-            while well & (i < members):
-                if member == me:
-                    b_out = b_enters
-                    if first_of_all:
-                        b_out = _first(p_initial, node, tile, K, V, HAS_INITIAL)
-                    tl.store(p_out + offsets, b_out, mask=inside)
-                elif (i > 0) | (not in_first_node):
-                    p_member = p_table + TABLE_WORDS + member * MEMBER_WORDS
-                    p_to, p_word = _floats(p_member + MEMBER_INBOX), _words(p_member + MEMBER_ARRIVED)
-                    post(Outlet(node, p_to, p_word, node.num_tiles, node.BV, LINK), tile, epoch, word, b_enters)
-                if i < members - 1:
-                    b_state = b_own
-                    b_decay = b_own_decay
-                    if member != me:
-                        slot = (member * node.DEPTH + (epoch % node.DEPTH).to(tl.int32)) * SLICE + part
-                        rows = tl.arange(0, node.BK)[:, None]
-                        p_slot = p_given + slot * (node.BK * node.BV) + rows * node.BV
-                        b_state = tl.load(p_slot + tl.arange(0, node.BV)[None, :], volatile=True)
-                        b_decay = tl.load(p_decays + slot * (node.BK * BD) + rows * BD, volatile=True)
-                    b_enters = combine(b_state, b_decay, b_enters)
-                member += step
-                i += 1
-            tl.debug_barrier()  # all threads have read the parts before their slots are refilled
-            member = first
-            i = 0
-            while well & (i < givers):
-                if member != me:
-                    slots = member * (node.DEPTH * SLICE)
-                    p_from = p_given + slots * (node.BK * node.BV)
-                    free_slot(
-                        Inlet(node, p_from, node.arrived, node.clock, node.info, SLICE, node.BV, LINK), part, epoch
-                    )
-                    p_from = p_decays + slots * (node.BK * BD)
-                    free_slot(Inlet(node, p_from, node.arrived, node.clock, node.info, SLICE, BD, LINK), part, epoch)
-                member += step
-                i += 1
-            _end(node, tile, epoch, well, p_out + offsets, inside)
+        if tile // own.SLICE == me.position:
+            _scan_tile(inputs, node, rail, own, me, begun, tile)
         tile += tl.num_programs(0)
-
     tile = tl.program_id(0)
     while tile < node.num_tiles:
-        owner = tile // SLICE
-        if owner != me:
-            well = ok & (tl.load(node.epoch + tile) == epoch - 1)
-            offsets, inside = tile_offsets(node, tile, K, V)
-            b_out = _first(p_initial, node, tile, K, V, HAS_INITIAL)
-            if not first_of_all:
-                p_info = node.info + (1 + owner) * EACH_INFO
-                b_out, well = take(
-                    Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, LINK),
-                    tile,
-                    epoch,
-                    word,
-                    well,
-                )
-                if well:
-                    free_slot(
-                        Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, LINK),
-                        tile,
-                        epoch,
-                    )
-            tl.store(p_out + offsets, b_out, mask=inside)
-            _end(node, tile, epoch, well, p_out + offsets, inside)
+        if tile // own.SLICE != me.position:
+            _take_tile(inputs, node, own, me, begun, tile)
         tile += tl.num_programs(0)
 
 
 @triton.jit
-def _begin(
-    node,
-    rail,
-    p_table,
-    me,
-    members,
-    SLICE: tl.constexpr,
-    BD: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ROUND_LINK: tl.constexpr,
-):
+def _this_rank(own):
+    """Its Table."""
+    p = own.table
+    return Table(
+        tl.load(p + TABLE.value.members).to(tl.int32),
+        tl.load(p + TABLE.value.position).to(tl.int32),
+        tl.load(p + TABLE.value.first).to(tl.int32),
+        tl.load(p + TABLE.value.step).to(tl.int32),
+        tl.load(p + TABLE.value.givers).to(tl.int32),
+        tl.load(p + TABLE.value.in_first_node) != 0,
+    )
+
+
+@triton.jit
+def _is_first(me):
+    """Whether no rank is before this one in the direction of the scan."""
+    return me.in_first_node & (me.position == me.first)
+
+
+@triton.jit
+def _member(own, position):
+    """Where a member's row of the table lies."""
+    return own.table + TABLE_WORDS + position * MEMBER_WORDS
+
+
+@triton.jit
+def _round(own, me, i):
+    """Where a round's row lies; of each round there are two."""
+    return own.table + TABLE_WORDS + me.members * MEMBER_WORDS + i * ROUND_WORDS
+
+
+@triton.jit
+def _begin(node, rail, own, me):
     """Begin the epoch: say so to all who send to this rank, and wait until those whom it sends to have begun the launch
     that says that their slots are free. Returns (epoch, its arrival word, whether all is well)."""
     program = tl.program_id(0)
@@ -331,20 +291,29 @@ def _begin(
     ok = epoch > 0  # 0: BROKEN
     if ok & ((node.DEPTH == 1) | (program == 0)):
         member = 0
-        while member < members:
-            if member != me:
+        while member < me.members:
+            if member != me.position:
                 # no release: the slots were read and refilled by launches that have ended
-                tl.store(_words(p_table + TABLE_WORDS + member * MEMBER_WORDS + MEMBER_BEGUN), epoch)
+                tl.store(_words(_member(own, member) + MEMBER.value.begun), epoch)
             member += 1
     give_credit(rail, program, epoch - 1)
-    p_rounds = p_table + tl.load(p_table + TABLE_ROUNDS)
-    for i in tl.static_range(2 * ROUNDS):
-        if tl.load(p_rounds + i * ROUND_WORDS + ROUND_PREV) != 0:
-            words = _round_words(node, p_rounds + i * ROUND_WORDS)
-            give_credit(RoundLink(node, words, SLICE, BD, ROUND_LINK), program, epoch - 1)
+    for i in tl.static_range(2 * own.ROUNDS):
+        if tl.load(_round(own, me, i) + ROUND.value.receives) != 0:
+            give_credit(RoundLink(node, own, _round_words(node, _round(own, me, i)), own.BD), program, epoch - 1)
+    ok = _wait_for_members(node, me, program, epoch, ok)
+    ok = wait_credit(rail, program, epoch, ok)
+    for i in tl.static_range(2 * own.ROUNDS):
+        if tl.load(_round(own, me, i) + ROUND.value.sends) != 0:
+            words = _round_words(node, _round(own, me, i))
+            ok = wait_credit(RoundLink(node, own, words, own.BD), program, epoch, ok)
+    return epoch, word, ok
+
+
+@triton.jit
+def _wait_for_members(node, me, program, epoch, ok):
     member = 0
-    while member < members:
-        if member != me:
+    while member < me.members:
+        if member != me.position:
             p_begun = node.freed + member
             # without acquire at first, as in wait_credit: the stores that it allows depend on it
             if ok & (poll_word(p_begun) < epoch - node.DEPTH + 1):
@@ -357,45 +326,183 @@ def _begin(
                     program,
                 )
         member += 1
-    ok = wait_credit(rail, program, epoch, ok)
-    for i in tl.static_range(2 * ROUNDS):
-        if tl.load(p_rounds + i * ROUND_WORDS + ROUND_NEXT) != 0:
-            words = _round_words(node, p_rounds + i * ROUND_WORDS)
-            ok = wait_credit(RoundLink(node, words, SLICE, BD, ROUND_LINK), program, epoch, ok)
-    return epoch, word, ok
+    return ok
 
 
 @triton.jit
-def _own_part(
-    p_state,
-    p_decay,
-    p_initial,
-    node,
-    tile,
-    stride_g,
-    stride_k,
-    first_of_all,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-):
-    """(state [BK, BV], decay [BK, 1]) of this rank; of the first one its outgoing state stands for its state."""
-    b_state = load_tile(p_state, node, tile, K, V)
-    b_decay = tl.full([node.BK, 1], 1.0, tl.float32)
-    if HAS_DECAY:
-        b_decay = load_decays(p_decay, node, tile, stride_g, stride_k, K, V)
-    if HAS_INITIAL:
-        if first_of_all:
-            b_state = combine(b_state, b_decay, load_tile(p_initial, node, tile, K, V))
+def _give_tile(inputs, node, own, me, begun, tile):
+    """Give this rank's part of a tile to its owner, unless nobody is behind this rank."""
+    epoch, word, ok = begun
+    gives = (me.position - me.first) * me.step < me.givers
+    if gives & ok & (tl.load(node.epoch + tile) == epoch - 1):
+        b_state, b_decay = _own_part(inputs, node, me, tile)
+        p_owner = _member(own, tile // own.SLICE)
+        part = tile - tile // own.SLICE * own.SLICE  # % takes registers of the whole kernel
+        p_to, p_word = _floats(p_owner + MEMBER.value.decays), _words(p_owner + MEMBER.value.decays_arrived)
+        b_decays = b_decay + tl.zeros([node.BK, own.BD], tl.float32)
+        post(Outlet(node, p_to, p_word, own.SLICE, own.BD, own.LINK), part, epoch, word, b_decays)
+        p_to, p_word = _floats(p_owner + MEMBER.value.given), _words(p_owner + MEMBER.value.given_arrived)
+        post(Outlet(node, p_to, p_word, own.SLICE, node.BV, own.LINK), part, epoch, word, b_state)
+
+
+@triton.jit
+def _scan_tile(inputs, node, rail, own, me, begun, tile):
+    """Scan a tile of this rank's slice: over the members, over the nodes, and once more over the members."""
+    epoch, word, ok = begun
+    part = tile - me.position * own.SLICE
+    well = ok & (tl.load(node.epoch + tile) == epoch - 1)
+    b_own, b_own_decay = _own_part(inputs, node, me, tile)
+    mine = b_own, b_own_decay
+    b_sum, b_product, well = _fold(node, own, me, (epoch, word, well), part, mine)
+    if own.ROUNDS == 0:
+        b_enters, well = _over_a_chain(rail, part, epoch, word, well, b_sum, b_product)
+    else:
+        b_enters, well = _over_rounds(node, own, me, (epoch, word, well), part, b_sum, b_product)
+    tl.debug_barrier()  # before threads read words that others have seen; one warp has had no barrier
+    _hand_out(inputs, node, own, me, (epoch, word, well), tile, (b_own, b_own_decay, b_enters))
+    tl.debug_barrier()  # all threads have read the parts before their slots are refilled
+    _free_parts(node, own, me, epoch, part, well)
+    offsets, inside = tile_offsets(node, tile, inputs.K, inputs.V)
+    _end(node, tile, epoch, well, inputs.out + offsets, inside)
+
+
+@triton.jit
+def _take_tile(inputs, node, own, me, begun, tile):
+    """Take this rank's incoming state of a tile from the owner."""
+    epoch, word, ok = begun
+    well = ok & (tl.load(node.epoch + tile) == epoch - 1)
+    offsets, inside = tile_offsets(node, tile, inputs.K, inputs.V)
+    b_out = _first(inputs, node, tile)
+    if not _is_first(me):
+        p_info = node.info + (1 + tile // own.SLICE) * EACH_INFO
+        b_out, well = take(
+            Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, own.LINK),
+            tile,
+            epoch,
+            word,
+            well,
+        )
+        if well:
+            free_slot(
+                Inlet(node, node.inbox, node.arrived, node.clock, p_info, node.num_tiles, node.BV, own.LINK),
+                tile,
+                epoch,
+            )
+    tl.store(inputs.out + offsets, b_out, mask=inside)
+    _end(node, tile, epoch, well, inputs.out + offsets, inside)
+
+
+@triton.jit
+def _fold(node, own, me, call, part, mine):
+    """The node's total from zero, of what its members give: (state, product of decays, whether all is well).
+
+    call: (epoch, arrival word, whether all is well so far); mine: this rank's own (state, decay)."""
+    epoch, word, well = call
+    b_sum = tl.zeros([node.BK, node.BV], tl.float32)
+    b_product = tl.full([node.BK, 1], 1.0, tl.float32)
+    member = me.first
+    i = 0
+    while i < me.givers:
+        b_state, b_decay = mine
+        if member != me.position:
+            slots = member * (node.DEPTH * own.SLICE)
+            p_info, p_clock = node.info + (1 + member) * EACH_INFO, node.clock + me.position * own.SLICE
+            p_from, p_word = own.given + slots * (node.BK * node.BV), own.given_arrived + slots
+            b_state, well = take(
+                Inlet(node, p_from, p_word, p_clock, p_info, own.SLICE, node.BV, own.LINK), part, epoch, word, well
+            )
+            p_from, p_word = own.decays + slots * (node.BK * own.BD), own.decays_arrived + slots
+            b_decays, well = take(
+                Inlet(node, p_from, p_word, p_clock, p_info, own.SLICE, own.BD, own.LINK), part, epoch, word, well
+            )
+            b_decay = _column(b_decays)
+        b_sum = combine(b_state, b_decay, b_sum)
+        b_product = _times(b_decay, b_product)
+        member += me.step
+        i += 1
+    return b_sum, b_product, well
+
+
+@triton.jit
+def _hand_out(inputs, node, own, me, call, tile, states):
+    """Scan the members once more, from the node's incoming state, and give each its own.
+
+    states: this rank's own (state, decay), and the incoming state."""
+    epoch, word, well = call
+    b_own, b_own_decay, b_enters = states
+    part = tile - me.position * own.SLICE
+    offsets, inside = tile_offsets(node, tile, inputs.K, inputs.V)
+    member = me.first
+    i = 0
+    while well & (i < me.members):
+        if member == me.position:
+            b_out = b_enters
+            if _is_first(me):
+                b_out = _first(inputs, node, tile)
+            tl.store(inputs.out + offsets, b_out, mask=inside)
+        elif (i > 0) | (not me.in_first_node):
+            p_member = _member(own, member)
+            p_to, p_word = _floats(p_member + MEMBER.value.inbox), _words(p_member + MEMBER.value.arrived)
+            post(Outlet(node, p_to, p_word, node.num_tiles, node.BV, own.LINK), tile, epoch, word, b_enters)
+        if i < me.members - 1:
+            b_state = b_own
+            b_decay = b_own_decay
+            if member != me.position:
+                b_state, b_decay = _read_again(node, own, member, part, epoch)
+            b_enters = combine(b_state, b_decay, b_enters)
+        member += me.step
+        i += 1
+
+
+@triton.jit
+def _read_again(node, own, member, part, epoch):
+    """(state, decay) that a member has given, which were seen to have come."""
+    slot = (member * node.DEPTH + (epoch % node.DEPTH).to(tl.int32)) * own.SLICE + part
+    rows = tl.arange(0, node.BK)[:, None]
+    p_slot = own.given + slot * (node.BK * node.BV) + rows * node.BV
+    b_state = tl.load(p_slot + tl.arange(0, node.BV)[None, :], volatile=True)
+    b_decay = tl.load(own.decays + slot * (node.BK * own.BD) + rows * own.BD, volatile=True)
     return b_state, b_decay
 
 
 @triton.jit
-def _first(p_initial, node, tile, K: tl.constexpr, V: tl.constexpr, HAS_INITIAL: tl.constexpr):
+def _free_parts(node, own, me, epoch, part, well):
+    member = me.first
+    i = 0
+    while well & (i < me.givers):
+        if member != me.position:
+            slots = member * (node.DEPTH * own.SLICE)
+            p_from = own.given + slots * (node.BK * node.BV)
+            free_slot(
+                Inlet(node, p_from, node.arrived, node.clock, node.info, own.SLICE, node.BV, own.LINK), part, epoch
+            )
+            p_from = own.decays + slots * (node.BK * own.BD)
+            free_slot(
+                Inlet(node, p_from, node.arrived, node.clock, node.info, own.SLICE, own.BD, own.LINK), part, epoch
+            )
+        member += me.step
+        i += 1
+
+
+@triton.jit
+def _own_part(inputs, node, me, tile):
+    """(state [BK, BV], decay [BK, 1]) of this rank; of the first one its outgoing state stands for its state."""
+    b_state = load_tile(inputs.state, node, tile, inputs.K, inputs.V)
+    b_decay = tl.full([node.BK, 1], 1.0, tl.float32)
+    if inputs.HAS_DECAY:
+        b_decay = load_decays(inputs.decay, node, tile, inputs.stride_g, inputs.stride_k, inputs.K, inputs.V)
+    if inputs.HAS_INITIAL:
+        if _is_first(me):
+            b_state = combine(b_state, b_decay, load_tile(inputs.initial, node, tile, inputs.K, inputs.V))
+    return b_state, b_decay
+
+
+@triton.jit
+def _first(inputs, node, tile):
+    """The incoming state of the first rank."""
     b_first = tl.zeros([node.BK, node.BV], tl.float32)
-    if HAS_INITIAL:
-        b_first = load_tile(p_initial, node, tile, K, V)
+    if inputs.HAS_INITIAL:
+        b_first = load_tile(inputs.initial, node, tile, inputs.K, inputs.V)
     return b_first
 
 
@@ -421,62 +528,47 @@ def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
 
 
 @triton.jit
-def _over_rounds(
-    node,
-    p_table,
-    part,
-    epoch,
-    word,
-    well,
-    b_sum,
-    b_product,
-    SLICE: tl.constexpr,
-    BD: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    LINK: tl.constexpr,
-):
+def _over_rounds(node, own, me, call, part, b_sum, b_product):
     """The same by recursive doubling. (b_enters, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a round
     adds those before them, from a node that has as many. The first round sends a node's own total, the second that and
     the one before it (123-recursive doubling: Traeff, arXiv 2507.04785)."""
+    epoch, word, well = call
     b_enters = tl.zeros([node.BK, node.BV], tl.float32)
     b_passes = tl.full([node.BK, 1], 1.0, tl.float32)
-    p_rounds = p_table + tl.load(p_table + TABLE_ROUNDS)
-    for i in tl.static_range(ROUNDS):
-        p_round = p_rounds + 2 * i * ROUND_WORDS
-        if well & (tl.load(p_round + ROUND_NEXT) != 0):
+    for i in tl.static_range(own.ROUNDS):
+        p_states, p_decays = _round(own, me, 2 * i), _round(own, me, 2 * i + 1)
+        if well & (tl.load(p_states + ROUND.value.sends) != 0):
             b_sent = b_enters
             b_sent_decay = b_passes
             if i < 2:
                 b_sent = combine(b_sum, b_product, b_enters)
                 b_sent_decay = _times(b_product, b_passes)
-            b_decays = b_sent_decay + tl.zeros([node.BK, BD], tl.float32)
-            words = _round_words(node, p_round + ROUND_WORDS)
-            post(RoundLink(node, words, SLICE, BD, LINK), part, epoch, word, b_decays)
-            words = _round_words(node, p_round)
-            post(RoundLink(node, words, SLICE, node.BV, LINK), part, epoch, word, b_sent)
-        if tl.load(p_round + ROUND_PREV) != 0:
-            words, of_decays = _round_words(node, p_round), _round_words(node, p_round + ROUND_WORDS)
-            b_state, well = take(RoundLink(node, words, SLICE, node.BV, LINK), part, epoch, word, well)
-            b_decays, well = take(RoundLink(node, of_decays, SLICE, BD, LINK), part, epoch, word, well)
+            b_decays = b_sent_decay + tl.zeros([node.BK, own.BD], tl.float32)
+            post(RoundLink(node, own, _round_words(node, p_decays), own.BD), part, epoch, word, b_decays)
+            post(RoundLink(node, own, _round_words(node, p_states), node.BV), part, epoch, word, b_sent)
+        if tl.load(p_states + ROUND.value.receives) != 0:
+            words, of_decays = _round_words(node, p_states), _round_words(node, p_decays)
+            b_state, well = take(RoundLink(node, own, words, node.BV), part, epoch, word, well)
+            b_decays, well = take(RoundLink(node, own, of_decays, own.BD), part, epoch, word, well)
             b_enters = combine(b_enters, b_passes, b_state)
             b_passes = _times(b_passes, _column(b_decays))
             if well:
-                free_slot(RoundLink(node, words, SLICE, node.BV, LINK), part, epoch)
-                free_slot(RoundLink(node, of_decays, SLICE, BD, LINK), part, epoch)
+                free_slot(RoundLink(node, own, words, node.BV), part, epoch)
+                free_slot(RoundLink(node, own, of_decays, own.BD), part, epoch)
     return b_enters, well
 
 
 @triton.jit
 def _round_words(node, p_round):
     return (
-        _floats(p_round),
-        _floats(p_round + 1),
-        _floats(p_round + 2),
-        _words(p_round + 3),
-        _words(p_round + 4),
-        _words(p_round + 5),
-        _words(p_round + 6),
-        node.info + tl.load(p_round + ROUND_INFO),
+        _floats(p_round + ROUND.value.inbox),
+        _floats(p_round + ROUND.value.next_inbox),
+        _floats(p_round + ROUND.value.outbox),
+        _words(p_round + ROUND.value.arrived),
+        _words(p_round + ROUND.value.next_arrived),
+        _words(p_round + ROUND.value.freed),
+        _words(p_round + ROUND.value.prev_freed),
+        node.info + tl.load(p_round + ROUND.value.info),
     )
 
 

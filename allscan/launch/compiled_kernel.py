@@ -149,6 +149,9 @@ def _addresses(args: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
         if isinstance(x, Channel):
             given.append(channel_addresses(x))
             addresses += given[-1][:NUM_POINTERS]
+        elif isinstance(x, tuple):
+            given.append(tuple(field.data_ptr() if hasattr(field, "data_ptr") else field for field in x))
+            addresses += (field.data_ptr() for field in x if hasattr(field, "data_ptr"))
         else:
             given.append(x.data_ptr())
             addresses.append(given[-1])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from ..launch.compiled_kernel import Launch
 from ..shmem_kernels import rails as kernels
@@ -168,31 +169,30 @@ class Rails:
         last = len(self.nodes) - 1
         in_last_node = self.node == (0 if direction else last)
         table = [
-            len(members),
-            self.position,
-            len(members) - 1 if direction else 0,
-            -1 if direction else 1,
-            len(members) - in_last_node,
-            self.node == (last if direction else 0),
-            kernels.TABLE_WORDS.value + len(members) * kernels.MEMBER_WORDS.value,
-            0,
+            *kernels.Table(
+                members=len(members),
+                position=self.position,
+                first=len(members) - 1 if direction else 0,
+                step=-1 if direction else 1,
+                givers=len(members) - in_last_node,
+                in_first_node=self.node == (last if direction else 0),
+            )
         ]
+        here = self.position * slots
         for rank in members:
-            here = self.position * slots
-            table += [
-                theirs(rank, "given", here * words),
-                theirs(rank, "given arrived", here),
-                theirs(rank, "decays", here * spec.tile[0] * self.decay_columns),
-                theirs(rank, "decays arrived", here),
-                theirs(rank, "inbox", 0),
-                theirs(rank, "arrived", 0),
-                theirs(rank, "begun", self.position),
-                0,
-            ]
+            table += kernels.Member(
+                given=theirs(rank, "given", here * words),
+                given_arrived=theirs(rank, "given arrived", here),
+                decays=theirs(rank, "decays", here * spec.tile[0] * self.decay_columns),
+                decays_arrived=theirs(rank, "decays arrived", here),
+                inbox=theirs(rank, "inbox", 0),
+                arrived=theirs(rank, "arrived", 0),
+                begun=theirs(rank, "begun", self.position),
+            )
         infos = [self._info(me), *(self._info(rank) for rank in members)]
         rail, rounds = self._rail(direction, offsets, layouts, len(infos))
-        for words_of_round, info in rounds:
-            table += words_of_round
+        for row, info in rounds:
+            table += row
             infos.append(info)
         p_table = self._keep(torch.tensor(table, dtype=torch.int64, device="cpu").to(comm.device))
         info = self._keep(torch.stack(infos).flatten().to(comm.device))
@@ -216,7 +216,7 @@ class Rails:
             rail = node._replace(**constants(spec, self.slice, NONE.value, NONE.value))
         rail = rail._replace(clock=node.clock)  # it waits by the number of the program, too: more than a slice may have
         given = [mine(name) for name in ("given", "given arrived", "decays", "decays arrived")]
-        self.further.append((rail, p_table, *given))
+        self.further.append((rail, kernels.Slice(p_table, *given, **self._constants())))
         self._nodes.append(node)
         empty = -0.0 if self.link == SENTINEL.value else 0.0
         self._filled += [(node.inbox, empty), (given[0], empty), (given[2], empty)]
@@ -224,17 +224,28 @@ class Rails:
         self._filled += [(x, 0) for x in words_of_node]
         return node
 
+    def _constants(self) -> dict[str, Any]:
+        """Of a Slice."""
+        values = dict(
+            SLICE=self.slice,
+            BD=self.decay_columns,
+            LINK=self.link,
+            ROUNDS=len(self.distances) if self.position < self.owners else 0,
+            ROUND_LINK=self.kinds[0] if self.kinds else NONE.value,
+        )
+        return {name: tl.constexpr(value) for name, value in values.items()}
+
     def _info(self, other: int, following: int | None = None) -> torch.Tensor:
         """Of a link: who sends to this rank by it, and to whom that sends."""
         ranks = other, other if following is None else following
         return info_words(self.comm.line, ranks, [self.comm.line.pes[rank] if rank >= 0 else -1 for rank in ranks])
 
     def _rail(self, direction: int, offsets: Any, layouts: Any, infos: int) -> tuple[Channel | None, list[Any]]:
-        """(The channel of a chain over the nodes, of rounds [(words of the table, info)] for states and decays)."""
+        """(The channel of a chain over the nodes, of rounds [(row of the table, info)] for states and decays)."""
         if self.position >= self.owners or len(self.nodes) == 1:
             return None, []
         line, step = self._line(), -1 if direction else 1
-        whole, rounds = self.comm.line, list[tuple[list[Any], torch.Tensor]]()
+        whole, rounds = self.comm.line, list[tuple[kernels.Round, torch.Tensor]]()
         owners = whole._replace(rank=self.node, pes=[whole.pes[rank] for rank in line])
         for i, message in enumerate(self._messages()):
             layout = workspace_layout(message, PUT.value in self.kinds)[0]
@@ -253,19 +264,19 @@ class Rails:
             first = len(line) - 1 if direction else 0
             prev_sends = prev >= 0 and (i // 2 < 2 or there[0] != first)
             sends = following >= 0 and (i // 2 < 2 or self.node != first)
-            fields = (
-                channel.inbox,
-                channel.next_inbox,
-                channel.outbox,
-                channel.arrived,
-                channel.next_arrived,
-                channel.freed,
-                channel.prev_freed,
+            row = kernels.Round(
+                inbox=channel.inbox.data_ptr(),
+                next_inbox=channel.next_inbox.data_ptr(),
+                outbox=channel.outbox.data_ptr(),
+                arrived=channel.arrived.data_ptr(),
+                next_arrived=channel.next_arrived.data_ptr(),
+                freed=channel.freed.data_ptr(),
+                prev_freed=channel.prev_freed.data_ptr(),
+                receives=prev_sends,
+                sends=sends,
+                info=(infos + len(rounds)) * wait.INFO_WORDS,
             )
-            words = [*(x.data_ptr() for x in fields), 0, prev_sends, sends]
-            words += [(infos + len(rounds)) * wait.INFO_WORDS]
-            words += [0] * (kernels.ROUND_WORDS.value - len(words))
-            rounds.append((words, self._info(prev, following)))
+            rounds.append((row, self._info(prev, following)))
         return None, rounds
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -311,18 +322,7 @@ class Rails:
 
     def launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
         """``kernel``: rails_kernel, linked with NVSHMEM if ``puts``."""
-        owner = self.position < self.owners
-        launch = Launch(
-            kernel,
-            (programs,),
-            **fixed,
-            SLICE=self.slice,
-            BD=self.decay_columns,
-            LINK=self.link,
-            ROUNDS=len(self.distances) if owner else 0,
-            ROUND_LINK=self.kinds[0] if self.kinds else NONE.value,
-            num_warps=self.warps,
-        )
+        launch = Launch(kernel, (programs,), **fixed, num_warps=self.warps)
         return RailsLaunch(launch, self.further[direction])
 
 

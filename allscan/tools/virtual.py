@@ -101,11 +101,7 @@ def gated_rails_kernel(
     p_out,
     node,
     rail,
-    p_table,
-    p_given,
-    p_given_arrived,
-    p_decays,
-    p_decays_arrived,
+    own,
     p_gate,
     p_delay,
     p_start,
@@ -116,37 +112,11 @@ def gated_rails_kernel(
     V: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    SLICE: tl.constexpr,
-    BD: tl.constexpr,
-    LINK: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ROUND_LINK: tl.constexpr,
 ):
     """rails_kernel behind a gate."""
     if _wait_at_gate(p_gate, p_delay, p_start):
         rails_kernel(
-            p_state,
-            p_decay,
-            p_initial,
-            p_out,
-            node,
-            rail,
-            p_table,
-            p_given,
-            p_given_arrived,
-            p_decays,
-            p_decays_arrived,
-            stride_g,
-            stride_k,
-            K,
-            V,
-            HAS_DECAY,
-            HAS_INITIAL,
-            SLICE,
-            BD,
-            LINK,
-            ROUNDS,
-            ROUND_LINK,
+            p_state, p_decay, p_initial, p_out, node, rail, own, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL
         )
         _note_end(p_end)
 

@@ -23,7 +23,7 @@ from allscan.shmem_kernels import blocks, delta, delta_chunks, delta_chunks_bwd,
 from allscan.shmem_kernels.fold import fold_kernel, reverse_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
-from allscan.shmem_kernels.rails import RAILS, rails_kernel
+from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.tokens.packing import Layout, Piece
@@ -188,10 +188,14 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
     """An owner in the middle, ``rail`` to both sides."""
     node, constants = channel_type(RAILS.value, RAILS.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     rails, of_rails = channel_type(rail.value, rail.value, num_tiles=8, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
-    arguments = pointers("p_state p_decay p_initial p_out p_given p_decays", "*fp32")
-    arguments |= pointers("p_table p_given_arrived p_decays_arrived p_gate p_delay p_start p_end", "*i64")
+    arguments = pointers("p_state p_decay p_initial p_out", "*fp32")
+    arguments |= pointers("p_gate p_delay p_start p_end", "*i64")
     arguments |= pointers("stride_g stride_k", "i32") | {"node": node, "rail": rails}
     warps = warps_of(tile)
+    BD = max(1, 32 * warps // tile[0])
+    of_own = dict(SLICE=8, BD=BD, LINK=link.value, ROUNDS=rounds, ROUND_LINK=round_link.value)
+    kinds = dict(table="*i64", given="*fp32", given_arrived="*i64", decays="*fp32", decays_arrived="*i64")
+    arguments["own"] = Slice(**kinds, **dict.fromkeys(of_own, "constexpr"))
     values = dict(
         node=constants,
         rail=of_rails,
@@ -199,11 +203,7 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
         V=128,
         HAS_DECAY=True,
         HAS_INITIAL=True,
-        SLICE=8,
-        BD=max(1, 32 * warps // tile[0]),
-        LINK=link.value,
-        ROUNDS=rounds,
-        ROUND_LINK=round_link.value,
+        own=of_own,
     )
     libraries = nvshmem.extern_libs() if PUT.value in (rail.value, round_link.value) else None
     kernel = gated_rails_kernel if gated else rails_kernel

@@ -66,13 +66,14 @@ class Compiled:
     def __init__(
         self, kernel, arguments: dict, constants: dict, num_warps=4, extern_libs=None, capability=90, **options
     ):
-        """``arguments``: name -> Triton type or Channel type; ``constants``: name -> value, a channel's in a dict."""
+        """``arguments``: name -> Triton type, or a tuple of types as of a Channel; ``constants``: name -> value, a
+        tuple's in a dict."""
         names = kernel.arg_names
         values, attributes = {}, {}
         for i, name in enumerate(names):
             kind = arguments.get(name, "constexpr")
-            if isinstance(kind, Channel):
-                for j, field in enumerate(Channel._fields):
+            if isinstance(kind, tuple):
+                for j, field in enumerate(kind._fields):
                     if field in constants[name]:
                         values[(i, j)] = constants[name][field]
                     else:
