@@ -1,4 +1,4 @@
-"""Many ranks on one GPU, in one process: for tests, and for people who develop an algorithm.
+"""Many ranks on one GPU, or on a few, in one process: for tests, and for people who develop an algorithm.
 
 Every rank has a stream, memory and a time-out of its own, and runs the real kernels; its neighbours' memory lies on the
 same GPU. So it shows what an algorithm does with 32 or 64 ranks, its values, its waits and its order. It shows nothing
@@ -7,9 +7,13 @@ of NVLink's memory model or a network's, and no time of either.
     ranks = VirtualRanks(32, (4, 16, 32), nodes=(8,) * 4, algorithm="rails")
     prevs = ranks.scan(states, decays)                  # [32, 4, 16, 32], as 32 ranks would get them
 
+With ``devices`` the ranks lie on several GPUs that map each other. On two in turns every hop of a chain crosses their
+link: longer chains than there are GPUs, over real links, whose bandwidth all hops of a direction share.
+
 CUDA has at most 32 hardware queues, in which kernels of different streams follow one another: set
 CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts. Calls are launched epoch by epoch, each on all ranks, so that what a
-kernel waits for is never behind it in a queue. All programs of all ranks must fit on the GPU at once.
+kernel waits for is never behind it in a queue. All programs of a GPU's ranks must fit on it at once. A module that is
+loaded late may wait for kernels that wait: set CUDA_MODULE_LOADING=EAGER, too.
 
 Without a GPU, in Triton's interpreter, launches run one after another, in the order of the scan. That is enough for a
 chain, and for rails over nodes of one rank.
@@ -17,7 +21,8 @@ chain, and for rails over nodes of one rank.
 
 from __future__ import annotations
 
-import time
+import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,34 +42,57 @@ from ..scan.workspace import PROTOCOLS, Spec, make_channels, reset, workspace_la
 from ..shmem_kernels import wait
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel
-from ..shmem_kernels.wait import backoff, clock_ns
+from ..shmem_kernels.wait import clock_ns, poll_word
 
-CLOSED, OPEN, SKIP = 0, 1, 2  # what a gate says: wait; go; do nothing at all
+MEET, OPEN, SKIP = 0, 1, 2  # what a gate says: wait until all programs are there; go; do nothing at all
+
+# Words of a gate (int64), one for each GPU
+GATE = tl.constexpr(0)
+GATE_FLAG = tl.constexpr(1)  # how often all programs have met
+GATE_COUNT = tl.constexpr(2)  # address of the number of programs that have come so far
+GATE_PROGRAMS = tl.constexpr(3)  # of all ranks
+GATE_DEVICES = tl.constexpr(4)
+GATE_FLAGS = tl.constexpr(5)  # addresses, one for each GPU
+MOST_POLLS = tl.constexpr(10_000_000)  # some seconds
 
 
 @triton.jit
-def _wait_at_gate(p_gate, p_delay, p_start):
-    """Whether to go on, when the gate is open and this launch's delay is over. Notes when the last program saw it."""
-    seen = tl.atomic_add(p_gate, 0, sem="acquire", scope="sys")
-    polls = 1
-    while seen == 0:
-        backoff(polls)
-        seen = tl.atomic_add(p_gate, 0, sem="acquire", scope="sys")
-    if seen == 1:
+def enter_gate(p_gate, p_delay, p_times):
+    """Whether to go on, when this launch's delay is over. Notes when the last program went on."""
+    says = tl.load(p_gate + GATE)
+    if says == 0:
+        _meet(p_gate)
+    if says != 2:
         delay = tl.load(p_delay)
         # a thread for itself: what follows begins with a barrier of the block, or waits for nobody
         start = clock_ns()
-        tl.atomic_max(p_start, start)
         while clock_ns() - start < delay:
-            backoff(polls)
+            pass
         tl.debug_barrier()
-    return seen == 1
+        tl.atomic_max(p_times, clock_ns(), sem="relaxed")
+    return says != 2
 
 
 @triton.jit
-def _note_end(p_end):
+def _meet(p_gate):
+    """Wait for all programs of all ranks; not for ever, since the scan then says who is missing."""
+    programs = tl.load(p_gate + GATE_PROGRAMS)
+    ticket = tl.atomic_add(tl.load(p_gate + GATE_COUNT).to(tl.pointer_type(tl.int64)), 1, sem="relaxed", scope="sys")
+    met = ticket // programs + 1
+    if ticket % programs == programs - 1:
+        for i in range(tl.load(p_gate + GATE_DEVICES)):
+            p_flag = tl.load(p_gate + GATE_FLAGS + i).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(p_flag, met, sem="relaxed", scope="sys")
+    polls = 0
+    while (poll_word(p_gate + GATE_FLAG) < met) & (polls < MOST_POLLS):
+        polls += 1
+
+
+@triton.jit
+def leave_gate(p_times):
+    """Notes when the last program came here."""
     tl.debug_barrier()
-    tl.atomic_max(p_end, clock_ns())
+    tl.atomic_max(p_times + 1, clock_ns(), sem="relaxed")
 
 
 @triton.jit
@@ -76,8 +104,7 @@ def gated_scan_kernel(
     channel,
     p_gate,
     p_delay,
-    p_start,
-    p_end,
+    p_times,
     stride_g,
     stride_k,
     K: tl.constexpr,
@@ -86,11 +113,11 @@ def gated_scan_kernel(
     HAS_INITIAL: tl.constexpr,
 ):
     """scan_kernel behind a gate."""
-    if _wait_at_gate(p_gate, p_delay, p_start):
+    if enter_gate(p_gate, p_delay, p_times):
         scan_kernel(
             p_state, p_decay, p_initial, p_out, channel, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL, False
         )
-        _note_end(p_end)
+        leave_gate(p_times)
 
 
 @triton.jit
@@ -104,8 +131,7 @@ def gated_rails_kernel(
     own,
     p_gate,
     p_delay,
-    p_start,
-    p_end,
+    p_times,
     stride_g,
     stride_k,
     K: tl.constexpr,
@@ -114,32 +140,30 @@ def gated_rails_kernel(
     HAS_INITIAL: tl.constexpr,
 ):
     """rails_kernel behind a gate."""
-    if _wait_at_gate(p_gate, p_delay, p_start):
+    if enter_gate(p_gate, p_delay, p_times):
         rails_kernel(
             p_state, p_decay, p_initial, p_out, node, rail, own, stride_g, stride_k, K, V, HAS_DECAY, HAS_INITIAL
         )
-        _note_end(p_end)
+        leave_gate(p_times)
 
 
-@triton.jit
-def open_kernel(p_gate, p_word):
-    """Opens the gate when the host has set the word, after 10 seconds at the latest."""
-    first = clock_ns()
-    polls = 1
-    while (tl.load(p_word, volatile=True) == 0) & (clock_ns() - first < 10_000_000_000):
-        backoff(polls)
-    tl.debug_barrier()
-    tl.atomic_xchg(p_gate, 1, sem="release", scope="sys")
+def map_each_other(devices: Sequence[torch.device]) -> None:
+    """Let kernels of each of these GPUs use the others' memory. Raises ValueError where they cannot."""
+    for a, b in itertools.permutations(devices, 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            raise ValueError(f"{a} and {b} do not map each other")
+        torch.zeros(1, device=b).copy_(torch.zeros(1, device=a))  # torch then maps b's memory on a
 
 
 class _Heap:
     """The arenas of all ranks, of which each is a block of this process."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._arenas = device, list[torch.Tensor]()
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices, self._arenas = devices, list[torch.Tensor]()
 
     def make(self, nbytes: list[int]) -> None:
-        self._arenas += [torch.zeros(n, dtype=torch.uint8, device=self._device) for n in nbytes]
+        for n, device in zip(nbytes, self._devices, strict=True):
+            self._arenas.append(torch.zeros(n, dtype=torch.uint8, device=device))
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._arenas[pe][offset : offset + numel * dtype.itemsize].view(dtype)
@@ -162,19 +186,21 @@ class VirtualRank:
 class _Scan(NamedTuple):
     """Of all ranks; see ``VirtualRanks.scan``."""
 
-    states: torch.Tensor
-    decays: torch.Tensor
+    states: Any
+    decays: Any
     initial: torch.Tensor | None
-    outs: torch.Tensor
+    outs: Any
     reverse: bool
 
 
 class VirtualRanks:
-    """The scan of ``size`` ranks over states of ``shape`` [..., K, V], each rank on a stream of the current GPU.
+    """The scan of ``size`` ranks over states of ``shape`` [..., K, V], each rank on a stream of its own.
 
     nodes: how many ranks each node has; default one node. algorithm: "chain", "rails" or "recursive_doubling".
     depth, tile: as for ``allscan.AllScan``. protocol: "sentinel" or "signal". programs: of each rank's launches.
-    timeout: seconds that a kernel waits.
+    timeout: seconds that a kernel waits. devices: of each rank; default the current GPU for all.
+
+    Raises ValueError for arguments that do not fit each other, and for GPUs that do not map each other.
     """
 
     def __init__(
@@ -189,11 +215,19 @@ class VirtualRanks:
         tile: tuple[int, int] | None = None,
         programs: int = 4,
         timeout: float = 5.0,
+        devices: Sequence[torch.device | str | int] | None = None,
     ) -> None:
         cuda = torch.cuda.is_available()
         if not cuda:
             prepare_interpreter()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        named = [self.device] * size if devices is None else devices
+        self.devices = [torch.device("cuda", x) if isinstance(x, int) else torch.device(x) for x in named]
+        kinds = {(device.type, device.index is None) for device in self.devices}
+        if len(self.devices) != size or kinds != {(self.device.type, not cuda)}:
+            raise ValueError(f"{size} ranks on {self.devices}: name the {self.device.type} device of each")
+        different = [*dict.fromkeys(self.devices)]
+        map_each_other(different)
         self.size, self.shape, self.algorithm = size, tuple(shape), algorithm
         self.nodes = (size,) if nodes is None else tuple(nodes)
         if sum(self.nodes) != size or protocol not in ("sentinel", "signal") or algorithm not in ALGORITHMS:
@@ -202,8 +236,8 @@ class VirtualRanks:
         tile = tile or scan_tile(self.shape, programs, protocol == "sentinel", self.device)
         self.spec = Spec(self.shape, tile, depth, protocol, algorithm)
         self.programs = min(programs, self.spec.num_tiles)
-        self.timeout, heap = timeout, _Heap(self.device)
-        self.ranks = [VirtualRank(rank, self.nodes, heap, self.device, timeout) for rank in range(size)]
+        self.timeout, heap = timeout, _Heap(self.devices)
+        self.ranks = [VirtualRank(rank, self.nodes, heap, self.devices[rank], timeout) for rank in range(size)]
         self._rails = [] if algorithm == "chain" else [Rails(rank, self.spec) for rank in self.ranks]
         sizes = [rails.nbytes for rails in self._rails] or [workspace_layout(self.spec, False)[1]] * size
         heap.make([2 * n for n in sizes])
@@ -217,104 +251,127 @@ class VirtualRanks:
                 for channel in channels:
                     reset(channel)
             self.channels.append(channels)
-        self.start, self.end = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
-        self._open = torch.full((1,), OPEN, device=self.device)
-        self._no_delay = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._gates = self._make_gates(different)
+        self._zeros, self._unread = (
+            {device: torch.zeros(2, dtype=torch.int64, device=device) for device in different} for _ in range(2)
+        )
         self._ready: set[tuple] = set()
-        self._held: list[torch.Tensor] = []  # until the current stream waits for what reads it
+        self._held: list[Any] = []  # until the current streams wait for what reads it
+
+    def _make_gates(self, devices: list[torch.device]) -> dict[int, dict[torch.device, torch.Tensor]]:
+        """By what they say and by device."""
+        self._count = torch.zeros(1, dtype=torch.int64, device=devices[0])
+        words = GATE_FLAGS.value + len(devices)
+        gates = {
+            says: {device: torch.zeros(words, dtype=torch.int64, device=device) for device in devices}
+            for says in (MEET, OPEN, SKIP)
+        }
+        flags = [gate[GATE_FLAG.value :].data_ptr() for gate in gates[MEET].values()]
+        fixed = [0, self._count.data_ptr(), self.size * self.programs, len(flags), *flags]
+        for says, device in itertools.product(gates, devices):
+            gates[says][device].copy_(torch.tensor([says, *fixed]))
+        return gates
 
     def scan(
         self,
-        states: torch.Tensor,
-        decays: torch.Tensor,
+        states: Any,
+        decays: Any,
         *,
         reverse: bool = False,
         initial: torch.Tensor | None = None,
         delays_ns: torch.Tensor | None = None,
         ranks: Sequence[int] | None = None,
-        gate: torch.Tensor | None = None,
+        times: Sequence[torch.Tensor] | None = None,
         join: bool = True,
-    ) -> torch.Tensor:
-        """One call of all ranks: [P, ...], what each gets. Does not wait for it. The current stream does, but behind a
-        gate and without ``join``: then ranks run ahead of each other, and ``join`` comes later. Until then nothing
-        that is given may be written or dropped.
+    ) -> Any:
+        """One call of all ranks: [P, ...], what each gets. Does not wait for it. The devices' current streams do, but
+        without ``join``: then ranks run ahead of each other, and ``join`` comes later. Until then nothing that is given
+        may be written or dropped.
 
-        states: float32 [P, ..., K, V]. decays: float32 [P, ..., K]. initial: of the first rank, [..., K, V].
+        states: float32 [P, ..., K, V]. decays: float32 [P, ..., K]. With ranks on several GPUs each is a list of the
+        ranks' tensors, and so is the result.
+        initial: of the first rank, [..., K, V].
         delays_ns: int64 [P], how long each rank's programs wait before they begin.
-        ranks: those that make the call; default all. gate: int64 [1] on the GPU; 0 holds all programs until it is 1.
+        ranks: those that make the call; default all.
+        times: int64 [2] of zeros for each rank: when its last program began and ended, by its GPU's clock, in ns. The
+        programs of all ranks then begin together.
         """
-        outs = torch.full_like(states, float("nan"))
+        if isinstance(states, torch.Tensor):
+            outs: Any = torch.full_like(states, float("nan"))
+        else:
+            outs = [torch.full_like(state, float("nan")) for state in states]
         order = range(self.size)[:: -1 if reverse else 1] if ranks is None else ranks
         scan, kind = _Scan(states, decays, initial, outs, reverse), (reverse, initial is not None)
-        if kind not in self._ready:  # all kernels are compiled and loaded before any waits
-            self._synchronize()
-            skip = torch.full((1,), SKIP, device=self.device)
-            for rank in range(self.size):
-                self._launch(rank, scan, None, skip)
-            self._synchronize()
+        if kind not in self._ready:
+            self._load(scan)
             self._ready.add(kind)
+        delays = self._zeros
         if delays_ns is not None:  # at multiples of 16 bytes, for which the kernels were compiled
-            delays_ns = delays_ns.repeat_interleave(2)
-            self._held.append(delays_ns)
-        current = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+            delays = {device: delays_ns.to(device).repeat_interleave(2) for device in self._zeros}
+            self._held.append(delays)
         for rank in order:
-            stream = self.ranks[rank].stream
-            if current is None or stream is None:
-                self._launch(rank, scan, delays_ns, gate)
-                continue
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                self._launch(rank, scan, delays_ns, gate)
-        if join and gate is None:
+            stream, device = self.ranks[rank].stream, self.devices[rank]
+            at = 0 if delays_ns is None else 2 * rank
+            gate = self._gates[OPEN if times is None else MEET][device]
+            behind = gate, delays[device][at:], self._unread[device] if times is None else times[rank]
+            if stream is not None:
+                self._held.append(behind)
+                stream.wait_stream(torch.cuda.current_stream(device))
+            with self._on(rank):
+                self._launch(rank, scan, behind)
+        if join:
             self.join()
         return outs
 
+    def _load(self, scan: _Scan) -> None:
+        """All kernels are compiled and loaded before any waits."""
+        self._synchronize()
+        for rank, device in enumerate(self.devices):
+            with self._on(rank):
+                self._launch(rank, scan, (self._gates[SKIP][device], self._zeros[device], self._unread[device]))
+        self._synchronize()
+
+    def _on(self, rank: int) -> Any:
+        """The rank's stream is the current one."""
+        stream = self.ranks[rank].stream
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
     def join(self) -> None:
-        """The current stream waits for all ranks."""
-        for rank in self.ranks:
+        """The devices' current streams wait for all ranks."""
+        for rank, device in itertools.product(self.ranks, self._zeros):
             if rank.stream is not None:
-                torch.cuda.current_stream(self.device).wait_stream(rank.stream)
+                torch.cuda.current_stream(device).wait_stream(rank.stream)
         self._held.clear()
 
-    def _launch(self, rank, scan: _Scan, delays_ns, gate) -> None:
+    def _launch(self, rank: int, scan: _Scan, behind: tuple[Any, ...]) -> None:
+        """The rank's kernel, with what it takes for its gate."""
         states, decays, initial, outs, reverse = scan
-        delay = self._no_delay if delays_ns is None else delays_ns[2 * rank : 2 * rank + 1]
-        gates = (self._open if gate is None else gate, delay, self.start, self.end)
         given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
         channel = self.channels[rank][reverse]
         if self._rails:
             launch = self._rails[rank].launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
-            launch(*given, channel, behind=gates)
+            launch(*given, channel, behind=behind)
         else:
             fixed |= OPTIONS | dict(num_warps=warps_of(self.spec.tile))
-            gated_scan_kernel[(self.programs,)](*given, channel, *gates, **fixed)
+            gated_scan_kernel[(self.programs,)](*given, channel, *behind, **fixed)
 
-    def timed(self, states: torch.Tensor, decays: torch.Tensor, **options: Any) -> tuple[float, torch.Tensor]:
-        """(Microseconds by the GPU's clock, from when the last of all ranks' programs has seen that its gate is open to
-        the last end, what each rank gets)."""
-        gate = torch.zeros(1, dtype=torch.int64, device=self.device)
-        word = torch.ones(1, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.scan(states, decays, **options)  # compiled and loaded, as is the next one
-        open_kernel[(1,)](gate, word)
+    def timed(self, states: Any, decays: Any, epochs: int = 1, **options: Any) -> tuple[list[torch.Tensor], Any]:
+        """Scans whose ranks begin together: for each rank int64 [epochs, 2], when its last program began and ended, by
+        its GPU's clock, in ns; and what each rank gets, of the last scan."""
+        self.scan(states, decays, **options)  # compiled and loaded
+        times = [torch.zeros(epochs, 2, dtype=torch.int64, device=device) for device in self.devices]
+        outs = [
+            self.scan(states, decays, times=[x[epoch] for x in times], join=False, **options) for epoch in range(epochs)
+        ]
+        self.join()
         self._synchronize()
-        self.start.zero_()
-        self.end.zero_()
-        gate.zero_()
-        word.zero_()
-        self._synchronize()
-        # It runs before the others are launched: a hardware queue may end in a launch that cannot begin yet
-        with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)):
-            open_kernel[(1,)](gate, word)
-        outs = self.scan(states, decays, gate=gate, **options)
-        time.sleep(0.05)
-        word.fill_(1)
-        self._synchronize()
-        return (self.end - self.start).item() / 1e3, outs
+        return [x.cpu() for x in times], outs[-1]
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        for device in self._zeros:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def check(self) -> None:
         """Wait for all ranks. Raises AllScanTimeout of the first rank that has one, or RuntimeError."""

@@ -16,16 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 import allscan
 from allscan.reference import allscan_reference
 from allscan.shmem_kernels.wait import backoff, clock_ns
+from allscan.tools.ranks import Ranks, on_first
 from allscan.tools.virtual import VirtualRanks
 from bench import harness
-from bench.proof import Method
+from bench.baselines import windows
+from bench.proof import Method, kernels, ran
 from support.values import late
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
-def beside_nccl_case(group, how, mib, nccl_mib):
-    """Rank 0 waits in a kernel for rank 1, which first makes an all-reduce that rank 0 launches behind the kernel."""
+def beside_nccl_case(group, how, mib, nccl_mib, symmetric=False):
+    """Rank 0 waits in a kernel for rank 1, which first makes an all-reduce that rank 0 launches behind the kernel.
+    symmetric: an all-gather of NCCL's kernels for symmetric memory in its place."""
     with allscan.Communicator(group, timeout=8) as comm:
         H = int(mib * 16)
         device, generator = comm.device, torch.Generator("cuda").manual_seed(comm.rank)
@@ -61,8 +64,19 @@ def beside_nccl_case(group, how, mib, nccl_mib):
             def call():
                 return torch.autograd.grad(o, leaves, torch.ones_like(o), retain_graph=True)[0]
 
+        if symmetric:
+            sent, gathered = windows(comm, nccl_mib << 18)
+
+        def reduce():
+            if symmetric:
+                dist.all_gather_into_tensor(gathered.view(-1), sent, group=group)
+            else:
+                dist.all_reduce(x, group=group)
+
         call()
-        dist.all_reduce(x, group=group)
+        if symmetric:
+            ran("all-gather", kernels(reduce), ["ncclSymkDevKernel_AllGather"], ["scan_kernel"])
+        reduce()
         comm.barrier()
         waits, reduces = torch.cuda.Stream(), torch.cuda.Stream()
         if comm.rank == 0:
@@ -70,11 +84,11 @@ def beside_nccl_case(group, how, mib, nccl_mib):
                 call()
             time.sleep(0.05)
             with torch.cuda.stream(reduces):
-                dist.all_reduce(x, group=group)
+                reduce()
         else:
             time.sleep(0.1)
             with torch.cuda.stream(reduces):
-                dist.all_reduce(x, group=group)
+                reduce()
             waits.wait_stream(reduces)
             with torch.cuda.stream(waits):
                 call()
@@ -83,11 +97,27 @@ def beside_nccl_case(group, how, mib, nccl_mib):
         return True
 
 
-@pytest.mark.parametrize("mib", [0.25, 1, 2, 8])
+@pytest.mark.parametrize("mib", [0.25, 1, 2, 8, 32])
 @pytest.mark.parametrize("how", ["scan", "transitions", "halo", "zeco_gla"])
 def test_nccl_beside_a_kernel_that_waits(run, how, mib):
     for nccl_mib in (1, 64):
         assert all(run(2, beside_nccl_case, how, mib, nccl_mib))
+
+
+@pytest.fixture(scope="module")
+def of_64_programs():
+    """Two ranks whose kernels of NCCL for symmetric memory have 64 programs."""
+    with harness.environment(harness.WITHOUT_MULTICAST | {"NCCL_SYM_CTAS": "64", "ALLSCAN_HEAP": "512M"}):
+        with Ranks(2, "cuda") as ranks:
+            yield ranks
+
+
+@pytest.mark.parametrize("mib", [0.25, 2, 8, 32])
+@pytest.mark.parametrize("how", ["scan", "zeco_gla"])
+def test_symmetric_kernels_of_nccl_beside_one_that_waits(of_64_programs, how, mib, size=2):
+    for nccl_mib in (1, 64):
+        answers = of_64_programs.run(on_first, size, beside_nccl_case, how, mib, nccl_mib, True, timeout=120)
+        assert all(answers)
 
 
 def ddp_case(group):

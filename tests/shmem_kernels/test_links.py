@@ -27,8 +27,7 @@ def half_a_tile_case(group, tag):
     here = torch.zeros(4, 8, dtype=torch.bool)
     here[:2], here[2, 4:], here[3, :3] = True, True, True  # of the last four one is missing
     inbox[here] = sent[here]
-    outs = torch.zeros(3, 1, 4, 8)
-    ranks._launch(1, states, decays, outs, False, None, None, None)
+    outs = ranks.scan(states, decays, ranks=[1])
     assert channel.epoch[0] == BROKEN.value
     passed = decays[1, 0, :, None] * sent + states[1, 0]
     return ranks.faults()[1][0], following.clone(), passed, inbox.clone(), sent, outs[1, 0]

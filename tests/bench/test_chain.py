@@ -1,0 +1,77 @@
+"""bench.chain without GPUs: its kernel's values, its clocks' order, its arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allscan.reference import allscan_reference
+from allscan.tools.virtual import VirtualRanks
+from bench import chain
+
+pytestmark = pytest.mark.cpu
+
+
+def inputs(size, shape):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(shape, generator=generator) for _ in range(size)],
+        [torch.rand(shape[:-1], generator=generator) for _ in range(size)],
+    ]
+
+
+def clocked_case(group):
+    """(the largest error of a chain of the clocked kernel, the clocks of each rank)."""
+    ranks = chain.ClockedRanks(3, (2, 4, 8), tile=(4, 8), devices=["cpu"] * 3)
+    states, decays = inputs(3, (2, 4, 8))
+    outs = ranks.scan(states, decays)
+    ranks.check()
+    expected = allscan_reference(states, decays)
+    return max((a - b).abs().max().item() for a, b in zip(outs, expected)), [x[-1] for x in ranks.clocks]
+
+
+def test_the_clocked_kernel_is_a_scan(run):
+    [(worst, clocks)] = run(1, clocked_case)
+    assert worst < 1e-6
+    for of_rank in clocks:
+        noted = of_rank[:, : chain.ENDED + 1]
+        assert of_rank.shape == (2, chain.STEPS.value) and (noted > 0).all() and (noted.diff(dim=1) > 0).all()
+
+
+def devices_case(group, devices):
+    states, decays = inputs(3, (2, 4, 8))
+    try:
+        ranks = VirtualRanks(3, (2, 4, 8), tile=(4, 8), devices=devices)
+    except ValueError as error:
+        return str(error)
+    outs = [ranks.scan(states, decays, reverse=reverse) for reverse in (False, True)]
+    return [
+        (x - y).abs().max().item()
+        for r in (0, 1)
+        for x, y in zip(outs[r], allscan_reference(states, decays, reverse=bool(r)))
+    ]
+
+
+def test_a_device_for_each_rank(run):
+    assert max(run(1, devices_case, ["cpu"] * 3)[0]) < 1e-6
+    for devices in (["cpu"] * 2, [0, 1, 0]):
+        assert "name the cpu device of each" in run(1, devices_case, devices)[0]
+
+
+def test_a_further_hop_is_of_three_ranks_less_two():
+    rows = [
+        dict(kind=kind, ranks=ranks, bytes=nbytes, p50_us=us)
+        for kind, ranks, nbytes, us in (
+            ("chain", 2, 64, 5.0),
+            ("chain", 3, 64, 6.5),
+            ("chain", 3, 128, 9.0),
+            ("hop", 2, 128, 1.0),
+        )
+    ]
+    assert chain.further_hops(rows) == {64: 1.5}
+
+
+def test_clocks_keep_their_nanoseconds():
+    begin = (1 << 60) + 1
+    [found] = chain.since(begin, [torch.tensor([begin, begin + 7])])
+    assert found.double().tolist() == [0.0, 7.0]
