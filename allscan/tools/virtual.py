@@ -77,9 +77,9 @@ def enter_gate(p_gate, p_delay, p_times):
 def _meet(p_gate):
     """Wait for all programs of all ranks; not for ever, since the scan then says who is missing."""
     programs = tl.load(p_gate + GATE_PROGRAMS)
-    ticket = tl.atomic_add(tl.load(p_gate + GATE_COUNT).to(tl.pointer_type(tl.int64)), 1, sem="relaxed", scope="sys")
-    met = ticket // programs + 1
-    if ticket % programs == programs - 1:
+    before = tl.atomic_add(tl.load(p_gate + GATE_COUNT).to(tl.pointer_type(tl.int64)), 1, sem="relaxed", scope="sys")
+    met = before // programs + 1
+    if before % programs == programs - 1:
         for i in range(tl.load(p_gate + GATE_DEVICES)):
             p_flag = tl.load(p_gate + GATE_FLAGS + i).to(tl.pointer_type(tl.int64))
             tl.atomic_xchg(p_flag, met, sem="relaxed", scope="sys")

@@ -58,6 +58,19 @@ def test_a_device_for_each_rank(run):
         assert "name the cpu device of each" in run(1, devices_case, devices)[0]
 
 
+def timed_case(group):
+    ranks = VirtualRanks(1, (1, 4, 8), tile=(4, 8), programs=1)
+    states, decays = inputs(1, (1, 4, 8))
+    [times], _ = ranks.timed(states, decays, epochs=3)
+    return times.flatten()
+
+
+def test_a_timed_scan_begins_when_all_have_met(run):
+    """As far as the interpreter goes, where programs run one after another: one of them."""
+    [times] = run(1, timed_case)
+    assert times.shape == (6,) and times[0] > 0 and (times.diff() > 0).all()
+
+
 def test_a_further_hop_is_of_three_ranks_less_two():
     rows = [
         dict(kind=kind, ranks=ranks, bytes=nbytes, p50_us=us)
