@@ -26,9 +26,9 @@ def test_errors_of_a_batch():
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_errors_in_triangles(batch):
-    wrong = bench.check(DEVICE, torch.bfloat16, 2 * attention.SQUARE, (2, 2, 192, 128), batch)
+def test_errors_in_triangles():
+    """Those of dk and dv are at most 1.3 times one kernel's."""
+    wrong = bench.check_triangles(DEVICE, torch.bfloat16, "cudnn", 512)
     assert not wrong, wrong
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -242,13 +243,6 @@ def triangles_inputs(case):
     return (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
 
 
-def causal_only(do, q, k, v, o, lse, more, causal, scale):
-    """A kernel's backward that has causal squares alone."""
-    assert causal and q.shape[2] == k.shape[2] and lse.is_contiguous()
-    kernel = attention.kernel_for(q, k, v)
-    return kernel.backward(do, q, k, v, o, lse, more, causal, scale)
-
-
 @pytest.mark.parametrize("case", triangles_cases())
 def test_triangles(case):
     """Gradients of squares by those of causal ones; o and its log-sum-exp may be over more keys. Those of a causal
@@ -259,14 +253,56 @@ def test_triangles(case):
     lse = lse + torch.rand(lse.shape, dtype=lse.dtype)
     given = do, q, k, v, o, lse, more
     wanted = kernel.backward(*given, False, 0.3)
-    found = triangles.by_triangles(causal_only, 4)(*given, False, 0.3)
-    for a, b in zip(found, wanted, strict=True):
-        assert a.shape == b.shape and relative(a, b) < 1e-12
+    calls = []
+
+    def counted(*given):
+        calls.append(given[7])
+        assert not given[7] or (given[1].shape[2] == given[2].shape[2] and given[5].is_contiguous())
+        return kernel.backward(*given)
+
+    backward = triangles.by_triangles(counted, 4)
+    for turn in range(2):
+        found = backward(*given, False, 0.3)
+        for a, b in zip(found, wanted, strict=True):
+            assert a.shape == b.shape and relative(a, b) < 1e-12
+        assert calls.count(False) == 1  # at the first call for a shape they are compared
+        assert calls.count(True) == 2 * (turn + 1) * (2 if case[3:5] == (8, 12) else 1)
     plain = triangles.by_triangles(kernel.backward, 7)(*given, False, 0.3)
     assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
     if q.shape[2] == k.shape[2]:
-        found = triangles.by_triangles(kernel.backward, 4)(*given, True, 0.3)
+        found = backward(*given, True, 0.3)
         assert all(map(torch.equal, found, kernel.backward(*given, True, 0.3)))
+
+
+@pytest.mark.parametrize("how", ["wrong", "rejects", "no memory", "not finite"])
+def test_triangles_are_compared(how):
+    """Where a kernel's causal gradients are wrong, or it rejects what it is given, its others are taken."""
+    do, q, k, v = triangles_inputs((1, 2, 2, 8, 4, 6, 4))
+    kernel, calls = attention.kernel_for(q, k, v), []
+    o, lse, more = kernel.forward(q, k, v, False, 0.3)
+    if how == "not finite":
+        do[0, 0, 0, 0] = torch.nan
+
+    def backward(*given):
+        calls.append(given[7])
+        found = kernel.backward(*given)
+        if given[7] and how == "rejects":
+            raise RuntimeError("no plan")
+        if given[7] and how == "no memory":
+            raise torch.OutOfMemoryError("no memory")
+        return (found[0], found[1] * (1.05 if given[7] and how == "wrong" else 1), found[2])
+
+    in_triangles = triangles.by_triangles(backward, 4)
+    warned = {"wrong": "differ by", "rejects": "no plan"}.get(how)
+    for turn in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            answers = in_triangles(do, q, k, v, o, lse, more, False, 0.3)
+        assert [warned in str(x.message) for x in found] == [True] * bool(warned and not turn)
+        wanted = kernel.backward(do, q, k, v, o, lse, more, False, 0.3)
+        assert all(torch.equal(a, b) or how == "not finite" for a, b in zip(answers, wanted, strict=True))
+    # what failed is not asked for again; what was not seen is, at the next call
+    assert calls.count(True) == {"wrong": 2, "rejects": 1, "no memory": 2, "not finite": 0}[how]
 
 
 def test_triangles_of_far_keys():
@@ -277,7 +313,9 @@ def test_triangles_of_far_keys():
     o, lse, more = kernel.forward(q, k, v, False, 1.0)
     assert lse.min() < -1000
     wanted = kernel.backward(do, q, k, v, o, lse, more, False, 1.0)
-    found = triangles.by_triangles(causal_only, 4)(do, q, k, v, o, lse, more, False, 1.0)
+    backward = triangles.by_triangles(kernel.backward, 4)
+    backward(do, q, k, v, o, lse, more, False, 1.0)
+    found = backward(do, q, k, v, o, lse, more, False, 1.0)
     for a, b in zip(found, wanted, strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
