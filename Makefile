@@ -14,8 +14,8 @@
 # take python3 by themselves where that has all it needs, else an environment with CUDA's packages.
 
 VENV := .venv
-# of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (8 filled 80 GB)
-JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 16000)} END {print (n > 0 ? n : 1)}')
+# of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (5 were too many for 80 GB)
+JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 20000)} END {print (n > 0 ? n : 1)}')
 ifdef PYTHON
   GIVEN := $(PYTHON)
   READY :=

@@ -282,11 +282,13 @@ def test_a_missing_package_is_named(module, missing, package, tmp_path):
     """Names of packages on the index, which differ from those of modules."""
     code = f"""
         import sys
+        from importlib import metadata
         class Nothing:
             def find_spec(self, name, path=None, target=None):
                 if name.split(".")[0] == {missing!r}:
                     raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
         sys.meta_path.insert(0, Nothing())
+        version, metadata.version = metadata.version, lambda name: version("no such" if name == {package!r} else name)
         try:
             from allscan.integrations.{module} import sequence_parallel
         except ImportError as error:

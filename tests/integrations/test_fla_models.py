@@ -352,17 +352,21 @@ def cut_case(group, choice):
         torch.manual_seed(0)
         model = model_of(fla, kind, fuse_cross_entropy=False, **CHOICES[choice]).to(comm.device).train()
         sequence_parallel(model, comm=comm)
-        whole, rank = torch.randint(97, (2, 43)).to(comm.device), comm.rank
+        whole, rank = torch.randint(97, (2, 43)), comm.rank  # in the CPU's memory, of which cut_batch takes checksums
         batch, first = dict(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False), 22 * rank
-        part = cut_batch(batch, comm=comm)
-        assert torch.equal(part["input_ids"], whole[:, first : first + 22 - rank])
+
+        def cut(ids):
+            part = cut_batch(batch | dict(input_ids=ids), comm=comm)
+            return {name: x.to(comm.device) if isinstance(x, torch.Tensor) else x for name, x in part.items()}
+
+        part = cut(whole)
+        assert torch.equal(part["input_ids"].cpu(), whole[:, first : first + 22 - rank])
         dealt = whole + rank
-        answers = {"have cut different batches": raised(model, **cut_batch(batch | dict(input_ids=dealt), comm=comm))}
+        answers = {"have cut different batches": raised(model, **cut(dealt))}
         found = model(**part).logits
-        answers["has 2 rows, tokens [43, 43]"] = raised(model, **part | dict(input_ids=whole))
+        answers["has 2 rows, tokens [43, 43]"] = raised(model, **part | dict(input_ids=whole.to(comm.device)))
         if kind == "gla" and "attn" in CHOICES[choice]:  # which asks all ranks in every call
-            again = cut_batch(batch | dict(input_ids=dealt), comm=comm)
-            answers["(does a loader deal rows to them?)"] = raised(model, **again)
+            answers["(does a loader deal rows to them?)"] = raised(model, **cut(dealt))
         expected = model(input_ids=part["input_ids"], use_cache=False).logits
         return relative(found, expected), answers
 
