@@ -1,11 +1,14 @@
-/* A hostile network: a preloaded library between NVSHMEM's UCX transport and UCX (tests/network/README.md).
+/* A hostile network: a preloaded library between NVSHMEM's UCX transport and UCX, for tests without network cards.
 
    cc -O1 -shared -fPIC -o libhostile.so hostile.c -ldl -lpthread;  LD_PRELOAD=.../libhostile.so
 
    NVSHMEM's put with signal is here a ucp_put_nbx, a ucp_worker_fence and an active message with the signal
-   (ucp_am_send_nbx), all of its proxy thread. The library holds such pairs back, and ucp_worker_progress passes them on:
-   in any order between pairs, but never a signal before its own data. The source of a put is read when it is passed on.
-   What is no pair passes at once. So an explicit nvshmem_fence() between two pairs does not order them.
+   (ucp_am_send_nbx), all of its proxy thread. Blocks ask the proxy one by one, so the puts and signals of several may
+   interleave: put A, put B, signal A, signal B; nothing says which belong together. But when there have been as many
+   signals as puts, each of them has its own. The library holds such groups back, and ucp_worker_progress passes them on:
+   in any order between groups; within one first its puts, then its signals, both in any order. So no signal comes before
+   its own data. Groups end with a launch at the latest. The source of a put is read when it is passed on.
+   A signal without data passes at once, as does a put of one value; an explicit nvshmem_fence() orders no groups.
 
    Besides: the transports of UCX by ALLSCAN_UCX_TLS, since NVSHMEM chooses them by itself; a symmetric heap in host
    memory is called that; and a name of a node by ALLSCAN_NODE, which gethostname(), uname() and the names of shared
@@ -50,28 +53,33 @@ struct put {
   uint64_t to;
   void *rkey;
 };
-struct pair {
-  struct pair *next;
-  void *ep;
+struct signal {
+  struct signal *next;
   uint64_t number;
-  int64_t due;
-  size_t bytes;
-  struct put *puts;
   unsigned id;
   uint32_t flags;
-  int loses;
   size_t length;
   _Alignas(8) char message[MOST_BYTES];
 };
+struct group { /* of puts and signals to one endpoint */
+  struct group *next;
+  void *ep;
+  uint64_t oldest, bytes, num_puts, num_signals; /* the number of its first signal, which says its place, too */
+  int64_t since, due;
+  int loses;
+  struct put *puts;
+  struct signal *signals;
+};
 
+enum { OPEN_NS = 50000000 };
 enum mode { PASS, REORDER, BANDWIDTH, STALL, NEVER };
-enum count { HELD, PASSED, OVERTAKINGS, LOST, BYTES, MOST_HELD, FAILED, COUNTS };
+enum count { HELD, PASSED, OVERTAKINGS, LOST, BYTES, MOST_HELD, FAILED, OF_GROUPS, COUNTS };
 
 static pthread_mutex_t lock;
 static enum mode mode;
 static uint64_t argument, numbers, state = 88172645463325252u, counts[COUNTS];
 static int64_t last_due;
-static struct pair *open_pairs, *held_pairs; /* the former have no signal yet */
+static struct group *open_groups, *held_groups; /* the former have fewer signals than puts */
 static __thread int inside;
 
 static void *real(const char *name) {
@@ -111,6 +119,7 @@ void network_set(int new_mode, uint64_t value) {
 void network_seed(uint64_t seed) { state = 88172645463325252u ^ (seed << 17 | seed); }
 
 uint64_t network_count(int what) {
+  fflush(NULL); /* UCX's log, too, which says over what it goes */
   pthread_mutex_lock(&lock);
   uint64_t found = what >= 0 && what < COUNTS ? counts[what] : 0;
   pthread_mutex_unlock(&lock);
@@ -138,7 +147,7 @@ static int failed(void *request) {
   return 1;
 }
 
-/* Of a put or message that was passed on: user_data, the pair of a message, may go */
+/* Of a put or signal that was passed on: user_data, the signal, may go */
 static void sent(void *request, int status, void *user_data) {
   REAL(void, "ucp_request_free", void *);
   if (status) failed((void *)(intptr_t)status);
@@ -146,35 +155,56 @@ static void sent(void *request, int status, void *user_data) {
   call(request);
 }
 
-static void *put_now(void *ep, const struct put *put) {
+static void pass_put(const struct group *group, const struct put *put) {
   REAL(void *, "ucp_put_nbx", void *, const void *, size_t, uint64_t, void *, const struct param *);
   struct param param = {.mask = HAS_CALLBACK | HAS_MEMORY_TYPE, .sent = sent, .memory_type = HOST_MEMORY};
-  return call(ep, put->from, put->bytes, put->to, put->rkey, &param);
+  if (!group->loses) failed(call(group->ep, put->from, put->bytes, put->to, put->rkey, &param));
 }
 
-static void pass_on(struct pair *pair) {
+static void pass_signal(const struct group *group, struct signal *signal) {
   REAL(void *, "ucp_am_send_nbx", void *, unsigned, const void *, size_t, const void *, size_t, const struct param *);
-  for (struct put *put = pair->puts, *next; put; put = next) {
+  if (group->loses) { /* NVSHMEM counts the answers: the message is one without effect */
+    struct message *message = (struct message *)signal->message;
+    message->operation = SIGNAL_ADD, message->value = 0;
+  }
+  counts[group->loses ? LOST : PASSED]++;
+  struct param param = {.mask = HAS_CALLBACK | HAS_USER_DATA | HAS_FLAGS, .flags = signal->flags, .sent = sent,
+                        .user_data = signal};
+  void *request = call(group->ep, signal->id, NULL, 0, signal->message, signal->length, &param);
+  if (!request || failed(request)) free(signal);
+}
+
+static void pass_puts(struct group *group) {
+  for (struct put *put = group->puts, *next; put; put = next) {
     next = put->next;
-    if (!pair->loses) failed(put_now(pair->ep, put));
+    pass_put(group, put);
     free(put);
   }
-  if (!pair->length) { /* puts without a signal */
-    free(pair);
-    return;
+  group->puts = NULL;
+}
+
+/* No fence: over one lane of UCX signals stay behind what was put before */
+static void pass_on(struct group *group) {
+  if (!group->loses) counts[BYTES] += group->bytes;
+  group->bytes = 0;
+  pass_puts(group);
+  for (struct signal *signal = group->signals, *next; signal; signal = next) {
+    next = signal->next;
+    pass_signal(group, signal);
   }
-  if (pair->loses) { /* NVSHMEM counts the answers: the message is one without effect */
-    struct message *message = (struct message *)pair->message;
-    message->operation = SIGNAL_ADD, message->value = 0;
-    counts[LOST]++;
-  } else {
-    counts[PASSED]++;
-    counts[BYTES] += pair->bytes;
-  }
-  struct param param = {.mask = HAS_CALLBACK | HAS_USER_DATA | HAS_FLAGS, .flags = pair->flags, .sent = sent,
-                        .user_data = pair};
-  void *request = call(pair->ep, pair->id, NULL, 0, pair->message, pair->length, &param);
-  if (!request || failed(request)) free(pair);
+  group->signals = NULL;
+}
+
+static void hold(struct group *group) {
+  int64_t time = now();
+  group->loses = mode == NEVER, group->due = time;
+  if (mode == REORDER) group->due = time + (int64_t)drawn(argument);
+  if (mode == BANDWIDTH)
+    group->due = last_due = (last_due > time ? last_due : time) + (int64_t)(group->bytes * 1e9 / (argument + !argument));
+  if (mode == STALL && last_due > time) group->due = last_due;
+  group->next = held_groups, held_groups = group;
+  counts[HELD] += group->num_signals;
+  if (counts[HELD] > counts[MOST_HELD]) counts[MOST_HELD] = counts[HELD];
 }
 
 /* Pass on what is due, the earliest first. With the lock. */
@@ -182,47 +212,38 @@ static void pass_due(void) {
   if (inside) return;
   inside = 1;
   for (int64_t time = now();;) {
-    struct pair **first = NULL;
-    for (struct pair **p = &held_pairs; *p; p = &(*p)->next)
-      if (!first || (*p)->due < (*first)->due || ((*p)->due == (*first)->due && (*p)->number < (*first)->number))
+    struct group **first = NULL;
+    for (struct group **p = &held_groups; *p; p = &(*p)->next)
+      if (!first || (*p)->due < (*first)->due || ((*p)->due == (*first)->due && (*p)->oldest < (*first)->oldest))
         first = p;
     if (!first || (*first)->due > time) break;
-    struct pair *pair = *first;
-    *first = pair->next;
-    counts[HELD]--;
-    for (struct pair *p = held_pairs; p; p = p->next)
-      if (p->ep == pair->ep && p->number < pair->number) {
-        counts[OVERTAKINGS]++;
-        break;
-      }
-    pass_on(pair);
+    struct group *group = *first;
+    *first = group->next;
+    counts[HELD] -= group->num_signals;
+    uint64_t oldest = UINT64_MAX; /* of what stays behind */
+    for (struct group *p = held_groups; p; p = p->next)
+      if (p->ep == group->ep && p->oldest < oldest) oldest = p->oldest;
+    for (struct signal *signal = group->signals; signal; signal = signal->next) {
+      int overtakes = oldest < signal->number;
+      counts[OF_GROUPS] += overtakes;
+      for (struct signal *other = signal->next; other && !overtakes; other = other->next)
+        overtakes = other->number < signal->number;
+      counts[OVERTAKINGS] += overtakes;
+    }
+    pass_on(group);
+    free(group);
   }
+  /* A put that has no signal, or several puts of one: what is there may go, and is still counted */
+  for (struct group *group = open_groups; group; group = group->next)
+    if (now() - group->since > OPEN_NS) pass_on(group);
   inside = 0;
 }
 
-static struct pair *take_open(void *ep) {
-  for (struct pair **p = &open_pairs; *p; p = &(*p)->next)
-    if ((*p)->ep == ep) {
-      struct pair *pair = *p;
-      *p = pair->next;
-      return pair;
-    }
-  return NULL;
-}
-
-static int64_t due_of(const struct pair *pair) {
-  int64_t time = now();
-  switch (mode) {
-  case REORDER:
-    return time + (int64_t)drawn(argument);
-  case BANDWIDTH:
-    last_due = (last_due > time ? last_due : time) + (int64_t)(pair->bytes * 1000000000ull / (argument ? argument : 1));
-    return last_due;
-  case STALL:
-    return last_due > time ? last_due : time;
-  default:
-    return time;
-  }
+/* Where the open group to an endpoint hangs, or is to hang */
+static struct group **open_to(void *ep) {
+  struct group **p = &open_groups;
+  while (*p && (*p)->ep != ep) p = &(*p)->next;
+  return p;
 }
 
 void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *rkey, const struct param *param) {
@@ -233,15 +254,18 @@ void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *r
     return call(ep, from, bytes, to, rkey, &host);
   }
   struct put *put = malloc(sizeof *put);
-  *put = (struct put){NULL, from, bytes, to, rkey};
   pthread_mutex_lock(&lock);
-  struct pair *pair = take_open(ep);
-  if (!pair) pair = calloc(1, sizeof *pair);
-  pair->ep = ep, pair->bytes += bytes;
-  struct put **last = &pair->puts;
-  while (*last) last = &(*last)->next;
-  *last = put;
-  pair->next = open_pairs, open_pairs = pair;
+  struct group **at = open_to(ep);
+  if (!*at) {
+    *at = calloc(1, sizeof **at);
+    (*at)->ep = ep, (*at)->since = now();
+  }
+  struct put **p = &(*at)->puts;
+  for (uint64_t behind = mode == REORDER ? drawn((*at)->num_puts + 1) : (*at)->num_puts; behind && *p; behind--)
+    p = &(*p)->next;
+  *put = (struct put){*p, from, bytes, to, rkey};
+  *p = put;
+  (*at)->num_puts++, (*at)->bytes += bytes;
   pthread_mutex_unlock(&lock);
   return NULL; /* done, as NVSHMEM sees it: it asks by quiet only */
 }
@@ -256,33 +280,35 @@ void *ucp_get_nbx(void *ep, void *to, size_t bytes, uint64_t from, void *rkey, c
 void *ucp_am_send_nbx(void *ep, unsigned id, const void *header, size_t header_length, const void *data, size_t length,
                       const struct param *param) {
   REAL(void *, "ucp_am_send_nbx", void *, unsigned, const void *, size_t, const void *, size_t, const struct param *);
-  struct pair *pair = NULL;
+  int held = 0;
   if (!inside && id == SEND && length >= sizeof(struct message) && length <= MOST_BYTES) {
     pthread_mutex_lock(&lock);
-    pair = take_open(ep);
+    struct group **at = open_to(ep), *group = *at;
     int operation = ((const struct message *)data)->operation;
-    if (pair && (operation < SIGNAL_ALONE || operation > SIGNAL_ADD)) {
-      pass_on(pair);
-      pair = NULL;
-    }
-    if (pair) {
-      pair->id = id, pair->length = length, pair->flags = param->flags, pair->number = ++numbers;
-      pair->loses = mode == NEVER;
-      memcpy(pair->message, data, length);
-      pair->due = due_of(pair);
-      pair->next = held_pairs, held_pairs = pair;
-      if (++counts[HELD] > counts[MOST_HELD]) counts[MOST_HELD] = counts[HELD];
+    if (group && operation >= SIGNAL_ALONE && operation <= SIGNAL_ADD) {
+      struct signal *signal = calloc(1, sizeof *signal), **p = &group->signals;
+      for (uint64_t behind = mode == REORDER ? drawn(group->num_signals + 1) : group->num_signals; behind && *p; behind--)
+        p = &(*p)->next;
+      *signal = (struct signal){.next = *p, .number = ++numbers, .id = id, .flags = param->flags, .length = length};
+      if (!group->num_signals) group->oldest = numbers;
+      memcpy(signal->message, data, length);
+      *p = signal;
+      held = 1;
+      if (++group->num_signals == group->num_puts) {
+        *at = group->next;
+        hold(group);
+      }
     }
     pthread_mutex_unlock(&lock);
   }
-  return pair ? NULL : call(ep, id, header, header_length, data, length, param);
+  return held ? NULL : call(ep, id, header, header_length, data, length, param);
 }
 
-/* Between the puts and the signal of a pair that is held there is nothing to order yet */
+/* Of what is held there is nothing to order yet */
 int ucp_worker_fence(void *worker) {
   REAL(int, "ucp_worker_fence", void *);
   pthread_mutex_lock(&lock);
-  int holds = open_pairs || held_pairs;
+  int holds = open_groups || held_groups;
   pthread_mutex_unlock(&lock);
   return holds ? 0 : call(worker);
 }
@@ -297,22 +323,19 @@ unsigned ucp_worker_progress(void *worker) {
   return call(worker);
 }
 
-/* quiet: all that was held arrives first, when it is due */
+/* quiet: all that was held arrives first, when it is due, and the puts of what is open. */
 void *ucp_worker_flush_nbx(void *worker, const struct param *param) {
   REAL(void *, "ucp_worker_flush_nbx", void *, const struct param *);
   for (int holds = 1; holds;) {
     pthread_mutex_lock(&lock);
-    for (struct pair *pair; (pair = open_pairs);) {
-      open_pairs = pair->next;
-      inside = 1;
-      pass_on(pair);
-      inside = 0;
-    }
     pass_due();
-    holds = held_pairs != NULL;
+    holds = held_groups != NULL;
     pthread_mutex_unlock(&lock);
     if (holds) ucp_worker_progress(worker);
   }
+  pthread_mutex_lock(&lock);
+  for (struct group *group = open_groups; group; group = group->next) pass_puts(group);
+  pthread_mutex_unlock(&lock);
   return call(worker, param);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -80,11 +81,25 @@ class Wire:
 
     def post(self, tile, epoch, word=None):
         """As NVSHMEM's proxy does a put with signal."""
-        self.fill(tile, epoch)
-        self.put(tile, epoch)
-        self.hostile.ucp_worker_fence(ctypes.c_void_p(WORKER))
-        word = self.slot(tile, epoch) if word is None else word
-        self.signal(ctypes.addressof(self.arrived) + 8 * word, epoch)
+        self.post_together([(tile, epoch, word)])
+
+    def post_together(self, posts, chance=None):
+        """The same of several blocks, whose requests come one by one, in an order that is drawn: a block's put, its
+        fence, its signal."""
+        waiting = [[0, *post] for post in posts]
+        while waiting:
+            at = chance.randrange(len(waiting)) if chance else 0
+            step, tile, epoch, word = waiting[at]
+            waiting[at][0] += 1
+            if step == 0:
+                self.fill(tile, epoch)
+                self.put(tile, epoch)
+            elif step == 1:
+                self.hostile.ucp_worker_fence(ctypes.c_void_p(WORKER))
+            else:
+                word = self.slot(tile, epoch) if word is None else word
+                self.signal(ctypes.addressof(self.arrived) + 8 * word, epoch)
+                waiting.pop(at)
 
     def progress(self):
         self.hostile.ucp_worker_progress(ctypes.c_void_p(WORKER))
@@ -125,13 +140,13 @@ def receive(wire, epochs, taken, word):
     taken(seen, epoch): whether the receiver takes the tile; word(tile, epoch): where its arrival word lies.
     """
     wrong, next_sent, expected = 0, [1] * wire.TILES, [1] * wire.TILES
-    before = None
+    before, chance = None, random.Random(0)
     while min(expected) <= epochs and not (wire.count("held") == 0 and before == expected):
         before = list(expected)
-        for tile in range(wire.TILES):
-            while next_sent[tile] <= min(epochs, expected[tile] + wire.DEPTH - 1):
-                wire.post(tile, next_sent[tile], word(tile, next_sent[tile]))
-                next_sent[tile] += 1
+        # launch by launch, whose blocks run at once, and each of which waits for the credit of its tile
+        ready = [t for t in range(wire.TILES) if next_sent[t] <= min(epochs, expected[t] + wire.DEPTH - 1)]
+        wire.post_together([(t, next_sent[t], word(t, next_sent[t])) for t in ready], chance)
+        next_sent = [epoch + (tile in ready) for tile, epoch in enumerate(next_sent)]
         wire.progress()
         for tile in range(wire.TILES):
             if expected[tile] <= epochs and taken(wire.arrived[word(tile, expected[tile])], expected[tile]):
@@ -142,16 +157,23 @@ def receive(wire, epochs, taken, word):
 
 
 def test_pairs_overtake_each_other_and_no_signal_its_data(wire):
-    before = wire.count("overtakings")
+    before = wire.count("overtakings"), wire.count("of_groups")
     wire.set("reorder", 300_000)
     assert receive(wire, 200, lambda seen, epoch: seen == epoch, wire.slot) == 0
-    assert wire.count("overtakings") - before > 1000 and wire.count("held") == 0
-    moved = [event for event in wire.events() if event[0] in (PUT, SIGNAL)]
-    assert len(moved) == 2 * 200 * wire.TILES
-    for (kind, address, memory), (signal, word, _) in zip(moved[::2], moved[1::2], strict=True):
-        slot = (address - ctypes.addressof(wire.inbox)) // (8 * wire.WORDS)
-        assert (kind, signal, memory) == (PUT, SIGNAL, HOST) and word == ctypes.addressof(wire.arrived) + 8 * slot
-    assert [value for _, _, value in moved[1::2]] != sorted(value for _, _, value in moved[1::2])
+    assert wire.count("overtakings") - before[0] > 1000 and wire.count("of_groups") - before[1] > 100
+    assert wire.count("held") == 0
+    moved, brought = wire.events(), {}
+    signals = []
+    for kind, address, value in moved:
+        if kind == PUT:
+            assert value == HOST
+            slot = (address - ctypes.addressof(wire.inbox)) // (8 * wire.WORDS)
+            brought[slot] = brought.get(slot, 0) + 1
+        elif kind == SIGNAL:
+            brought[(address - ctypes.addressof(wire.arrived)) // 8] -= 1
+            assert min(brought.values()) >= 0, "a signal before its data"
+            signals.append(value)
+    assert len(signals) == 200 * wire.TILES and signals != sorted(signals) and not any(brought.values())
 
 
 def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
@@ -168,6 +190,35 @@ def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
     ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
     wire.set("reorder", 300_000)
     assert receive(wire, 60, later, word) > 0
+
+
+def test_requests_of_several_blocks(wire):
+    """Two puts, then their signals the other way round: neither passes before both puts have."""
+    wire.set("stall", 20_000_000)
+    for tile in (1, 2):
+        wire.fill(tile, 1)
+        wire.put(tile, 1)
+    wire.signal(ctypes.addressof(wire.arrived) + 8 * wire.slot(2, 1), 1)
+    assert wire.count("held") == 0
+    wire.signal(ctypes.addressof(wire.arrived) + 8 * wire.slot(1, 1), 1)
+    wire.progress()
+    assert wire.events() == [] and wire.count("held") == 2
+    wire.flush()
+    assert [kind for kind, _, _ in wire.events()] == [PUT, PUT, SIGNAL, SIGNAL, FLUSH]
+
+
+def test_a_put_without_a_signal_arrives(wire):
+    """And its endpoint goes on, without being held back longer than a moment."""
+    wire.set("reorder", 1000)
+    wire.fill(0, 1)
+    wire.put(0, 1)
+    wire.post(1, 1)
+    deadline = time.monotonic() + 10
+    while not wire.arrived[wire.slot(1, 1)] and time.monotonic() < deadline:
+        wire.progress()
+    assert wire.holds(0, 1) and wire.holds(1, 1)
+    wire.signal(ctypes.addressof(wire.arrived), 1)  # for the tests behind this one
+    wire.flush()
 
 
 def test_a_source_is_read_late(wire):
@@ -222,11 +273,13 @@ def test_what_is_no_pair_passes_at_once(wire):
     assert [kind for kind, _, _ in wire.events()] == [PUT, SIGNAL, MESSAGE] and wire.arrived[0] == 5
     wire.put(0, 1)
     assert wire.events() == []
-    wire.signal(ctypes.addressof(wire.arrived), 6, operation=4)  # an atomic that is no signal comes behind the put
-    assert [kind for kind, _, _ in wire.events()] == [PUT, MESSAGE] and wire.count("held") == 0
-    wire.put(0, 1)
+    wire.signal(ctypes.addressof(wire.arrived), 6, operation=4)
+    assert [kind for kind, _, _ in wire.events()] == [MESSAGE] and wire.count("held") == 0
     wire.flush()
     assert [kind for kind, _, _ in wire.events()] == [PUT, FLUSH]
+    wire.signal(ctypes.addressof(wire.arrived), 7)  # late, but as it has to be
+    wire.flush()
+    assert [kind for kind, _, _ in wire.events()] == [SIGNAL, FLUSH] and wire.arrived[0] == 7
 
 
 def test_a_fence_passes_where_nothing_is_held(wire):

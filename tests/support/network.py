@@ -14,7 +14,8 @@ import subprocess
 
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "network")
 MODES = "pass", "reorder", "bandwidth", "stall", "never"  # of hostile.c
-COUNTS = "held", "passed", "overtakings", "lost", "bytes", "most_held", "failed"
+# of signals, and bytes; of_groups: of the overtakings those of a signal of another group of puts
+COUNTS = "held", "passed", "overtakings", "lost", "bytes", "most_held", "failed", "of_groups"
 TRAFFIC = "/proc/net/dev"
 
 
@@ -82,6 +83,7 @@ def environment(folder: str) -> dict[str, str]:
         "UCX_NET_DEVICES": "lo",
         "UCX_MAX_RMA_RAILS": "1",  # the signal is an active message, behind its data on one lane only
         "UCX_MAX_EAGER_RAILS": "1",
+        "UCX_FENCE_MODE": "weak",  # else a round over TCP for each signal
         "UCX_LOG_LEVEL": "info",
         "UCX_LOG_FILE": os.path.join(folder, "ucx.%p.log"),
         "UCX_WARN_UNUSED_ENV_VARS": "n",
