@@ -464,14 +464,14 @@ def rehearsal(group, *arguments) -> None:
         check(group, *arguments)
 
 
-def rehearse(count: int, hybrids, names, heads: int) -> None:
+def rehearse(count: int, hybrids, names, heads: int, head: int = 128) -> None:
     """The check of each model and method by ranks of its own, all at once, so that Triton's cache has the kernels that
     are not fla's before the ranks want them, one after the other. What is wrong is the check's to say."""
     begin, cases = time.monotonic(), [(hybrid, name) for hybrid in hybrids for name in names]
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(Ranks(count, "cuda")) for _ in cases]
         for ranks, (hybrid, name) in zip(many, cases, strict=True):
-            ranks.start(on_first, count, rehearsal, hybrid, (name,), CHECKED, heads, 128)
+            ranks.start(on_first, count, rehearsal, hybrid, (name,), CHECKED, heads, head)
         for ranks, (hybrid, name) in zip(many, cases, strict=True):
             for _, error in ranks.results(timeout=max(1.0, begin + REHEARSED - time.monotonic()), after_failure=5.0):
                 if error is not None:

@@ -233,6 +233,19 @@ def test_both_cuts_of_packed_rows_train_alike(capsys, monkeypatch):
 
 
 @pytest.mark.cpu
+def test_a_rehearsal(capsys, monkeypatch):
+    """Ranks of their own for each method; what is wrong is said, and its ranks are ended."""
+    pytest.importorskip("transformers", minversion="5.23", reason="needs transformers")
+    made = []
+    monkeypatch.setattr(hybrid, "Ranks", lambda count, _: made.append(Ranks(count, "cpu")) or made[-1])
+    monkeypatch.setattr(hybrid, "CHECKED", 16)
+    hybrid.rehearse(2, [hybrid.Hybrid("kimi_linear", 128)], ("heads", "no method"), 2, 16)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rehears")]
+    assert len(said) == 3 and all("no method: no method: All-Scan made" in line for line in said[:2]), said
+    assert [[process.exitcode for process in ranks.processes] for ranks in made] == [[0, 0], [-9, -9]]
+
+
+@pytest.mark.cpu
 def test_the_first_configuration():
     """A rehearsal runs autotuned kernels with the first configuration that is left, without a choice."""
     made, config = [], types.SimpleNamespace(all_kwargs=lambda: dict(BK=32, num_warps=2))
