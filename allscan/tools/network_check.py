@@ -1,0 +1,351 @@
+"""``python -m allscan.tools.network_check``: whether scans over the nodes of a cluster are right, and what they take.
+
+One process a GPU, started by the cluster's launcher (torchrun, or srun with MASTER_ADDR and MASTER_PORT set). The first
+rank prints a report, which can be attached to an issue. Without GPUs, with TRITON_INTERPRET=1, it runs on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import allscan
+from allscan.reference import allscan_reference, gla_reference
+
+from ..bindings import versions
+from ..comm.host_exchange import StoreExchange
+from .timing import replay_us
+
+Check = Callable[[Any, int], str]  # of a Communicator and a number of epochs: what it has found to say
+SHAPE = (2, 8, 16)
+TOLERANCE = 1e-5
+
+
+class WrongResultError(Exception):
+    """A check has found one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 if all is right on this rank's job, alike on all ranks."""
+    parser = argparse.ArgumentParser(prog="python -m allscan.tools.network_check", description=__doc__)
+    parser.add_argument("--epochs", type=int, default=2000, help="of the longest check (default 2000)")
+    parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 2, 8], help="MiB of the states that are timed")
+    parser.add_argument("--output", help="a file that the first rank writes the report to, too")
+    options = parser.parse_args(arguments)
+    _join()
+    report = Report(options.output if dist.get_rank() == 0 else None, dist.get_rank() == 0)
+    try:
+        right = check_all(report, options.epochs)
+        if right and torch.cuda.is_available() and options.sizes:
+            latency_table(report, options.sizes)
+        report.line("result", "all is right" if right else "NOT right: see above")
+        if right:
+            allscan.finalize()
+    finally:
+        report.close()
+    if not right:  # ranks may hang in what they share, and must not keep the job
+        os._exit(1)
+    dist.destroy_process_group()
+    return 0
+
+
+def _join() -> None:
+    """The process group, of what torchrun or srun has said."""
+    for name, of_slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
+        if name not in os.environ and of_slurm in os.environ:
+            os.environ[name] = os.environ[of_slurm]
+    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise SystemExit(
+            f"{', '.join(absent)} not set: start this by torchrun, or by srun with MASTER_ADDR and MASTER_PORT set to "
+            "the first node and a free port"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("gloo" if not torch.cuda.is_available() else "cpu:gloo,cuda:nccl")
+
+
+class Report:
+    """Lines that the first rank prints, and writes to a file."""
+
+    def __init__(self, path: str | None, speaks: bool) -> None:
+        self._file = open(path, "w", encoding="utf-8") if path else None
+        self._speaks = speaks
+
+    def line(self, name: str, text: object) -> None:
+        if self._speaks:
+            line = f"{name:<26} {text}"
+            print(line, flush=True)
+            if self._file:
+                print(line, file=self._file, flush=True)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def check_all(report: Report, epochs: int) -> bool:
+    """Whether all checks pass on all ranks; they end with the first that does not."""
+    exchange = StoreExchange(range(dist.get_world_size())).exchange
+    for name, values in zip(("host", "GPU", "versions", "settings"), zip(*exchange(_mine(), "network_check"))):
+        for value in dict.fromkeys(values):
+            ranks = [rank for rank, other in enumerate(values) if other == value]
+            report.line(name, f"{value}  (ranks {ranks[0]} to {ranks[-1]}, {len(ranks)} in all)")
+    with allscan.Communicator() as comm:
+        report.line("nodes", comm.nodes)
+        report.line("mapped", "all neighbours" if comm.mapped else "not all neighbours: some links are puts")
+    for check, times in CHECKS.items():
+        start = time.monotonic()
+        found, problem = "", None
+        try:
+            with allscan.Communicator(timeout=20) as comm:
+                found = check(comm, max(1, int(epochs * times)))
+        except Exception as error:  # whatever it is, the report says so
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            problems = exchange(problem, f"network_check, {check.__name__}")
+        except RuntimeError as gone:
+            problems = [f"{problem or 'right'}; then {gone}"]
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        for rank, text in enumerate(problems):
+            if text is not None:
+                report.line(name, f"FAILED on rank {rank}: {text}")
+        if any(problems):
+            return False
+        report.line(name, f"right, {found}, {time.monotonic() - start:.1f} s")
+    return True
+
+
+def _mine() -> tuple[str, ...]:
+    folder = "/sys/class/infiniband"
+    cards = " ".join(sorted(os.listdir(folder))) if os.path.isdir(folder) else ""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    known = [f"{package.name} {versions.version_of(package.name)}" for package in versions.PACKAGES[:6]]
+    told = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NVSHMEM_", "ALLSCAN_"))
+    ]
+    return f"{os.uname().nodename}, {cards or 'no InfiniBand devices'}", gpu, ", ".join(known), " ".join(told) or "none"
+
+
+def _algorithms(comm: Any) -> list[str]:
+    whole = comm.nodes is not None and len(comm.nodes) > 1
+    return ["chain", *["rails", "recursive_doubling"] * whole]
+
+
+def _drawn(comm: Any, epoch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(States, decays) of all ranks, alike on all of them."""
+    generator = torch.Generator().manual_seed(epoch)
+    states = torch.randn(comm.size, *SHAPE, generator=generator).to(comm.device)
+    return list(states), list(torch.rand(comm.size, *SHAPE[:-1], generator=generator).to(comm.device))
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = (found.double() - expected.double()).abs().max().item()
+    if not error <= TOLERANCE * max(1.0, expected.double().abs().max().item()):
+        raise WrongResultError(f"{what}: off by {error:.2e}")
+
+
+def check_values(comm: Any, epochs: int) -> str:
+    """All algorithms that these nodes have, in both directions."""
+    for algorithm in _algorithms(comm):
+        scan = allscan.AllScan(comm, SHAPE, algorithm=algorithm)
+        for epoch in range(epochs):
+            states, decays = _drawn(comm, epoch)
+            reverse = bool(epoch % 2)
+            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=reverse)
+            expected = allscan_reference(states, decays, reverse=reverse)[comm.rank]
+            _compare(found, expected, f"{algorithm}, epoch {epoch}, reverse={reverse}")
+    return f"{', '.join(_algorithms(comm))}: {epochs} scans each"
+
+
+def check_gradients(comm: Any, epochs: int) -> str:
+    """Of the scan."""
+    for epoch in range(epochs):
+        states, decays = _drawn(comm, epoch)
+        leaves = [x.double().requires_grad_() for x in states]
+        torch.stack(allscan_reference(leaves, decays)).square().sum().backward()
+        state = states[comm.rank].requires_grad_()
+        allscan.allscan(state, decays[comm.rank], comm=comm).square().sum().backward()
+        wanted = leaves[comm.rank].grad
+        assert state.grad is not None
+        _compare(state.grad, torch.zeros_like(state) if wanted is None else wanted, f"epoch {epoch}")
+    return f"{epochs} calls"
+
+
+def check_zigzag(comm: Any, epochs: int) -> str:
+    """Of the zigzag layout."""
+    places = comm.rank, 2 * comm.size - 1 - comm.rank
+    for epoch in range(epochs):
+        states = torch.randn(2 * comm.size, *SHAPE, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
+        found = allscan.allscan(tuple(states[i] for i in places), comm=comm, layout="zigzag")
+        expected = allscan_reference(list(states))
+        for x, i in zip(found, places, strict=True):
+            _compare(x, expected[i], f"epoch {epoch}, part {i}")
+    return f"{epochs} calls"
+
+
+def check_halo(comm: Any, epochs: int) -> str:
+    """Tokens of the rank before."""
+    for epoch in range(epochs):
+        x = torch.randn(comm.size, 1, 8, 4, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
+        before = allscan.halo(x[comm.rank], 3, comm=comm)
+        _compare(before, x[comm.rank - 1][:, -3:] if comm.rank else torch.zeros_like(before), f"epoch {epoch}")
+    return f"{epochs} calls"
+
+
+def check_zeco_gla(comm: Any, epochs: int) -> str:
+    """Against the recurrence over all tokens."""
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(epoch)
+        q, k, v = (torch.randn(1, 16 * comm.size, 1, 16, generator=generator) for _ in range(3))
+        g = -torch.rand(q.shape, generator=generator) / 16
+        mine = slice(16 * comm.rank, 16 * comm.rank + 16)
+        expected, _ = gla_reference(q.double(), k.double(), v.double(), g.double())
+        q, k, v, g = (x[:, mine].to(comm.device) for x in (q, k, v, g))
+        o, _ = allscan.zeco_gla(q, k, v, g, comm=comm)
+        _compare(o, expected[:, mine].to(comm.device), f"call {epoch}")
+    return f"{epochs} calls"
+
+
+def check_stragglers(comm: Any, epochs: int) -> str:
+    """Whole numbers, whose sums are exact, compared on the GPU; one rank after the other is late."""
+    total = 0
+    pattern = torch.arange(SHAPE[1] * SHAPE[2] * SHAPE[0], device=comm.device).view(SHAPE).float() % 7
+    chance = random.Random(comm.rank)
+    for algorithm in _algorithms(comm):
+        scan = allscan.AllScan(comm, SHAPE, algorithm=algorithm)
+        wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+        out = torch.empty(SHAPE, device=comm.device)
+        for epoch in range(epochs):
+            if chance.random() < 0.02:
+                time.sleep(chance.uniform(0, 4e-3))
+            number = epoch % 100 + 1
+            out.fill_(float("nan"))
+            scan.scan(pattern + number * (comm.rank + 1), out=out)
+            expected = comm.rank * pattern + number * (comm.rank * (comm.rank + 1) // 2)
+            wrong += (out != expected).sum()
+        total += int(wrong.item())
+    if total:
+        raise WrongResultError(f"{total} words are wrong")
+    return f"{', '.join(_algorithms(comm))}: {epochs} epochs each"
+
+
+def check_graph_replays(comm: Any, epochs: int) -> str:
+    """A scan in a CUDA graph, with other values each time."""
+    if comm.device.type != "cuda":
+        return "no CUDA graphs here"
+    scan, state = allscan.AllScan(comm, SHAPE), torch.zeros(SHAPE, device=comm.device)
+    out = scan.scan(state)
+    comm.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scan.scan(state, out=out)
+    for epoch in range(epochs):
+        state.fill_(epoch + 1)
+        graph.replay()
+        _compare(out, (epoch + 1.0) * comm.rank * torch.ones_like(out), f"replay {epoch}")
+    comm.barrier()
+    return f"{epochs} replays"
+
+
+def check_memory(comm: Any, epochs: int) -> str:
+    """Of the device and of the arena: the same after a tenth of the epochs as after all."""
+    scan, state, found = allscan.AllScan(comm, SHAPE), torch.ones(SHAPE, device=comm.device), []
+    out = torch.empty_like(state)
+    for many in (max(1, epochs // 10), epochs):
+        for _ in range(many):
+            scan.scan(state, out=out)
+        comm.barrier()
+        cuda = comm.device.type == "cuda"
+        found.append((torch.cuda.memory_allocated() if cuda else 0, comm.memory.heap.arena.free_bytes))
+    if found[0] != found[1]:
+        raise WrongResultError(f"(allocated, free in the arena): {found[0]} and then {found[1]} bytes")
+    return f"the same after {epochs // 10} and {epochs} more epochs"
+
+
+def check_absent_rank(comm: Any, epochs: int) -> str:
+    """The first rank makes no call: those behind it end by a time-out that names a neighbour; then all come back."""
+    with allscan.Communicator(timeout=2.0) as own:
+        scan, state, named = allscan.AllScan(own, SHAPE), torch.ones(SHAPE, device=own.device), None
+        if own.rank:
+            try:
+                scan.scan(state)
+                own.streams.synchronize()
+                own.check()
+            except allscan.AllScanTimeout as timeout:
+                named = timeout.neighbour
+            if named is None:
+                raise WrongResultError("a rank that waits for one that never comes does not end by a time-out")
+        own.order.store_exchange.private().exchange(None, "network_check, all ranks have ended")
+        own.resync()
+        _compare(scan.scan(state), own.rank * torch.ones_like(state), "after resync()")
+    return "time-outs name a neighbour, and resync() brings all back"
+
+
+def check_rejected_call(comm: Any, epochs: int) -> str:
+    """The last rank gives a wrong dtype once: the next barrier says so on every rank; then all come back."""
+    with allscan.Communicator(timeout=2.0) as own:
+        state = torch.ones(SHAPE, device=own.device)
+        allscan.allscan(state, comm=own)
+        raised: list[Exception] = []
+        try:
+            allscan.allscan(state.double() if own.rank == own.size - 1 else state, comm=own)
+        except (TypeError, ValueError) as error:
+            raised.append(error)
+        try:
+            own.barrier()
+        except (allscan.AllScanOutOfStep, allscan.AllScanTimeout) as error:
+            raised.append(error)
+        if not raised:
+            raise WrongResultError("a call that a rank has rejected goes unnoticed here")
+        own.resync()
+        _compare(allscan.allscan(state, comm=own), own.rank * torch.ones_like(state), "after resync()")
+    return "all ranks hear of it, and resync() brings all back"
+
+
+# In this order, with the part of the epochs that each makes
+CHECKS: dict[Check, float] = {
+    check_values: 0.01,
+    check_gradients: 0.01,
+    check_zigzag: 0.01,
+    check_halo: 0.01,
+    check_zeco_gla: 0.002,
+    check_stragglers: 1.0,
+    check_graph_replays: 0.1,
+    check_memory: 1.0,
+    check_rejected_call: 0.0,
+    check_absent_rank: 0.0,
+}
+
+
+def latency_table(report: Report, sizes: Sequence[float]) -> None:
+    """Microseconds of a scan where scans follow one another, of the slowest rank, in the median of 30 replays."""
+    exchange = StoreExchange(range(dist.get_world_size())).exchange
+    with allscan.Communicator() as comm:
+        algorithms = _algorithms(comm)
+        report.line("MiB of a state", "  ".join(f"{name:>20}" for name in (*algorithms, "decays 0, chain")) + "   us")
+        for size in sizes:
+            shape = (max(1, int(size * 16)), 128, 128)
+            state, decay = torch.ones(shape, device=comm.device), torch.ones(shape[:-1], device=comm.device)
+            times = []
+            factors: list[tuple[str, torch.Tensor | int]] = [*((name, decay) for name in algorithms), ("chain", 0)]
+            for algorithm, factor in factors:
+                scan, out = allscan.AllScan(comm, shape, algorithm=algorithm), torch.empty_like(state)
+                comm.barrier()
+                mine = replay_us([lambda: scan.scan(state, factor, out=out)] * 20).median().item() / 20  # noqa: B023
+                comm.barrier()
+                times.append(max(exchange(mine, "network_check, times")))
+                scan.close()
+            report.line(f"{shape[0] / 16:g}", "  ".join(f"{us:20.1f}" for us in times))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

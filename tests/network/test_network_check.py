@@ -1,0 +1,66 @@
+"""The command with which a cluster's user tries a network: here on CPU ranks, by torchrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from allscan.tools import network_check
+
+pytestmark = pytest.mark.cpu
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+WRONG = """
+import sys, torch, allscan
+from allscan.tools import network_check
+def check_what_is_wrong(comm, epochs):
+    network_check._compare(torch.full((2,), float(comm.rank)), torch.zeros(2), "a sum")
+network_check.CHECKS = {network_check.check_halo: 1.0, check_what_is_wrong: 1.0, network_check.check_zigzag: 1.0}
+sys.exit(network_check.main())
+"""
+
+
+def torchrun(*program, size=2):
+    """Its processes on this host."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *program]
+    variables = {"TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=240)
+
+
+def test_a_report(tmp_path):
+    path = tmp_path / "report.txt"
+    module = ["-m", "allscan.tools.network_check"]
+    done = torchrun(*module, "--epochs", "10", "--output", str(path), size=3)
+    report = path.read_text()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(line in done.stdout for line in report.splitlines())
+    for check in network_check.CHECKS:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        assert [line for line in report.splitlines() if line.startswith(name) and "right" in line], (name, report)
+    assert "nodes                      (3,)" in report and "all is right" in report
+
+
+def test_a_wrong_result_ends_it(tmp_path):
+    program = tmp_path / "wrong.py"
+    program.write_text(WRONG)
+    done = torchrun(str(program), "--epochs", "5")
+    assert done.returncode != 0
+    assert "FAILED on rank 1: WrongResultError: a sum: off by 1.00e+00" in done.stdout, done.stdout + done.stderr
+    assert "halo                       right" in done.stdout and "zigzag" not in done.stdout
+    assert "NOT right" in done.stdout
+
+
+@pytest.mark.quick
+def test_what_the_launcher_has_not_said(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(SystemExit, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start this by torchrun"):
+        network_check.main([])
+    monkeypatch.delenv("RANK", raising=False)
