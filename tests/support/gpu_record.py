@@ -1,7 +1,7 @@
 """What the GPU tests gave: each result as it comes, so that a run that was cut can go on, and a record of whole parts.
 
 ``tests/gpu/results.jsonl``, which git does not keep: first what the results are of (GPUs, versions, sources, tests),
-then [test, outcome, part], and [None, "whole", part] for a part of the suite of which all have run.
+then [test, outcome, part, seconds], and [None, "whole", part, 0] for a part of the suite of which all have run.
 ``tests/gpu/last_run.json``, which it keeps: of which parts all have run, how many of them passed and which failed.
 """
 
@@ -72,20 +72,24 @@ class Record:
 
     def __init__(self, folder: str, of: dict) -> None:
         self._folder, self._of = folder, of
+        self._setups: dict[str, float] = {}  # seconds, of tests that have not ended
         same = read(folder)[0] == of
         with open(os.path.join(folder, "results.jsonl"), "a" if same else "w") as file:
             file.write("\n" if same else json.dumps(of) + "\n")
 
-    def add(self, test: str | None, what: str, part: str) -> None:
+    def add(self, test: str | None, what: str, part: str, seconds: float = 0.0) -> None:
         with open(os.path.join(self._folder, "results.jsonl"), "a") as file:
-            file.write(json.dumps([test, what, part]) + "\n")
+            file.write(json.dumps([test, what, part, round(seconds, 1)]) + "\n")
 
     def pytest_runtest_logreport(self, report) -> None:
         part = "alone" if "alone" in report.keywords else "not alone"
+        seconds = self._setups.pop(report.nodeid, 0.0) + report.duration  # of the test, with its ranks' start
         if report.when == "call" or report.skipped:
-            self.add(report.nodeid, report.outcome, part)
-        elif report.failed:
-            self.add(report.nodeid, "error", part)
+            self.add(report.nodeid, report.outcome, part, seconds)
+        elif report.when == "setup":
+            self._setups[report.nodeid] = report.duration
+        if report.failed and report.when != "call":
+            self.add(report.nodeid, "error", part, seconds)
 
     def whole(self, ended: set[str]) -> None:
         """All tests of these parts have run: write last_run.json."""
