@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import os
 import sys
 
 import numpy as np
@@ -46,6 +47,7 @@ from bench.harness import results
 MIB = 1 << 20
 CHAINS = ("sentinel", "signal", "put")
 GATHER = "all_gather (fused fold)"
+CHAIN = "virtual, 2 GPUs, no launch"  # of bench.chain
 LOOK_US = 0.4  # l, assumed
 PROXY_US, PROXY_PUT_US, PROXY_BYTES = 12.0, 1.0, 32 << 10  # assumed
 SCANS = ("chain", "rails", "recursive_doubling")  # that are built
@@ -83,6 +85,15 @@ def measured(path: str):
                 point = int(row["ranks"]), int(row["bytes"]), float(row["p50_us"])
                 points.setdefault(row["method"], []).append(point)
     return {method: tuple(zip(*rows)) for method, rows in points.items()}
+
+
+def measured_chain(path: str):
+    """(ranks, bytes, us) of bench.chain, where hops that share a direction of the link measure latency."""
+    with open(path) as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "chain"]
+    points = [(int(row["ranks"]), int(row["bytes"]), float(row["p50_us"])) for row in rows]
+    most = {2: math.inf, 3: math.inf, 4: MIB // 2, 5: MIB // 2}
+    return tuple(zip(*(point for point in points if point[1] <= most.get(point[0], MIB // 4))))
 
 
 def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
@@ -160,6 +171,7 @@ def draw(path, points, lines):
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scan", default=results("scan.csv"), help="what bench.scan has written")
+    parser.add_argument("--chain", default=results("chain.csv"), help="what bench.chain has written, if anything")
     parser.add_argument("--node", type=int, default=8, help="GPUs that are joined by NVLink")
     parser.add_argument("--net-us", type=float, default=5.0, help="latency of a put with signal between nodes")
     parser.add_argument("--net-gbps", type=float, default=50.0, help="GB/s of a GPU's network card")
@@ -183,6 +195,16 @@ def main(arguments=None) -> int:
         )
         for values in zip(ranks, nbytes, us, model):
             keep("measured", method, *values)
+    if os.path.exists(options.chain):
+        chain = measured_chain(options.chain)
+        t, a, inverse, middle = fit("sentinel", *chain)
+        model = terms("sentinel", *chain[:2]) @ (t, a, inverse, middle)
+        print(
+            f"  {CHAIN:24} t {t:6.2f} us  a {a:5.2f} us  B {1e-3 / inverse:5.0f} GB/s, in the middle "
+            f"{1e-3 / (inverse + middle):5.0f}   worst error {np.abs(model / chain[2] - 1).max():.0%}"
+        )
+        for values in zip(*chain, model):
+            keep("measured", CHAIN, *values)
     print("The same forms and the published table 2 (H100, 2 MiB), fitted to it:")
     for method, us in PUBLISHED.items():
         shape = terms("sentinel", PUBLISHED_RANKS, [0] * 6)[:, :2]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from allscan.reference import allscan_reference
 from allscan.tools.virtual import VirtualRanks
-from bench import chain
+from bench import chain, scaling
 
 pytestmark = pytest.mark.cpu
 
@@ -82,6 +84,22 @@ def test_a_further_hop_is_of_three_ranks_less_two():
         )
     ]
     assert chain.further_hops(rows) == {64: 1.5}
+
+
+def test_the_model_is_fitted_to_it(tmp_path, capsys):
+    """Without the points whose hops share a direction of the link with too many bytes."""
+    lines = ["kind,ranks,bytes,p50_us"]
+    for ranks, exponent in itertools.product((2, 3, 4, 5, 8, 9), range(16, 22)):
+        nbytes = 1 << exponent
+        shared = ranks > 5 and exponent > 18 or ranks in (4, 5) and exponent > 19
+        lines.append(f"chain,{ranks},{nbytes},{1.5 + 1.25 * (ranks - 1) + nbytes / 350e3 + 100 * shared}")
+    (tmp_path / "chain.csv").write_text("\n".join([*lines, "hop: loads,3,65536,1.0"]))
+    assert scaling.main(["--chain", str(tmp_path / "chain.csv"), "--out", str(tmp_path / "scaling")]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if scaling.CHAIN in line]
+    assert "t   1.50 us  a  1.25 us  B   350 GB/s" in line and "worst error   0%" in line.replace(
+        "error 0%", "error   0%"
+    )
+    assert scaling.CHAIN in (tmp_path / "scaling.csv").read_text()
 
 
 def test_clocks_keep_their_nanoseconds():
