@@ -1,6 +1,7 @@
 """Sequence parallelism around any operator that takes an initial state and returns a final one, by allscan() alone.
 
     python examples/any_recurrence.py             # on all GPUs, or on 4 CPU processes in Triton's interpreter
+    torchrun --nproc-per-node 2 examples/any_recurrence.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
 Here the operator is a loop over tokens; put your own kernels in its place. All that is needed is what a state that
 comes in is multiplied by over this rank's tokens: nothing (linear attention), a number a head (RetNet, simple GLA,
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.tools.ranks import Ranks
+from allscan.tools.ranks import launch
 
 T, H, K, V = 48, 2, 16, 16  # tokens of a rank, heads, widths
 
@@ -97,16 +98,14 @@ def compare(kind):
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def main() -> int:
-    gpus = torch.cuda.device_count()
+def main(ranks) -> int:
     worst = 0.0
-    with Ranks(gpus, "cuda") if gpus > 1 else Ranks(4, "cpu") as ranks:
-        for kind in ("linear attention", "RetNet", "simple GLA, Mamba2", "GLA, RWKV6, HGRN2", "Gated DeltaNet", "KDA"):
-            difference = max(ranks.run(compare, kind))
-            worst = max(worst, difference)
-            print(f"{kind:20} {len(ranks.processes)} ranks against 1: {difference:.1e}", flush=True)
+    for kind in ("linear attention", "RetNet", "simple GLA, Mamba2", "GLA, RWKV6, HGRN2", "Gated DeltaNet", "KDA"):
+        difference = max(ranks.run(compare, kind))
+        worst = max(worst, difference)
+        print(f"{kind:20} {ranks.size} ranks against 1: {difference:.1e}", flush=True)
     return int(not worst < 1e-4)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(main))

@@ -1,6 +1,7 @@
 """A stack of linear and softmax attention over a split sequence, as in LASP-2H.
 
     python examples/hybrid.py                     # on all GPUs, or on 4 CPU processes in Triton's interpreter
+    torchrun --nproc-per-node 2 examples/hybrid.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
 The tokens are in the zigzag layout: of 2P chunks rank r has r and 2P - 1 - r, so that all ranks have the same work in
 the causal softmax layers, which gather keys and values and attend from each chunk to what is before it. The GLA layers
@@ -17,7 +18,7 @@ from torch import nn
 from train_text import GlaBlock, text_bytes
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import launch, on_first
 
 WIDTH, HEADS, LENGTH = 64, 2, 240  # a multiple of most numbers of GPUs
 
@@ -105,15 +106,12 @@ def gradient(group):
         return (total[0].item(), total[1:].cpu()) if comm.rank == 0 else None
 
 
-def main() -> int:
-    gpus = torch.cuda.device_count()
-    count = gpus if gpus > 1 else 4
-    with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
-        (loss, expected), (split_loss, actual) = (ranks.run(on_first, n, gradient)[0] for n in (1, count))
+def main(ranks) -> int:
+    (loss, expected), (split_loss, actual) = (ranks.run(on_first, n, gradient)[0] for n in (1, ranks.size))
     difference = ((actual - expected).norm() / expected.norm()).item()
-    print(f"loss on 1 rank {loss:.6f}, on {count} {split_loss:.6f}; gradients differ by {difference:.1e}")
+    print(f"loss on 1 rank {loss:.6f}, on {ranks.size} {split_loss:.6f}; gradients differ by {difference:.1e}")
     return int(not max(abs(split_loss / loss - 1), difference) < 1e-4)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(main))

@@ -1,6 +1,7 @@
 """All-Scan inside a kernel of your own, forward and backward: h_t = a_t h_{t-1} + x_t, by elements (HGRN, minGRU).
 
     python examples/own_kernel.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
+    torchrun --nproc-per-node 2 examples/own_kernel.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
 The kernel goes through this rank's tokens from zero, hands what they leave to the ranks behind, gets what the ranks
 before have left, and goes through the tokens again from there. Backward is the same from the last token to the first,
@@ -16,7 +17,7 @@ import triton.language as tl
 
 import allscan
 from allscan.device import allscan as device_allscan
-from allscan.tools.ranks import Ranks
+from allscan.tools.ranks import launch
 
 
 @triton.jit
@@ -99,13 +100,11 @@ def compare(T, D):
         return [((p.cpu() - q).norm() / q.norm()).item() for p, q in pairs]
 
 
-def main() -> int:
-    gpus = torch.cuda.device_count()
-    with Ranks(gpus, "cuda") if gpus > 1 else Ranks(4, "cpu") as ranks:
-        y, da, dx = map(max, zip(*ranks.run(compare, 24, 300)))
-        print(f"{len(ranks.processes)} ranks against 1: h {y:.1e}, da {da:.1e}, dx {dx:.1e}")
+def main(ranks) -> int:
+    y, da, dx = map(max, zip(*ranks.run(compare, 24, 300)))
+    print(f"{ranks.size} ranks against 1: h {y:.1e}, da {da:.1e}, dx {dx:.1e}")
     return int(not max(y, da, dx) < 1e-5)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(main))

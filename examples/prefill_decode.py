@@ -1,6 +1,7 @@
 """A long prompt is read by all ranks together, and each goes on from its states with a text of its own.
 
     python examples/prefill_decode.py             # on all GPUs, or on 4 CPU processes in Triton's interpreter
+    torchrun --nproc-per-node 2 examples/prefill_decode.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
 The model is that of train_text.py. Each rank reads its part of the prompt; the final state of every layer goes to all
 ranks, and so do the logits of the last token. From there each rank decodes, one token at a time, without the others
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import launch, on_first
 
 
 def project(block, x):
@@ -78,16 +79,16 @@ def generate(group, length, count, texts):
         return found
 
 
-def main() -> int:
+def main(ranks) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    gpus = torch.cuda.device_count()
-    parser.add_argument("--length", type=int, default=65536 if gpus > 1 else 256, help="tokens of the prompt")
+    parser.add_argument(
+        "--length", type=int, default=65536 if ranks.device == "cuda" else 256, help="tokens of the prompt"
+    )
     parser.add_argument("--tokens", type=int, default=24, help="tokens to generate")
     options = parser.parse_args()
-    count = gpus if gpus > 1 else 4
-    with Ranks(count, "cuda" if gpus > 1 else "cpu") as ranks:
-        expected = ranks.run(on_first, 1, generate, options.length, options.tokens, count)[0]
-        found = [x[0] for x in ranks.run(on_first, count, generate, options.length, options.tokens, count)]
+    count, arguments = ranks.size, (options.length, options.tokens, ranks.size)
+    expected = ranks.run(on_first, 1, generate, *arguments)[0]
+    found = [x[0] for x in ranks.run(on_first, count, generate, *arguments)]
     print(f"prompt of {options.length} tokens on {count} ranks, then {options.tokens} on each of them:")
     failed = False
     for rank, ((tokens, logits), (alone, wanted)) in enumerate(zip(found, expected, strict=True)):
@@ -99,4 +100,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(main))

@@ -1,6 +1,7 @@
 """FSDP2 over all ranks, sequence parallelism inside groups of them, activation checkpointing: one mesh, dp x sp.
 
     python examples/train_fsdp.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
+    torchrun --nproc-per-node 2 examples/train_fsdp.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
 
 Every sp group has a sequence of its own, cut over its ranks; parameters, gradients and optimizer are sharded over
 everybody. FSDP takes the mean of the gradients over all ranks, but the ranks of a group hold parts of one loss, so each
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from train_text import Model, text_bytes
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import launch, on_first
 
 ON_GPU = torch.cuda.device_count() > 1
 STEPS, LENGTH, WIDTH, HEADS = (20, 8192, 512, 4) if ON_GPU else (4, 64, 64, 2)  # tokens of a sequence
@@ -96,13 +97,11 @@ def unsplit(group, dp):
         return losses, torch.cat([p.flatten() for p in model.parameters()]).detach().cpu()
 
 
-def main() -> int:
-    count = torch.cuda.device_count() if ON_GPU else 4
-    dp = 2 if count % 2 == 0 and count > 2 else 1
-    with Ranks(count, "cuda" if ON_GPU else "cpu") as ranks:
-        expected_losses, expected = ranks.run(on_first, 1, unsplit, dp)[0]
-        losses, parameters = ranks.run(split, dp)[0]
-    print(f"{dp} x {count // dp} ranks (dp x sp), loss by step: one rank, all")
+def main(ranks) -> int:
+    dp = 2 if ranks.size % 2 == 0 and ranks.size > 2 else 1
+    expected_losses, expected = ranks.run(on_first, 1, unsplit, dp)[0]
+    losses, parameters = ranks.run(split, dp)[0]
+    print(f"{dp} x {ranks.size // dp} ranks (dp x sp), loss by step: one rank, all")
     for pair in zip(expected_losses, losses):
         print("  {:.6f}  {:.6f}".format(*pair))
     differences = [abs(b / a - 1) for a, b in zip(expected_losses, losses)]
@@ -112,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(main))

@@ -2,6 +2,7 @@
 one rank, and with the sequence cut over all ranks. Both loss curves must be one.
 
     python examples/train_text.py                 # on all GPUs, or on 4 CPU processes in Triton's interpreter
+    torchrun --nproc-per-node 2 examples/train_text.py  # with its ranks; on CPUs with TRITON_INTERPRET=1
     python examples/train_text.py --steps 300 --length 8192
 
 The text is Python's own language reference (pydoc_data.topics). The last line is the largest relative difference of
@@ -10,6 +11,7 @@ loss and of gradients between the two runs; above 1e-4 the exit status is 1.
 
 import argparse
 import csv
+import functools
 import sys
 import time
 
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import allscan
-from allscan.tools.ranks import Ranks, on_first
+from allscan.tools.ranks import launch, on_first
 
 TOLERANCE = 1e-4
 
@@ -126,23 +128,25 @@ def show(whole, split, ranks, path):
     print(f"  wrote {path}.png and {path}.csv")
 
 
-def main() -> int:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     on_gpu = torch.cuda.device_count() > 1
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if on_gpu else 4)
+    parser.add_argument("--ranks", type=int, help="default: torchrun's, or one a GPU, or 4 on CPUs")
     parser.add_argument("--steps", type=int, default=200 if on_gpu else 30)
     parser.add_argument("--length", type=int, default=4096 if on_gpu else 256, help="tokens of the whole sequence")
     parser.add_argument("--width", type=int, default=256 if on_gpu else 32)
     parser.add_argument("--heads", type=int, default=4 if on_gpu else 1)
     parser.add_argument("--out", default="demo", help="path of the picture and the CSV, without ending")
-    options = parser.parse_args()
-    where = "GPUs" if on_gpu else "CPU processes, kernels in Triton's interpreter"
-    print(f"{options.length} tokens over {options.ranks} {where}; {options.steps} steps")
-    with Ranks(options.ranks, "cuda" if on_gpu else "cpu") as ranks:
-        start = time.time()
-        whole = ranks.run(on_first, 1, train, options, start, timeout=1800)[0]
-        split = ranks.run(on_first, options.ranks, train, options, start, timeout=1800)[0]
-    show(whole, split, options.ranks, options.out)
+    return parser.parse_args()
+
+
+def main(options, ranks) -> int:
+    where = "GPUs" if ranks.device == "cuda" else "CPU processes, kernels in Triton's interpreter"
+    print(f"{options.length} tokens over {ranks.size} {where}; {options.steps} steps")
+    start = time.time()
+    whole = ranks.run(on_first, 1, train, options, start, timeout=1800)[0]
+    split = ranks.run(on_first, ranks.size, train, options, start, timeout=1800)[0]
+    show(whole, split, ranks.size, options.out)
     loss = max(abs(a - b) / abs(a) for (a, _), (b, _) in zip(whole, split))
     gradient = max(((x - y).norm() / x.norm()).item() for (_, x), (_, y) in zip(whole, split))
     print(f"largest relative difference: loss {loss:.1e}, gradients {gradient:.1e}")
@@ -150,4 +154,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options = options_of()
+    sys.exit(launch(functools.partial(main, options), options.ranks))

@@ -25,14 +25,25 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     ],
 )
 def test_example(command, tmp_path):
+    run_example([sys.executable], command, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --tokens 4"])
+def test_example_under_torchrun(command, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run_example(torchrun, command, tmp_path, TRITON_INTERPRET="1")
+
+
+def run_example(launcher, command, tmp_path, **variables):
     script, *options = command.format(folder=tmp_path).split()
     if script == "train_transformers.py":
         pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
         pytest.importorskip("accelerate", reason="needs accelerate")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= variables
     environment["PYTHONPATH"] = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])  # a bare checkout
     result = subprocess.run(
-        [sys.executable, os.path.join(ROOT, "examples", script), *options],
+        [*launcher, os.path.join(ROOT, "examples", script), *options],
         env=environment,
         capture_output=True,
         text=True,

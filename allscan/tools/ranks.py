@@ -1,4 +1,4 @@
-"""Ranks on this machine without torchrun: one process a GPU, or processes in Triton's interpreter."""
+"""The ranks of tests and examples: processes that are started here, on GPUs or interpreted, or torchrun's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, device: str = "auto", backend: str | None = None, share: bool = False) -> None:
+        self.size = size
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         shared = self.device == "cuda" and size > torch.cuda.device_count()
         if shared and not share and os.environ.get("ALLSCAN_TRANSPORT") != "ipc":
@@ -125,14 +127,7 @@ class Ranks:
         others are then given 30 s more."""
         self.start(function, *arguments)
         answers = self.results(timeout, after_failure=30.0)
-        failures = [
-            f"rank {rank}: {getattr(error, 'text', error)}"
-            for rank, (_, error) in enumerate(answers)
-            if error is not None
-        ]
-        if failures:
-            raise RuntimeError("\n".join(failures))
-        return [value for value, _ in answers]
+        return _values(answers)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -150,6 +145,76 @@ class Ranks:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+class JobRanks:
+    """The ranks of a job that torchrun or srun has started, in each of its processes.
+
+    Rank 0 calls ``run``, as of Ranks; the others ``serve``. Functions and arguments are sent by pickle from rank 0.
+    """
+
+    def __init__(self) -> None:
+        on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1"
+        self.device = "cuda" if on_gpu else "cpu"
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._control: Any = dist.new_group(backend="gloo")
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 0.0) -> list:
+        """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed.
+
+        timeout: not used, since torchrun ends the job when a process fails.
+        """
+        self._send((function, arguments))
+        return _values(self._gather(function, arguments))
+
+    def serve(self) -> None:
+        """Run what rank 0 asks for, until ``close``."""
+        while (work := self._send(None)) is not None:
+            self._gather(*work)
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self._send(None)
+        dist.destroy_process_group()
+
+    def _send(self, work: Any) -> Any:
+        box = [work]
+        dist.broadcast_object_list(box, 0, group=self._control)
+        return box[0]
+
+    def _gather(self, function: Callable[..., Any], arguments: tuple) -> list:
+        answer: tuple[Any, Exception | None]
+        try:
+            answer = (function(*arguments), None)
+        except Exception as error:
+            answer = (None, _portable(error))
+        answers: list = [None] * self.size
+        dist.gather_object(answer, answers if self.rank == 0 else None, 0, group=self._control)
+        return answers
+
+
+def launch(main: Callable[[Ranks | JobRanks], int], count: int | None = None) -> int:
+    """``main(ranks)``, where ``ranks.run(function, ...)`` runs a function on every rank: an exit status.
+
+    In a job that torchrun or srun (with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR set) has started the ranks are its
+    processes, and ``main`` runs in that of rank 0. Otherwise they are started here: ``count`` of them, by default one a
+    GPU, or 4 processes in Triton's interpreter on a machine with fewer than 2 GPUs.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        job = JobRanks()
+        try:
+            if job.rank == 0:
+                return main(job)
+            job.serve()
+            return 0
+        finally:
+            job.close()
+    gpus = torch.cuda.device_count()
+    with Ranks(count or gpus, "cuda") if gpus > 1 else Ranks(count or 4, "cpu") as ranks:
+        return main(ranks)
 
 
 def on_first(count: int, function, *arguments) -> Any:
@@ -191,6 +256,16 @@ def _serve(which: tuple[int, int, str, str, int], pipe, path, environment) -> No
         except Exception as error:  # a value that cannot be pickled
             pipe.send((call, (None, RuntimeError(f"{answer!r}: {error}"))))
     dist.destroy_process_group()
+
+
+def _values(answers: list[tuple[Any, Exception | None]]) -> list:
+    """The values of all ranks; RuntimeError with the tracebacks of those that failed."""
+    failures = [
+        f"rank {rank}: {getattr(error, 'text', error)}" for rank, (_, error) in enumerate(answers) if error is not None
+    ]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [value for value, _ in answers]
 
 
 def _portable(error: Exception) -> Exception:
