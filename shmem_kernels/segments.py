@@ -16,7 +16,7 @@ import triton.language as tl
 from .blocks import exp2, loop_bound
 from .channel import begin, finish, receive
 from .links import SENTINEL_BITS, post
-from .segment_table import FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE
+from .segment_table import END, FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, START
 from .tiles import load_tile, tile_offsets, tile_place
 
 # What p_given has of [G, K, V]
@@ -140,6 +140,39 @@ def _leave(channel, tile, begun, ok, b_next):
         finish(channel, tile, epoch)  # on the last rank too
 
 
+@triton.jit
+def _times(
+    p_dense,
+    p_prev,
+    b_prev,
+    b_sum,
+    place,
+    strides,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BJ: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """transition R + sum, of R [BK, BV] that this program has just stored to p_prev [K, V]: with BJ below BK columns of
+    the transition at a time, and as many rows of R from there."""
+    i, v = place
+    stride_i, stride_j = strides
+    if BJ >= b_prev.shape[0]:
+        at = i[:, None] * stride_i + i[None, :] * stride_j
+        b_transition = tl.load(p_dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)
+        b_sum = tl.dot(b_transition, b_prev, b_sum, input_precision="tf32x3")
+    else:
+        tl.debug_barrier()  # all of R is there
+        for part in tl.range((K + BJ - 1) // BJ, num_stages=STAGES):
+            j = part * BJ + tl.arange(0, BJ)
+            at = i[:, None] * stride_i + j[None, :] * stride_j
+            b_columns = tl.load(p_dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)
+            at = j[:, None] * V + v[None, :]
+            b_rows = tl.load(p_prev + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)
+            b_sum = tl.dot(b_columns, b_rows, b_sum, input_precision="tf32x3")
+    return b_sum
+
+
 @triton.jit(do_not_specialize=["n"])
 def dense_segments_kernel(
     p_states,  # float32 [n, G, K, V]
@@ -170,23 +203,11 @@ def dense_segments_kernel(
         b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
         for m in range(loop_bound(n)):
             matrix, _ = _place(m, n, MATRICES, DESCENDING)
-            p_dense = p_transitions + (matrix + g) * (K * K)
             p_enters = p_entering + matrix * (K * V)
             tl.store(p_enters + offsets, b_prev, mask=inside)
             b_next = tl.load(p_states + matrix * (K * V) + offsets, mask=inside, other=0.0)
-            if BJ >= channel.BK:
-                at = i[:, None] * stride_i + i[None, :] * stride_j
-                b_transition = tl.load(p_dense + at, mask=(i < K)[:, None] & (i < K)[None, :], other=0.0)
-                b_next = tl.dot(b_transition, b_prev, b_next, input_precision="tf32x3")
-            else:
-                tl.debug_barrier()  # all of R is in p_entering
-                for part in tl.range((K + BJ - 1) // BJ, num_stages=STAGES):
-                    j = part * BJ + tl.arange(0, BJ)
-                    at = i[:, None] * stride_i + j[None, :] * stride_j
-                    b_columns = tl.load(p_dense + at, mask=(i < K)[:, None] & (j < K)[None, :], other=0.0)
-                    at = g * (K * V) + j[:, None] * V + v[None, :]
-                    b_rows = tl.load(p_enters + at, mask=(j < K)[:, None] & (v < V)[None, :], other=0.0)
-                    b_next = tl.dot(b_columns, b_rows, b_next, input_precision="tf32x3")
+            p_dense, p_enter = p_transitions + (matrix + g) * (K * K), p_enters + g * (K * V)
+            b_next = _times(p_dense, p_enter, b_prev, b_next, (i, v), (stride_i, stride_j), K, V, BJ, STAGES)
             b_prev = without_negative_zero(b_next)
         _leave(channel, tile, begun, ok, b_prev)
         tl.store(p_leaving + offsets, b_prev, mask=inside)
@@ -246,6 +267,68 @@ def gated_segments_kernel(
                 b_prev = tl.zeros_like(b_prev)
         _leave(channel, tile, begun, ok, b_prev)
         tl.store(p_leaving + g * (K * V) + at, b_prev, mask=inside)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def delta_segments_kernel(
+    p_transition,  # float32 [NS, H, K, K]
+    p_leaves,  # float32 [NS, H, K, V], the segments' local states
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_first_segments,  # int32 [B + 1]
+    p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
+    p_enters,  # float32 [NS, H, K, V]; out, each segment's incoming state, whichever rank's
+    p_given,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
+    p_leaving,  # float32 [B, H, K, V]; out, the outgoing state
+    channel,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HALVES: tl.constexpr,
+    HALF: tl.constexpr,
+    BJ: tl.constexpr,
+    STAGES: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """delta_carry_kernel (delta.py) and the scan over the ranks in one, in the order of the sequence, with products as
+    in dense_segments_kernel. A segment without tokens passes its incoming state on: a product with the identity, in
+    three parts, would not be exact."""
+    tile = tl.program_id(0)
+    begun = begin(channel, tile)
+    BEGIN: tl.constexpr = LAST if REVERSE else FIRST
+    FINISH: tl.constexpr = FIRST if REVERSE else LAST
+    KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # as in delta_carry_kernel
+    GIVEN: tl.constexpr = NOTHING if p_given is None else INITIAL
+    stride_i, stride_j = 1 if REVERSE else K, K if REVERSE else 1
+    while tile < channel.num_tiles:
+        g, i, v = tile_place(channel, tile, K, V)
+        inside, offsets = (i < K)[:, None] & (v < V)[None, :], i[:, None] * V + v[None, :]
+        p_first, h = p_first_segments + g // H * HALVES + HALF, g % H
+        s_first, s_end = tl.load(p_first), tl.load(p_first + 1)
+        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        for n in range(loop_bound(s_end - s_first)):
+            s = s_end - 1 - n if REVERSE else s_first + n
+            row = (s.to(tl.int64) * H + h) * K
+            p_segment = p_segments + s * SEGMENT_WORDS
+            flags = tl.load(p_segment + FLAGS)
+            begins = (flags & BEGIN) != 0
+            b_outside = tl.zeros_like(b_prev)
+            if p_outside is not None:
+                place = (tl.load(p_segment + SEQUENCE).to(tl.int64) * H + h) * (K * V)
+                b_outside = tl.load(p_outside + place + offsets, mask=inside & begins, other=0.0)
+            b_prev = tl.where(begins, without_negative_zero(b_outside), b_prev)
+            p_enter = p_enters + row * V
+            tl.store(p_enter + offsets, b_prev, mask=inside)
+            b_next = tl.load(p_leaves + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
+            if (flags & KNOWN) == 0:
+                if tl.load(p_segment + START) == tl.load(p_segment + END):
+                    b_next = b_prev
+                else:
+                    p_dense = p_transition + row * K
+                    b_next = _times(p_dense, p_enter, b_prev, b_next, (i, v), (stride_i, stride_j), K, V, BJ, STAGES)
+            b_prev = without_negative_zero(b_next)
+        _leave(channel, tile, begun, ok, b_prev)
+        tl.store(p_leaving + g * (K * V) + offsets, b_prev, mask=inside)
         tile += tl.num_programs(0)
 
 

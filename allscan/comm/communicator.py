@@ -98,8 +98,9 @@ class Communicator(Calls):
         replay: whether fla's functions inside of the delta rules are replaced by the kernels that they launch
             (docs/architecture.md). Default: unless the environment has ALLSCAN_REPLAY=0. Each rank may choose for
             itself.
-        invariant: tokens of a segment for calls of zeco_gla() and zeco_ssd() that say nothing else: with it their
-            results have the same bits for every number of ranks (docs/invariant.md). 0: not. The same on every rank.
+        invariant: tokens of a segment for calls of operators (zeco_gla() and the others) that say nothing else: with it
+            their results have the same bits for every number of ranks (docs/invariant.md). 0: not. The same on every
+            rank.
 
     Raises:
         ValueError: arguments, a mesh of several dimensions, a rank outside the group; what is wrong with nodes or

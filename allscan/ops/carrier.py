@@ -22,8 +22,8 @@ from ..launch.streams import SCANS
 from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import Scanned
+from ..scan.segment_launches import dense_blocks
 from ..scan.two_way import two_way_channels, two_way_scan
-from ..shmem_kernels.segments import gated_segments_kernel
 from ..tokens.packing import CHUNK_TOKENS
 
 HOP_US, WORD_US = 5.0, 1.5e-5  # of the scan: from rank to rank, and for each word of a state over NVLink
@@ -163,27 +163,46 @@ class InOrderCarrier(AllScanCarrier):
     @staticmethod
     def of(comm: Communicator, dense: bool = False) -> InOrderCarrier:
         """That of ``comm``, the same until it is closed."""
-        name = "carrier in order"
-        found: InOrderCarrier = comm.attributes.get(name) or comm.attributes.setdefault(name, InOrderCarrier(comm))
-        return found
+        name = "carrier of transitions in order" if dense else "carrier in order"
+        found: InOrderCarrier | None = comm.attributes.get(name)
+        return found or comm.attributes.setdefault(name, InOrderCarrier(comm, dense))  # type: ignore[no-any-return]
 
     def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
-        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanKind())
+        tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
+        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanKind(tile))
 
     def record_segments(
-        self, plan: Plan, buffers: Sequence[Buffer | None], directions: tuple[bool, bool], **fixed: Any
+        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], directions: tuple[bool, bool], **fixed: Any
     ) -> None:
-        """Record a scan of gated_segments_kernel; the last two buffers are the outgoing state and the forward epoch.
-        directions: over the ranks in reverse; an adjoint."""
+        """Record a scan of a kernel of shmem_kernels/segments.py; the last two buffers are the outgoing state and the
+        forward epoch. directions: over the ranks in reverse; an adjoint."""
         given = [x for x in buffers if x is not None]
         scan = self.prepare(given[-2].shape)
         launcher, tiles = scan.launcher, scan.spec.num_tiles
-        kernel = launcher.linked(gated_segments_kernel)
+        kernel = launcher.linked(kernel)
         fixed |= {name: None for name, x in zip(parameter_names(kernel), buffers) if x is None}
+        if self._dense:
+            fixed |= dense_blocks(scan.tile[0])
+        else:
+            fixed["num_warps"] = max(1, min(8, math.prod(scan.tile) // 512))
         # waiting programs hold their places; on one rank none waits
         programs = tiles if self.comm.size == 1 else min(tiles, scan.max_ctas)
-        launch = Launch(kernel, (programs,), **fixed, num_warps=max(1, min(8, math.prod(scan.tile) // 512)))
-        launcher.record_launch(plan, launch, given, *directions)
+        launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), given, *directions)
+
+    def record_halves(
+        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], back: Sequence[Buffer], **fixed: Any
+    ) -> None:
+        """The same over each of the HALVES of this rank's tokens, with REVERSE from the last. ``buffers``: the kernel's
+        first; ``back``: the outgoing state of each half, and the forward epochs. The last rank's outgoing state of the
+        half that is gone through first comes to the other."""
+        *leaving, fwd_epoch = back
+        halves, reverse = fixed["HALVES"], fixed["REVERSE"]
+        handed = None
+        for i in range(halves):
+            half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
+            given = *buffers, handed, leaving[half], plan.view(fwd_epoch, 2 * half, 1)
+            self.record_segments(plan, kernel, given, (against, reverse), HALF=half, **fixed)
+            handed = leaving[half] if self.comm.rank == self.comm.size - 1 else None
 
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:

@@ -111,3 +111,33 @@ def test_allscan_segments(run, counts, size=2):
     parts = run(2, segments_case, counts, 100)
     assert torch.equal(torch.cat([part[0] for part in parts]), entering)
     assert torch.equal(parts[-1][1], leaving)
+
+
+def delta_case(group, S, tokens, zigzag):
+    """(o, dq, dk, dv, dg, dbeta) of zeco_kda of this rank's tokens; AssertionError if a second call differs."""
+    total = sum(tokens)
+    with allscan.Communicator(group, invariant=S) as comm:
+        generator = torch.Generator(comm.device).manual_seed(2)
+        q, k, v, do, g = (torch.randn(1, total, 8, D, generator=generator, device=comm.device) for _ in range(5))
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+        beta = torch.rand(1, total, 8, generator=generator, device=comm.device)
+        chunks = torch.arange(total).chunk(2 * comm.size)
+        begin = sum(tokens[: comm.rank])
+        mine = torch.arange(begin, begin + tokens[comm.rank])
+        mine = torch.cat([chunks[comm.rank], chunks[-1 - comm.rank]]) if zigzag else mine
+        given = [*(x.bfloat16() for x in (q, k, v)), torch.nn.functional.logsigmoid(g) / 64, beta]
+        leaves = [x[:, mine].contiguous().requires_grad_() for x in given]
+        layout, found = "zigzag" if zigzag else "contiguous", []
+        for _ in range(2):
+            o, _ = allscan.zeco_kda(*leaves, comm=comm, chunk="allscan", layout=layout)
+            found.append([bits(x) for x in (o, *torch.autograd.grad(o, leaves, do[:, mine].bfloat16()))])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        comm.barrier()
+        return mine, found[0]
+
+
+def test_zeco_kda(run, size=2):
+    one = whole_of(run(1, delta_case, 1024, [4096], False))
+    for tokens, zigzag in (([1024, 3072], False), ([2048, 2048], True)):
+        two = whole_of(run(2, delta_case, 1024, tokens, zigzag))
+        assert [torch.equal(a, b) for a, b in zip(one, two, strict=True)] == [True] * 6, (tokens, zigzag)

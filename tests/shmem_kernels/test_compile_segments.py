@@ -11,6 +11,7 @@ from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.segments import (
     INITIAL,
     NOTHING,
+    delta_segments_kernel,
     dense_segments_kernel,
     gated_segments_kernel,
     outer_products_kernel,
@@ -57,7 +58,6 @@ def test_dense_segments(K):
     values = {"K": K, "GIVEN": NOTHING.value, "stride_j": 1} | {name: blocks.pop(name) for name in ("BJ", "STAGES")}
     found = compiled(
         dense_segments_kernel,
-        gated_segments_kernel,
         "p_transitions",
         tile,
         (SENTINEL, SENTINEL),
@@ -89,3 +89,18 @@ def test_gated_segments(links, tile, num_warps):
     assert found.spilled_bytes == 0 and found.registers <= 168
     assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
     assert found.count(r"cp\.async") > 0  # states are loaded ahead
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("K", [16, 64, 128, 256])
+def test_delta_segments(K, reverse):
+    tile = transition_tile(K)
+    blocks = dense_blocks(tile[0])
+    channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=tile[0], BV=tile[1], ADJOINT=reverse)
+    arguments = dict.fromkeys("p_transition p_leaves p_outside p_enters p_leaving".split(), "*fp32")
+    arguments |= dict.fromkeys(("p_segments", "p_first_segments"), "*i32") | {"channel": channel}
+    values = {"channel": constants, "p_given": None, "H": 16, "K": K, "V": 128, "HALVES": 2, "HALF": 1}
+    values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")} | {"REVERSE": reverse}
+    found = Compiled(delta_segments_kernel, arguments, values, **blocks)
+    assert found.spilled_bytes <= 64 and not found.spilled_beside_products()
+    assert not found.lost_operands() and not found.unset_registers()

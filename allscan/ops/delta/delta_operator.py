@@ -33,7 +33,7 @@ from ...scan.fwd_epochs import FWD_EPOCHS
 from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, most_segments, own_boundaries
 from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
-from ..carrier import AllScanCarrier
+from ..carrier import AllScanCarrier, check_cut, check_invariant
 from ..first_call import FirstCall, check_first, common_fields
 from .delta_passes import StatePass, delta_segment_length
 from .fla_chunks import KDA, ChunkCall, Gate, GatedDeltaNet, gate, local, normalized
@@ -108,6 +108,7 @@ class Asked(NamedTuple):
     first_token: int | None
     layout: str
     per_document: bool
+    invariant: int | None
 
 
 class Options(NamedTuple):
@@ -120,6 +121,7 @@ class Options(NamedTuple):
     bound: float | None
     first_token: int | None = None
     zigzag: int = 0
+    invariant: int = 0
 
 
 FIELDS = (
@@ -165,6 +167,7 @@ def zeco_kda(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk: str = "fla",
+    invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
 
@@ -197,6 +200,8 @@ def zeco_kda(
         chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "fla", flash-linear-attention, which must
             be installed (``pip install flash-linear-attention``), or "allscan", kernels of our own: for any gates, and
             on CPUs for bfloat16, too; faster than fla's unless gates are strong (docs/delta.md).
+        invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: the same bits for every number of ranks. The
+            first and the last rank must have tokens.
 
     Returns:
         (o, final_state), as ``allscan.zeco_gla`` does.
@@ -214,7 +219,7 @@ def zeco_kda(
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
-    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document)
+    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
@@ -241,6 +246,7 @@ def zeco_gated_delta_rule(
     layout: str = "contiguous",
     per_document: bool = False,
     chunk: str = "fla",
+    invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
 
@@ -254,7 +260,7 @@ def zeco_gated_delta_rule(
         dt_bias: [HV], optional.
         q, k, v, beta, comm, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, state_v_first, cu_seqlens, first_token, layout,
-            per_document, chunk: as in ``allscan.zeco_kda``.
+            per_document, chunk, invariant: as in ``allscan.zeco_kda``.
 
     Returns:
         (o, final_state), as ``allscan.zeco_gla`` does.
@@ -272,7 +278,7 @@ def zeco_gated_delta_rule(
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
-    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document)
+    asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
@@ -325,10 +331,14 @@ def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked)
     for number in (scale, bound):
         if type(number) not in (float, int, type(None)) or number != number:
             return None
-    if not type(layout) is type(before.chunk) is str:
+    if not type(layout) is type(before.chunk) is str or type(asked.invariant) not in (int, type(None)):
         return None
     tensors = call_key((*x, asked.initial_state, before.A_log, before.dt_bias))
-    return None if tensors[-1] == 2 else (tensors, rule, scale, bound, layout, before.chunk, before.fields())
+    return (
+        None
+        if tensors[-1] == 2
+        else (tensors, rule, scale, bound, layout, before.chunk, before.fields(), asked.invariant)
+    )
 
 
 def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor | None, Options]:
@@ -344,6 +354,9 @@ def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: As
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, x.q, x.v, x.g)
+        invariant = check_invariant(comm, comm.invariant if asked.invariant is None else asked.invariant, zigzag)
+        if invariant and not isinstance(RULES[rule], OwnChunks):
+            raise ValueError(f'with invariant={invariant} chunk must be "allscan", got {before.chunk!r}')
         given = *x, initial_state, before.A_log, before.dt_bias
         check_saveable((*given, cu_seqlens), given)
         if not (isinstance(RULES[rule], OwnChunks) or torch.compiler.is_compiling()):
@@ -356,7 +369,7 @@ def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: As
     compare_values(comm, asked.cu_seqlens, cu_seqlens)
     scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
     bound = None if before.lower_bound is None or not before.gate else float(before.lower_bound)
-    return cu_seqlens, Options(rule, scale, before.fields(), bound, first_token, zigzag)
+    return cu_seqlens, Options(rule, scale, before.fields(), bound, first_token, zigzag, invariant)
 
 
 def _check_before(before: Before, rule: str, q, v, g) -> None:
@@ -441,6 +454,7 @@ class Shapes(NamedTuple):
     boundaries: int
     dtype: torch.dtype  # of q, k, v
     device: torch.device
+    invariant: int = 0
 
     @property
     def sequences(self) -> int:
@@ -451,20 +465,20 @@ class Shapes(NamedTuple):
         return carried_states(self.B, self.sequences, zigzag) * self.HV, self.K, self.V
 
     def segment_length(self) -> int:
-        return delta_segment_length(self.B * self.T, self.HV, multiprocessors(self.device))
+        return self.invariant or delta_segment_length(self.B * self.T, self.HV, multiprocessors(self.device))
 
 
-def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Shapes:
+def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, invariant: int = 0) -> Shapes:
     """Of tensors that were checked."""
     boundaries = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    return Shapes(B, T, H, HV, K, V, boundaries, v.dtype, v.device)
+    return Shapes(B, T, H, HV, K, V, boundaries, v.dtype, v.device, invariant)
 
 
 def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Any, options: Options) -> Layout:
     packed = bool(options.zigzag) or cu_seqlens is not None  # as fla takes both halves
     tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
-    return find_layout(comm, tokens, x.segment_length(), packed)
+    return find_layout(comm, tokens, x.segment_length(), packed, bool(x.invariant))
 
 
 class PreparedDelta:
@@ -474,7 +488,7 @@ class PreparedDelta:
     saved: what autograd saves, see ``_saved``. fixed: the operator's last inputs."""
 
     def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Any, options: Options, saved: list) -> None:
-        rule, scale, *_, zigzag = options
+        rule, scale, *_, zigzag, _ = options
         self.comm, self.rule, self.name, self.saved, self.zigzag = (
             comm,
             RULES[rule],
@@ -543,25 +557,28 @@ def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Any, options: Optio
     """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
     ranks. tensors: q, k, v, g, beta, initial_state."""
     q, _, v, g, beta, initial_state = tensors
-    rule, scale, fields, bound, first_token, zigzag = options
+    rule, scale, fields, bound, first_token, zigzag, invariant = options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = rule, scale, fields, bound, signature_of(*tensors), sequences, are_none, zigzag
+    signature = rule, scale, fields, bound, signature_of(*tensors), sequences, are_none, zigzag, invariant
     if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:
             shape = shapes_of(q, v, cu_seqlens).carried(zigzag)
             of_fields = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
             common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
-            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *of_fields
+            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *of_fields, ("invariant", invariant)
 
         def check() -> None:
             _check(comm, tensors, cu_seqlens, rule, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
+            check_cut(comm, q.shape[1], invariant, zigzag)
+            if invariant and not q.shape[1] and comm.rank in (0, comm.size - 1):
+                raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
 
         first = FirstCall(signature, shape, agree, CHUNK_TOKENS)
         check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
-    x = shapes_of(q, v, cu_seqlens)
+    x = shapes_of(q, v, cu_seqlens, invariant)
     own = isinstance(RULES[rule], OwnChunks)  # which saves the gates, not their sums
     saved = _saved(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
     return PreparedDelta(comm, x, cu_seqlens, options, saved)
@@ -581,7 +598,7 @@ def _state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options)
     kind = ChunkPass if isinstance(rule, OwnChunks) else StatePass
     heads = x.H if rule.scalar or kind is ChunkPass else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
-    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag))
+    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
     return layout.derived((kind, shape), lambda: kind(comm, layout.tables(), shape))
 
 
@@ -617,10 +634,12 @@ def _forward(
     bound: float | None,
     first_token: int | None = None,
     zigzag: int = False,
+    invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
     with comm.call(False, f"zeco_{rule}", tensors):
-        prepared = _prepare(comm, tensors, cu_seqlens, Options(rule, scale, fields, bound, first_token, zigzag))
+        options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
+        prepared = _prepare(comm, tensors, cu_seqlens, options)
         return prepared.forward(*tensors, cu_seqlens, final)
 
 
@@ -640,8 +659,10 @@ def _fake(
     bound,
     first_token=None,
     zigzag=False,
+    invariant=0,
 ) -> tuple[Tensor | None, ...]:
-    kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in _kept_kinds(shapes_of(q, v, cu_seqlens), zigzag))
+    kinds = _kept_kinds(shapes_of(q, v, cu_seqlens, invariant), zigzag)
+    kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in kinds)
     final_state = _zeros(q, v, cu_seqlens, final)
     return torch.empty_like(v), final_state, *_sums_and_chunks(RULES[rule], k, v, g), *kept
 
@@ -680,16 +701,17 @@ def _backward(
     scale: float,
     first_token: int | None = None,
     zigzag: int = False,
+    invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, fwd_epoch
-    options = handle, rule, scale, first_token, zigzag
+    options = handle, rule, scale, first_token, zigzag, invariant
     return _run_backward(None, do, dfinal, *saved, initial, beta_dtype, *options)
 
 
 def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | None, *inputs: Any) -> tuple[Any, ...]:
     """``inputs``: those of ``_backward``."""
-    *tensors, initial, beta_dtype, handle, rule, scale, first_token, zigzag = inputs
+    *tensors, initial, beta_dtype, handle, rule, scale, first_token, zigzag, invariant = inputs
     q, k, v, beta, cu_seqlens, sums, *others = tensors
     comm = communicator_of(handle)
     with comm.call(True, f"the backward of zeco_{rule}", (do, dfinal)):
@@ -698,7 +720,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
             raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # gates like q
-            shapes = shapes_of(q, do, cu_seqlens)
+            shapes = shapes_of(q, do, cu_seqlens, invariant)
             saved = _saved(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
         else:
             saved = prepared.saved
@@ -708,7 +730,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         )
         q, k, v, beta, sums, scores, solved, *kept, do = restored(f"zeco_{rule}", names, given, saved)
         if prepared is None:
-            options = Options(rule, scale, "", None, first_token, zigzag)
+            options = Options(rule, scale, "", None, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
         outer = Outer(do, dfinal, prepared._zeros(q, initial))
         grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, Kept(*kept))
@@ -748,6 +770,7 @@ def _fake_backward(
     scale,
     first_token=None,
     zigzag=False,
+    invariant=0,
 ) -> tuple[Tensor | None, ...]:
     dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
@@ -763,7 +786,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _pending(q, k, v, g, beta, initial_state, cu_seqlens, *rest) -> list:
     """For the backward of a call of the custom operator."""
-    _, handle, *_, zigzag = rest
+    _, handle, *_, zigzag, _ = rest
     carrier = AllScanCarrier.of(communicator_of(handle), dense=True)
     return carrier.pending(carrier.prepare(shapes_of(q, v, cu_seqlens).carried(zigzag)), bool(zigzag))
 

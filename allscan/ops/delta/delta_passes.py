@@ -18,8 +18,9 @@ from ...shmem_kernels.delta import (
     scalar_gradient_kernel,
     summary_kernel,
 )
+from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
-from ..carrier import AllScanCarrier, Carried
+from ..carrier import AllScanCarrier, Carried, InOrderCarrier
 from .fla_replay import FlaReplay
 from .records import Between, DeltaShape, Ends, Entering, Kept, OfOutput, Room
 
@@ -75,11 +76,12 @@ class StatePass:
     """
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
-        B, H, HK, K, V, dtype, scalar, zigzag = shape
+        B, H, HK, K, V, dtype, scalar, zigzag, in_order = shape
         self.comm, self.layout, self.B, self.H, self.K, self.V, self.dtype = comm, layout, B, H, K, V, dtype
         self.zigzag, self.num_states = zigzag, 2 * B if zigzag else B
         self.alone = comm.size == 1 and not zigzag  # nothing is sent
-        self.carrier = AllScanCarrier.of(comm, dense=True)
+        self.in_order = in_order
+        self.carrier = (InOrderCarrier if in_order else AllScanCarrier).of(comm, dense=True)
         BK = max(16, next_power_of_2(K))
         self.common = dict(H=H, K=K, V=V, BK=BK)
         self.chunked = dict(HK=HK, BT=CHUNK_TOKENS, SCALAR=scalar, TOTALS=False, PRECISION=PRECISION[dtype])
@@ -220,6 +222,8 @@ class StatePass:
 
     def _room(self, rank: Callable[..., Buffer], segments: Callable[..., Buffer], reverse: bool) -> Room:
         """``rank``, ``segments``: what makes memory for the first and last of Room, and for the other two."""
+        if self.in_order:
+            return Room(None, None, None, None)
         states = self.num_states * self.H
         own, prev = rank(states, self.K, self.V), None if self.alone else segments(states, self.K, self.V)
         if self.alone or not (self.layout.left if reverse else self.layout.entered):
@@ -257,6 +261,9 @@ class StatePass:
 
     def _carry(self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool, room: Room) -> None:
         """_through, and the scan."""
+        if self.in_order:
+            self._carry_in_order(plan, kept, leaves, outside, reverse)
+            return
         self._through(plan, kept, leaves, outside, reverse, room)
         own, _, prev, dense = room
         if prev is None:
@@ -268,6 +275,16 @@ class StatePass:
         own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
         carried = Carried(own, prev, kept.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
         self.carrier.record(plan, carried, reverse, self.zigzag)
+
+    def _carry_in_order(self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool) -> None:
+        """Both in one kernel: ``kept.enters`` is then each segment's incoming state, whichever rank that comes from."""
+        halves, carrier = 1 + self.zigzag, self.carrier
+        assert isinstance(carrier, InOrderCarrier)
+        leaving = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
+        tables = self._segments(plan), plan.constant(self.layout.first_segments)
+        buffers = kept.transitions, leaves, *tables, outside, kept.enters
+        fixed = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=reverse)
+        carrier.record_halves(plan, delta_segments_kernel, buffers, (*leaving, kept.fwd_epoch), **fixed)
 
     def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, made: tuple) -> tuple:
         h, v_new = made

@@ -46,7 +46,7 @@ class ChunkPass(StatePass):
     scalar: whether the rule has one gate a head; between the chunks each channel then has the same decay."""
 
     def __init__(self, comm: Communicator, layout: Layout, shape: DeltaShape) -> None:
-        _, _, HK, _, V, dtype, scalar, _ = shape
+        _, _, HK, _, V, dtype, scalar, *_ = shape
         super().__init__(comm, layout, shape._replace(HK=shape.H, scalar=False))
         self.chunked["TOTALS"] = True
         BK, BV_max = self.common["BK"], max(16, next_power_of_2(V))

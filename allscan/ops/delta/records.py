@@ -102,3 +102,4 @@ class DeltaShape(NamedTuple):
     dtype: torch.dtype
     scalar: bool
     zigzag: bool = False
+    in_order: bool = False  # through all segments in the order of the sequence: see docs/invariant.md

@@ -26,6 +26,7 @@ from ...shmem_kernels.gla_fwd import (
     state_kernel,
 )
 from ...shmem_kernels.gla_strong import strong_decay_grad_kernel, strong_decay_kernel
+from ...shmem_kernels.segments import gated_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments, segment_length
 from ..carrier import Carried, InOrderCarrier, StateCarrier
 
@@ -385,17 +386,13 @@ class GLAPlan(Plan):
         leaving = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
         fixed: dict[str, Any] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
         self._enters = self._joins_last = False
-        made, handed = None, None  # on the last rank, from the half that is gone through first to the other
+        made = None
         with self.side_stream(lambda carrier: carrier.stream()):
             if long:
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     made = long()
-            for i in range(halves):
-                half, back = halves - 1 - i if self.reverse else i, i == 1 if halves == 2 else self.reverse
-                buffers = states, sums, gates, self.segments, self.first_segments, outside, final, handed, leaving[half]
-                epoch = self.view(fwd_epoch, 2 * half, 1)
-                carrier.record_segments(self, (*buffers, epoch), (back, self.reverse), **fixed, HALF=half)
-                handed = leaving[half] if carrier.comm.rank == carrier.comm.size - 1 else None
+            buffers = states, sums, gates, self.segments, self.first_segments, outside, final
+            carrier.record_halves(self, gated_segments_kernel, buffers, (*leaving, fwd_epoch), **fixed)
             if long:
                 self.join()
         return made
