@@ -85,7 +85,7 @@ def sequence_parallel(
     ``allscan.zeco_gated_delta_rule`` instead. Mamba2's layers call ``allscan.zeco_ssd`` around theirs. The
     tokens that short convolutions look back at come from the ranks before. Softmax layers gather keys and values, of
     Kimi-Linear the latents, of all ranks. With "sdpa" as the model's attention function, for whole sequences without a
-    cache or dropout, a rank's own causal blocks run meanwhile, then those of earlier tokens, which need no mask, by
+    cache or dropout, a rank's own causal block runs meanwhile, then those of earlier tokens, which need no mask, by
     cuDNN's or FlashAttention's kernels as PyTorch has them; what they give is merged. Else that function ("sdpa",
     "eager" or FlashAttention) is called with keys in the order of the sequence, once for each sequence of a rank, in
     zigzag for each half. Each forward pass asks on the host how
