@@ -12,7 +12,11 @@ from support.segments import SegmentsCase, Sequence, bits, local_folds_case, seg
 from support.values import raised
 
 FACTORS = ["rows", "heads", "number", "none", "transitions"]
-CUTS = {2: [(3, 4), (0, 7)], 4: [(2, 0, 5), (1, 1, 1, 4)]}  # by most ranks: segments of each
+CUTS = {
+    2: [(3, 4), (0, 7)],
+    4: [(2, 0, 5), (1, 1, 1, 4)],
+    8: [(1, 0, 2, 1, 0, 1, 1, 1)],
+}  # by most ranks: segments of each
 NAMES = ("entering", "final state", "dstates", "dfactor", "dinitial")
 
 

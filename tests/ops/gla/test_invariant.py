@@ -43,6 +43,12 @@ def test_contiguous(run, kind, dtype, B, K, V, tokens, size):
     assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
 
 
+def test_eight_ranks(run, size=8):
+    case = GLACase([7 * S + 37], gates="mixed")
+    for tokens in ([S] * 7 + [37], [2 * S, 0, S, S, 0, 2 * S, S, 37]):
+        assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("size", [1, 3])
 def test_zigzag(run, dtype, size):
