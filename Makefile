@@ -3,6 +3,7 @@
 # make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
 # make test-network  what goes over NVSHMEM's remote transport, on two GPUs of this machine
+# make test-triton   the GPU tests that show the kernels right with another Triton: TRITON=its folder; and times of both
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
 # make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
 # make bench     what this machine can hold
@@ -27,7 +28,7 @@ endif
 # a bare checkout needs no installation, nor do the processes that are started from here
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: venv demo check test test-gpu test-network peer on-gpu network-on-gpu peer-on-gpu matrix bench docs clean
+.PHONY: venv demo check test test-gpu test-network test-triton peer on-gpu network-on-gpu triton-on-gpu peer-on-gpu matrix bench docs clean
 
 venv: $(VENV)/ready
 
@@ -59,8 +60,9 @@ test: $(READY)
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
 test-gpu: GOAL := on-gpu
 test-network: GOAL := network-on-gpu
+test-triton: GOAL := triton-on-gpu
 peer: GOAL := peer-on-gpu
-test-gpu test-network peer:
+test-gpu test-network test-triton peer:
 ifdef GIVEN
 	@$(MAKE) --no-print-directory $(GOAL) PYTHON=$(GIVEN)
 else
@@ -71,6 +73,15 @@ endif
 peer-on-gpu:
 	@test -d "$(PEER)/tests/ops" || { echo 'make peer PEER=/path/to/flash-linear-attention, a checkout'; exit 2; }
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PYTHON) -m support.peer "$(PEER)" $(OPTIONS)
+
+OTHER := PYTHONPATH=$(TRITON):$(CURDIR) $(PYTHON)
+triton-on-gpu:
+	@test -d "$(TRITON)/triton" || { echo 'make test-triton TRITON=/folder, of pip install --no-deps --target /folder triton==3.9.0'; exit 2; }
+	$(OTHER) -m pytest --gpu -m kernels -n $(JOBS) --dist worksteal $(OPTIONS)
+	mkdir -p build
+	$(PYTHON) -m bench.versions --no-fla --json build/usual.json
+	$(OTHER) -m bench.versions --no-fla --json build/other.json
+	$(PYTHON) -m bench.versions --compare build/usual.json build/other.json
 
 # First, several at once with ranks of their own on the same GPUs, all but what others would disturb
 on-gpu:

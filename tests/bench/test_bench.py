@@ -82,7 +82,9 @@ def chain_case(group, kind, shape):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32))])
+@pytest.mark.parametrize(
+    "kind, shape", [("scan", (2, 8, 16)), ("transitions", (1, 16, 32)), ("transposed", (1, 256, 16))]
+)
 def test_virtual_ranks_whose_scans_are_timed(run, kind, shape):
     """bench.versions, which runs on one GPU."""
     [error] = run(1, chain_case, kind, shape)

@@ -65,6 +65,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
     + [("zero", BF16, "one", beta) for beta in (0.0, 1.0)]
     + [("weak", BF16, "packed", None), ("weak", BF16, "documents", None), ("weak", F32, "one", None)],
 )
+@pytest.mark.kernels
 def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     """10 %: what the summaries' products in bfloat16 may add to what all of the operator rounds."""
     tokens = [(700, 1000, 130, 600)[rank] for rank in range(size)]
@@ -79,6 +80,7 @@ def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     [(kind, BF16, "one") for kind in ("zero", "weak", "mild", "mixed")]
     + [("weak", BF16, "packed"), ("weak", F32, "one")],
 )
+@pytest.mark.kernels
 def test_own_chunks_are_near_flas(run, size, kind, dtype, cuts):
     """Chunk kernels of our own; the same bits again, beside stragglers."""
     tokens = [(700, 1000)[rank] for rank in range(size)]
@@ -121,6 +123,7 @@ def gated_case(group, tokens, kind, dtype, cuts):
         ("weak", F32, "one"),
     ],
 )
+@pytest.mark.kernels
 def test_gated_delta_rule(run, size, kind, dtype, cuts):
     """Whose backward fla rejects on Hopper with Triton before 3.7.1: gradients are held against float64 alone."""
     for ours, theirs in run(size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts):
@@ -166,5 +169,6 @@ def graph_case(group, replays):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.kernels
 def test_1000_graph_replays_of_kda(run, size):
     assert run(size, graph_case, 1000) == [0] * size

@@ -42,6 +42,7 @@ def test_10000_epochs_with_a_straggler(run, size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
 @pytest.mark.parametrize("kind", ["transitions", "hops"])
+@pytest.mark.kernels
 def test_2000_epochs_of(run, size, protocol, kind):
     assert max(run(size, long_case, 2_000, protocol, 3, size - 1, kind)) < 1e-5
 
@@ -49,6 +50,7 @@ def test_2000_epochs_of(run, size, protocol, kind):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+@pytest.mark.kernels
 def test_protocols_and_depths(run, size, depth, protocol):
     assert max(run(size, long_case, 300, protocol, depth, depth % size)) < 1e-5
 
@@ -114,6 +116,7 @@ def ahead_case(group, protocol):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("protocol", ["sentinel", "signal", "put"])
+@pytest.mark.kernels
 def test_100_scans_ahead(run, size, protocol):
     answers = run(size, ahead_case, protocol)
     assert max(worst for worst, _, _ in answers) < 1e-6
@@ -122,6 +125,7 @@ def test_100_scans_ahead(run, size, protocol):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["decays", "transitions"])
+@pytest.mark.kernels
 def test_1000_graph_replays(run, size, kind):
     assert max(run(size, graph_case, 1000, kind)) < 1e-4
 
@@ -163,6 +167,7 @@ def halo_graph_case(group, replays):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.kernels
 def test_1000_graph_replays_of_halo(run, size):
     assert max(run(size, halo_graph_case, 1000)) == 0
 
@@ -236,6 +241,7 @@ def gla_graph_case(group, packed, mixed, layout, recompute):
         (4, True, False, "zigzag", False),
     ],
 )
+@pytest.mark.kernels
 def test_zeco_gla_in_a_graph(run, size, packed, mixed, layout, recompute):
     for worst, same in run(size, gla_graph_case, packed, mixed, layout, recompute):
         assert worst < 1e-5 and same
@@ -260,6 +266,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (1, 512, 2, 320, "mild", BF16),
     ],
 )
+@pytest.mark.kernels
 def test_zeco_gla_at_size(run, size, B, T, H, D, kind, dtype):
     check(run(size, gla_case, GLACase([T // size] * size, B=B, H=H, K=D, V=D, gates=kind, dtype=dtype)), dtype)
 
@@ -272,6 +279,7 @@ def test_zeco_gla_at_size(run, size, B, T, H, D, kind, dtype):
         (4, 4, 128, [700, 2, 800, 1000, 1, 1, 0, 3000, 500, 4000, 236]),
     ],
 )
+@pytest.mark.kernels
 def test_packed_at_size(run, size, H, D, lengths):
     """Sequences over ranks, ranks over sequences; 10,240 tokens in all."""
     edges = [0]

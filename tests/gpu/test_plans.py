@@ -98,6 +98,7 @@ def through_triton_case(group):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.kernels
 def test_the_same_bits_as_through_triton(run, size):
     run(size, through_triton_case)
 
@@ -196,6 +197,7 @@ def graphs_case(group, recompute):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.kernels
 def test_what_comes_again_is_a_graph(run, size, recompute):
     run(size, graphs_case, recompute)
 
@@ -236,6 +238,7 @@ def alike_case(group, calls):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.kernels
 def test_the_same_bits_with_graphs_and_without(run, size):
     for counts, plans in run(size, alike_case, 20):
         assert counts.launched > 50 and not counts.failed and not counts.declined, counts

@@ -124,6 +124,7 @@ def test_nothing_is_stored_beside_out(one, V):
 
 @pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("algorithm, nodes", KINDS)
+@pytest.mark.kernels
 def test_values(one, algorithm, nodes, kind):
     for protocol, depth in (("sentinel", 3), ("sentinel", 1), ("signal", 2))[: 3 if kind == "mixed" else 1]:
         arguments = 40, (3, 16, 33), (4, 64), depth, protocol, 20, depth == 3
@@ -148,6 +149,7 @@ def test_a_chain_over_two_gpus(one, count, programs, kind, size=2):
 
 
 @pytest.mark.parametrize("algorithm, nodes", [("chain", (64,)), ("rails", (8,) * 8), ("recursive_doubling", (8,) * 8)])
+@pytest.mark.kernels
 def test_64_ranks(one, algorithm, nodes):
     [worst] = one.run(values, algorithm, nodes, "mixed", 100, (4, 16, 32), (4, 32), 3, "sentinel", 20, False, 2)
     assert worst < 1e-4
@@ -324,6 +326,7 @@ def graph(group, algorithm, protocol, replays):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("protocol", ["put", "sentinel"])
+@pytest.mark.kernels
 def test_graph_replays(run, size, algorithm, protocol):
     assert max(run(size, graph, algorithm, protocol, 500)) < 1e-4
 

@@ -55,6 +55,7 @@ def convolution_case(group, tokens, n, packed, dtype):
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.kernels
 def test_convolutions(run, size, packed):
     for n in (1, 3):
         for errors in run(size, convolution_case, TOKENS[size], n, packed, torch.float32):

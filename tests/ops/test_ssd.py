@@ -98,6 +98,7 @@ def case(group, tokens, cuts, layout, strong, scan):
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.kernels
 def test_values_and_gradients(run, size, cuts, layout):
     tokens = {"zigzag": EVEN[size], "contiguous": TOKENS[size], "documents": [16] * size}[layout]
     for errors in run(size, case, tokens, cuts, layout, False, None):
@@ -144,6 +145,7 @@ def test_another_chunk_scan(run, size=2):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.kernels
 def test_chunks(chunk):
     """The scan in torch's operators, of one rank, with D for each channel."""
     given, *_ = drawn(40, 1, 1)

@@ -39,6 +39,7 @@ CASES = [
 @pytest.mark.quick("shape2-decay_shape2-4")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape, decay_shape", CASES)
+@pytest.mark.kernels
 def test_values(run, size, shape, decay_shape):
     for reverse in (False, True):
         case = ScanCase(shape, decay_shape, reverse=reverse, depth=3, initial=reverse, epochs=2)
@@ -75,6 +76,7 @@ def test_many_epochs_with_stragglers(run, pool):
 @pytest.mark.quick("decay_shape1-2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("decay_shape", [(2, 5), (2,), (1, 5), ()])
+@pytest.mark.kernels
 def test_gradients(run, size, decay_shape):
     for reverse in (False, True):
         for errors in run(size, gradient_case, (2, 5, 6), decay_shape, reverse):
@@ -371,6 +373,7 @@ def transition_case(group, shape, reverse, from_zero):
 @pytest.mark.quick("shape0-2")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(2, 5, 6), (3, 40, 24), (2, 2, 16, 33), (2, 128, 64), (1, 200, 20), (1, 300, 17)])
+@pytest.mark.kernels
 def test_dense_transitions(run, size, shape):
     for reverse in (False, True):
         for errors in run(size, transition_case, shape, reverse, not reverse):

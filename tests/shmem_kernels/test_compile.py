@@ -135,17 +135,21 @@ def test_shifted_rows(tile, num_warps, link):
     assert compiled.count(r"bar\.sync") > 0  # before rows are read that other threads have written
 
 
-@pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous
-@pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
-def test_transitions(K, one):
+def compile_transitions(K, one, transposed=False):
     BK, BV = transition_tile(K)
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=BK, BV=BV)
     arguments = pointers("p_state p_transition p_initial p_out", "*fp32") | pointers("stride_i stride_j", "i32")
     del arguments[one]
     blocks = transition_blocks(K)
-    values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, one: 1}
+    values = {"channel": constants, "K": K, "V": 128, "HAS_INITIAL": True, "TRANSPOSED": transposed, one: 1}
     values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")}
-    compiled = Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
+    return Compiled(transition_kernel, arguments | {"channel": channel}, values, **blocks)
+
+
+@pytest.mark.parametrize("one", ["stride_i", "stride_j"])  # the transition's columns or rows are contiguous
+@pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
+def test_transitions(K, one):
+    compiled = compile_transitions(K, one)
     # a transition fills the registers: of some K addresses are kept outside, once a tile. 3.7 and 3.8 work out more of
     # them before they wait
     assert compiled.spilled_bytes <= {128: most(48, v37=136, v38=112, v39=0), 512: most(80, v37=0, v38=0, v39=16)}.get(
@@ -154,6 +158,15 @@ def test_transitions(K, one):
     # 3.6: of the rows of a transition with K=512 one address, twice
     assert len(compiled.spilled_beside_products()) <= (most(2, v37=0, v38=0, v39=0) if K == 512 else 0)
     assert compiled.count(r"\bmma\.|wgmma\.mma") and not compiled.unset_registers()
+
+
+@pytest.mark.parametrize("K", [256, 512])
+def test_transitions_by_mma(K):
+    """Without the barriers behind wgmma, of which Triton 3.9 has one for each product of more than 4 warps."""
+    usual, transposed = (compile_transitions(K, "stride_j", transposed) for transposed in (False, True))
+    assert transposed.count(r"\bmma\.sync") and not transposed.count("wgmma")
+    assert transposed.count(r"bar\.sync") <= usual.count(r"bar\.sync") - 2
+    assert not transposed.spilled_beside_products()
 
 
 def test_a_tile_too_small_for_its_warps_is_rejected():

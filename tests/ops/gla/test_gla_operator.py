@@ -48,6 +48,7 @@ def test_rounding_to_tf32(run):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.kernels
 def test_gradients_and_values(run, size):
     tokens = [(40, 70, 16, 65, 1, 33, 64, 20)[rank] for rank in range(size)]
     check(run(size, gla_case, GLACase(tokens, H=2, V=24, gates="mild")))
@@ -55,6 +56,7 @@ def test_gradients_and_values(run, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", ["weak", "strong", "zero", "mixed", "spots"])
+@pytest.mark.kernels
 def test_every_gate_is_exact(run, size, kind):
     check(run(size, gla_case, GLACase([66, 270][:size], B=2, K=32, gates=kind)))
 
