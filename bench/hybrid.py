@@ -454,6 +454,7 @@ def first_configuration(self, *args, **kwargs):
     """In place of Autotuner.run: without a choice."""
     self.nargs = dict(zip(self.arg_names, args))
     config = self.prune_configs(kwargs)[0] if len(self.configs) > 1 else self.configs[0]
+    self.nargs = None
     return self.fn.run(*args, **kwargs, **config.all_kwargs())
 
 

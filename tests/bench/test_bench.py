@@ -251,14 +251,19 @@ def test_a_rehearsal(capsys, monkeypatch):
 def test_the_first_configuration():
     """A rehearsal runs autotuned kernels with the first configuration that is left, without a choice."""
     made, config = [], types.SimpleNamespace(all_kwargs=lambda: dict(BK=32, num_warps=2))
+
+    def pruned(given):
+        assert kernel.nargs == dict(x=1, n=2) and given["grid"] == (3,)
+        return [config]
+
     kernel = types.SimpleNamespace(
         arg_names=["x", "n"],
         configs=[None, config, None],
-        prune_configs=lambda given: [config],
+        prune_configs=pruned,
         fn=types.SimpleNamespace(run=lambda *args, **given: made.append((args, given))),
     )
     hybrid.first_configuration(kernel, 1, 2, grid=(3,), warmup=False)
-    assert made == [((1, 2), dict(grid=(3,), warmup=False, BK=32, num_warps=2))] and kernel.nargs == dict(x=1, n=2)
+    assert made == [((1, 2), dict(grid=(3,), warmup=False, BK=32, num_warps=2))]
 
 
 @pytest.mark.cpu
