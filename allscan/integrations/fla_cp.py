@@ -18,7 +18,7 @@ from ..ops.delta.records import Between, DeltaShape, OfOutput
 from ..ops.halo import halo
 from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.two_way import two_way_scan
-from ..tokens.packing import CHUNK_TOKENS, Layout, Piece, boundaries_on_host
+from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, boundaries_on_host
 from ..tokens.partition import cached_table
 from . import needing
 
@@ -218,7 +218,7 @@ def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
         begin, end = (times * int(x) for x in context.cu_seqlens_cpu[i:][:2])
     HV, V = v.shape[2:]
     segment = delta_segment_length(end - begin, HV, multiprocessors(comm.device))
-    middle = [Piece(begin, end, 0, 0, 0)]
+    middle = [TokenRange(begin, end, 0, 0, 0)]
     layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
     shape = DeltaShape(1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None)
     return layout.derived(shape, lambda: StatePass(comm, layout.tables(), shape))

@@ -16,11 +16,10 @@ from ..base.checks import PER_DOCUMENT, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta import zeco_gated_delta_rule
 from ..ops.ssd import zeco_ssd
-from ..shmem_kernels.segment_table import FIRST
-from ..tokens.packing import CUTS, boundaries_on_host, without_empty
+from ..tokens.packing import CUTS, TokenRange, boundaries_on_host, without_empty
 from ..tokens.partition import partition_start
 from . import needing
-from .recurrent import Piece, convolved, delta_rule
+from .recurrent import convolved, delta_rule
 from .softmax import reject
 
 with needing(__name__, "megatron-core", "flash-linear-attention"):
@@ -113,7 +112,7 @@ class _Alone:
 class _Tokens(NamedTuple):
     """Where this rank's tokens lie."""
 
-    pieces: list[Piece]
+    pieces: list[TokenRange]
     where: Mapping[str, Any]  # what operators are told
 
 
@@ -152,8 +151,9 @@ class _Mixer:
             lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         # of a format such as "bshd" and without boundaries it says what there is without it
         if packed is None or (packed.qkv_format != "thd" and lengths is None and packed.seq_idx is None):
-            halves = [Piece(T - T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
-            return _Tokens(halves if self.zigzag else [Piece(T, 0, comm.rank > 0)], where)
+            n, begins = T - T // 2 if self.zigzag else T, comm.rank == 0
+            pieces = [TokenRange.of(0, n, begins=begins), *([TokenRange.of(n, T, 1)] if self.zigzag else [])]
+            return _Tokens(pieces, where)
         if packed.qkv_format != "thd" or lengths is None:
             reject(comm, f"packed_seq_params must be of the format 'thd' with cu_seqlens, got {packed.qkv_format!r}")
         if batch != 1:
@@ -166,9 +166,7 @@ class _Mixer:
             numbers = without_empty(numbers)
             lengths = torch.tensor(numbers, device="cpu")
         where |= dict(cu_seqlens=lengths, first_token=first, per_document=zigzag == PER_DOCUMENT)
-        found = [p for p in CUTS[zigzag](numbers, first, T, comm.rank == 0) if p.end > p.start]
-        pieces = [Piece(p.end - p.start, p.state_index, not p.flags & FIRST.value) for p in found]
-        return _Tokens(pieces, where)
+        return _Tokens([p for p in CUTS[zigzag](numbers, first, T, comm.rank == 0) if p.tokens], where)
 
 
 def _check(config, groups, comm) -> None:

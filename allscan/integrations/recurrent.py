@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +16,12 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using, allscan, final_of_all
 from ..ops.halo import halo, halo_of_ends
 from ..scan.two_way import leaves
-from ..tokens.packing import Tables, apart, together
+from ..tokens.packing import Tables, TokenRange, apart, together
 from ..tokens.partition import cached_table
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens of a rank that are of one sequence."""
-
-    tokens: int
-    half: int  # of the zigzag layout; of cut documents twice the document, and 1 more for the second of its pieces
-    entered: bool  # whether there are tokens of the sequence before
-
-
 @dynamo_disabled
-def convolved(conv: Callable, n: int, x, pieces: list[Piece], *, comm, **where) -> torch.Tensor:
+def convolved(conv: Callable, n: int, x, pieces: list[TokenRange], *, comm, **where) -> torch.Tensor:
     """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins.
 
     The row is convolved as it lies. The first n outputs of each piece, which have not seen what is before it, are made
@@ -87,7 +79,7 @@ class Tokens(Tables):
 class _Cuts(Tokens):
     """What ``convolved`` takes of a row: the last n tokens of each half, and for each piece 2n."""
 
-    def __init__(self, pieces: list[Piece], n: int, device) -> None:
+    def __init__(self, pieces: list[TokenRange], n: int, device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
         spans = [(starts[some[0]], starts[some[-1] + 1]) for some in halves]
         ends = [token for start, end in spans for token in range(max(start, end - n), end)]
@@ -149,14 +141,14 @@ def _kept(y) -> bool:
 
 
 def delta_rule(
-    operator: Callable, tensors: Sequence[Any], pieces: list[Piece], *, comm, final: bool = False
+    operator: Callable, tensors: Sequence[Any], pieces: list[TokenRange], *, comm, final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
-    Of cut documents, see ``Piece``, the states of all are sent in one scan each way, and there is no final state.
-    tensors: q, k, v, g, beta. operator: called as fla's are, with initial_state and output_final_state, for each piece.
-    Outputs and last states are linear in values and first states together: K columns of zeros behind the values, with
-    the unit matrix for their first state, give how both depend on it.
+    Of cut documents, see TokenRange.state_index, the states of all are sent in one scan each way, and there is no final
+    state. tensors: q, k, v, g, beta. operator: called as fla's are, with initial_state and output_final_state, for each
+    piece. Outputs and last states are linear in values and first states together: K columns of zeros behind the values,
+    with the unit matrix for their first state, give how both depend on it.
     """
     if has_tangents(tensors):
         with comm.call(False, "a delta rule", tensors):  # which rejects them
@@ -166,7 +158,7 @@ def delta_rule(
     zeros = torch.zeros(batch, HV, K, V + K, dtype=torch.float32, device=v.device)
     identity = torch.eye(K, dtype=torch.float32, device=v.device)
     unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
-    wide = [i in (some[0] for some in halves) and piece.entered for i, piece in enumerate(pieces)]
+    wide = [i in (some[0] for some in halves) and not piece.begins for i, piece in enumerate(pieces)]
     outputs, states = [], []
     for more, *given in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
         q, k, v, g, beta = given
@@ -226,5 +218,5 @@ def _split(x, pieces) -> Sequence[torch.Tensor]:
 
 def _halves(pieces) -> list[list[int]]:
     """The numbers of the pieces of each half, of all in the contiguous layout."""
-    numbers = range(pieces[-1].half + 1)
-    return [[i for i, piece in enumerate(pieces) if piece.half == half] for half in numbers]
+    numbers = range(pieces[-1].state_index + 1)
+    return [[i for i, piece in enumerate(pieces) if piece.state_index == half] for half in numbers]

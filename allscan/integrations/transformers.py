@@ -24,7 +24,7 @@ from ..comm.host_exchange import by_rank
 from ..ops.allscan import Using
 from ..ops.delta import zeco_gated_delta_rule, zeco_kda
 from ..ops.ssd import zeco_ssd
-from ..tokens.packing import boundaries_on_host, cut, document_places, without_empty
+from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, without_empty
 from ..zigzag import zigzag_positions
 from . import needing
 from .attention import (
@@ -40,7 +40,7 @@ from .attention import (
 )
 from .batches import DOCUMENTS, STAMP, documents_misfit, looked_at, misfit
 from .batches import cut_batch as cut_batch
-from .recurrent import Piece, convolved, delta_rule, of_last_tokens
+from .recurrent import convolved, delta_rule, of_last_tokens
 from .softmax import Gather, chunks, documents_in_order, masks_nothing, reject, shifted
 
 with needing(__name__, "transformers"):
@@ -256,7 +256,7 @@ def _restore(bases, heads, layers) -> None:
 
 class _Part(NamedTuple):
     """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the whole that begins with the token
-    ``begin``, and they end before ``last``. half: see recurrent.Piece."""
+    ``begin``, and they end before ``last``. half: see TokenRange.state_index."""
 
     start: int
     end: int
@@ -317,8 +317,8 @@ class _Sequence:
             start += end - first
         return parts
 
-    def cut(self) -> list[Piece]:
-        return [Piece(part.end - part.start, part.half, part.before > 0) for part in self.parts()]
+    def cut(self) -> list[TokenRange]:
+        return [TokenRange.of(p.start, p.end, p.half, begins=p.before == 0) for p in self.parts()]
 
     def where(self) -> dict:
         return dict(

@@ -16,13 +16,22 @@ from ..base.errors import DeferredError
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
-from ..shmem_kernels.segment_table import FIRST, LAST
-from ..tokens.packing import CUTS, Tables, apart, boundaries_on_host, carried_states, own_boundaries, together
+from ..tokens.packing import (
+    CUTS,
+    EACH,
+    Tables,
+    TokenRange,
+    apart,
+    boundaries_on_host,
+    carried_states,
+    own_boundaries,
+    together,
+)
 from ..tokens.partition import cached_table, check_packed, compare_values, partition_start
 from .allscan import Using, allscan, check_final, final_of_all
 from .carrier import check_cut, check_invariant
 from .first_call import check_gates, common_fields, looks_at_gates
-from .ssd_segments import Segment, Stretch, by_segments, scan_in_order, segments_of
+from .ssd_segments import Segment, by_segments, scan_in_order, segments_of
 
 
 @dynamo_disabled
@@ -133,11 +142,11 @@ def zeco_ssd(
         # the spans of each state that is sent
         runs = [[s] for s in spans] if per_document else [_of_half(spans, half) for half in range(1 + zigzag)]
         leave = [run[-1] for run in runs]
-        states = {([s for s in leave if s.end > s.start] or leave)[-1]: last.float()}  # of spans' tokens alone
+        states = {([s for s in leave if s.tokens] or leave)[-1]: last.float()}  # of spans' tokens alone
         for span in (*spans, *leave):
             if span not in states and (span in leave or (return_final_states and span.ends)):
                 states[span] = tokens.state(span)
-        entering = {s: initial_states[s.rows] for s in spans if s.begins and initial_states is not None}
+        entering = {s: initial_states[_rows(s)] for s in spans if s.begins and initial_states is not None}
 
         def after(span) -> Tensor:
             return states[span] if span not in entering else states[span] + tokens.decay(span) * entering[span]
@@ -167,7 +176,7 @@ def zeco_ssd(
         outputs = [
             y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
             for s in spans
-            if s.end > s.start
+            if s.tokens
         ]
         y = torch.cat(outputs or [y[:, :0].float()], 1)
         used = prevs if initial_states is None else (*prevs, initial_states)
@@ -175,9 +184,9 @@ def zeco_ssd(
         if not return_final_states:
             comm.look_for_nan("zeco_ssd", y=y)
             return y
-        ended = {s.rows.start: after(s) for s in spans if s.ends}
+        ended = {s.sequence: after(s) for s in spans if s.ends}
         if cu_seqlens is None:
-            final = ended.get(None, torch.zeros_like(last, dtype=torch.float32))
+            final = ended.get(EACH, torch.zeros_like(last, dtype=torch.float32))
         else:
             none = torch.zeros_like(last, dtype=torch.float32)
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
@@ -187,26 +196,16 @@ def zeco_ssd(
         return final_of_all(y, final, comm, packed, bool(zigzag)) if of_all else (y, final)
 
 
-class _Span(NamedTuple):
-    """Consecutive tokens start .. end - 1 of this rank that are of one sequence, that of ``rows`` of the states (of
-    each batch entry, if nothing is packed); whether it begins and ends here; which half of the zigzag layout."""
-
-    start: int
-    end: int
-    half: int
-    rows: slice
-    begins: bool
-    ends: bool
-
-    def __hash__(self) -> int:
-        return hash((self.start, self.end, self.rows.start))  # slices have no hash before Python 3.12
+def _rows(span: TokenRange) -> slice:
+    """Of the states: those of its sequence."""
+    return slice(None) if span.sequence == EACH else slice(span.sequence, span.sequence + 1)
 
 
-def _of_half(spans, half) -> list[_Span]:
+def _of_half(spans: list[TokenRange], half: int) -> list[TokenRange]:
     """The spans that have tokens of a half. If there are none: that through which the state passes."""
-    own, through = [s for s in spans if s.half == half], _Span(0, 0, half, slice(None), False, False)
-    return [s for s in own if s.end > s.start] or [
-        next((s for s in own if s.rows == slice(None) or not s.ends), through)  # others are empty sequences
+    own, through = [s for s in spans if s.state_index == half], TokenRange(0, 0, half, EACH, 0)
+    return [s for s in own if s.tokens] or [
+        next((s for s in own if s.sequence == EACH or not s.ends), through)  # others are empty sequences
     ]
 
 
@@ -322,7 +321,7 @@ def _prepare(
 
 
 def _in_order(
-    comm: Communicator, given: dict[str, Any], spans: list[_Span], zigzag: int, steps: _Steps, asked: _Asked
+    comm: Communicator, given: dict[str, Any], spans: list[TokenRange], zigzag: int, steps: _Steps, asked: _Asked
 ) -> tuple[Tensor, Tensor]:
     """(y, final_states) with ``invariant``. Every function of tokens gets those of a segment of one batch entry."""
     x, A, D, initial = given["x"], given["A"].float(), given["D"], asked.initial_states
@@ -333,7 +332,7 @@ def _in_order(
         d, n = steps.of(own["dt"], given["dt_bias"]), own["x"].shape[1]
         taken = own["x"], d, A, own["B"], own["C"]
         y, last = scan(*taken, chunk_size=asked.chunk_size, D=D, seq_idx=None, return_final_states=True)
-        tokens, whole = _Tokens(own["x"], d, d * A, own["B"], own["C"]), _Span(0, n, 0, slice(None), False, False)
+        tokens, whole = _Tokens(own["x"], d, d * A, own["B"], own["C"]), TokenRange(0, n, 0, EACH, 0)
 
         def outputs(state: Tensor) -> Tensor:
             found = y.float() + tokens.read(whole, state)
@@ -341,19 +340,18 @@ def _in_order(
 
         return Segment(last.float(), tokens.decay(whole)[..., 0, 0], outputs)
 
-    cut = [Stretch(s.start, s.end, s.half, s.rows.start, s.begins, s.ends) for s in spans]
-    sizes = [segments_of(s, asked.invariant) for s in cut]
+    sizes = [segments_of(s, asked.invariant) for s in spans]
     parts = by_segments({name: given[name] for name in ("x", "dt", "B", "C", "z")}, sum(sizes, []))
     made = iter([[segment(own) for own in of_segment] for of_segment in parts])
     rows = None if initial is None else initial.split(1)
 
-    def before(s: Stretch | None) -> Tensor:
+    def before(s: TokenRange | None) -> Tensor:
         if s is None or initial is None or rows is None:
             return x.new_zeros(batch, H, P, N, dtype=torch.float32)
-        return initial if s.sequence is None else rows[s.sequence]
+        return initial if s.sequence == EACH else rows[s.sequence]
 
     wanted = wants_gradient((*given.values(), initial))
-    placed = [(s, [next(made) for _ in of_span]) for s, of_span in zip(cut, sizes, strict=True)]
+    placed = [(s, [next(made) for _ in of_span]) for s, of_span in zip(spans, sizes, strict=True)]
     found = scan_in_order(comm, placed, 1 + bool(zigzag), before, wanted)
     used = found.scanned if initial is None else (*found.scanned, initial)
     if not found.outputs:  # gradients of no tokens are zeros, not None
@@ -361,7 +359,7 @@ def _in_order(
     y = Using.apply(torch.cat(found.outputs or [x[:, :0]], 1), *used)
     none = before(None)
     if asked.cu_seqlens is None:
-        final = found.final.get(None, none)
+        final = found.final.get(EACH, none)
     else:
         final = torch.cat([found.final.get(i, none) for i in range(len(asked.cu_seqlens) - 1)])
     comm.look_for_nan("zeco_ssd", y=y, final_states=final)
@@ -394,36 +392,25 @@ def _check(comm: Communicator, given: dict[str, Any]) -> tuple[int, int, int, in
     return batch, H, P, N
 
 
-def _spans(comm, x, lengths, first_token, zigzag) -> tuple[list[_Span], Tensor | None]:
+def _spans(comm, x, lengths, first_token, zigzag) -> tuple[list[TokenRange], Tensor | None]:
     """(this rank's spans, seq_idx or None)."""
     batch, T = x.shape[:2]
     if lengths is None:
-        begins, ends, rows = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1), slice(None)
+        begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
         if not zigzag:
-            return [_Span(0, T, 0, rows, begins, ends)], None
-        spans = [_Span(0, T // 2, 0, rows, begins, False), _Span(T // 2, T, 1, rows, False, ends)]
+            return [TokenRange.of(0, T, 0, EACH, begins=begins, ends=ends)], None
+        spans = [TokenRange.of(0, T // 2, 0, EACH, begins=begins), TokenRange.of(T // 2, T, 1, EACH, ends=ends)]
         key: tuple = ("ssd", batch, T)
     else:
         first = partition_start(comm, lengths, T, first_token, zigzag)
-        pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
-        spans = [
-            _Span(
-                p.start,
-                p.end,
-                p.state_index,
-                slice(p.sequence, p.sequence + 1),
-                bool(p.flags & FIRST.value),
-                bool(p.flags & LAST.value),
-            )
-            for p in pieces
-        ]
+        spans = CUTS[zigzag](lengths, first, T, comm.rank == 0)
         key = ("ssd", batch, T, first, lengths, zigzag)
 
     def make() -> Tables:
-        numbers = torch.repeat_interleave(torch.tensor([s.end - s.start for s in spans], device="cpu"))
+        numbers = torch.repeat_interleave(torch.tensor([s.tokens for s in spans], device="cpu"))
         return Tables([numbers.to(torch.int32).expand(batch, -1).contiguous()], comm.device)
 
-    several = sum(s.end > s.start for s in spans) > 1
+    several = sum(s.tokens for s in spans) > 1
     return spans, cached_table(comm, key, make).tensors[0] if several else None
 
 

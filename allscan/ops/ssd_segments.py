@@ -13,19 +13,8 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
+from ..tokens.packing import TokenRange
 from .allscan_segments import allscan_segments
-
-
-class Stretch(NamedTuple):
-    """Consecutive tokens start .. end - 1 of this rank that are of one sequence (None: of each batch entry's); in which
-    half of the zigzag layout; whether it begins and ends here."""
-
-    start: int
-    end: int
-    half: int
-    sequence: int | None
-    begins: bool
-    ends: bool
 
 
 class Segment(NamedTuple):
@@ -40,11 +29,11 @@ class Ordered(NamedTuple):
     """What ``scan_in_order`` has found."""
 
     outputs: list[Tensor]  # of each segment
-    final: dict[int | None, Tensor]  # [B, H, P, N], by sequence, of those that end here
+    final: dict[int, Tensor]  # [B, H, P, N], by sequence, of those that end here
     scanned: tuple[Tensor, ...]  # whose backward each rank has to run
 
 
-def segments_of(span: Stretch, tokens: int) -> list[int]:
+def segments_of(span: TokenRange, tokens: int) -> list[int]:
     """The sizes of the parts of a span that is cut at multiples of ``tokens`` of this rank's."""
     cuts = [span.start, *range((span.start // tokens + 1) * tokens, span.end, tokens), span.end]
     return [b - a for a, b in zip(cuts, cuts[1:]) if b > a]
@@ -65,9 +54,9 @@ def by_segments(tensors: dict[str, Tensor | None], sizes: list[int]) -> list[lis
 
 def scan_in_order(
     comm: Communicator,
-    spans: list[tuple[Stretch, list[list[Segment]]]],
+    spans: list[tuple[TokenRange, list[list[Segment]]]],
     halves: int,
-    before: Callable[[Stretch | None], Tensor],
+    before: Callable[[TokenRange | None], Tensor],
     differentiable: bool,
 ) -> Ordered:
     """Over this rank's spans, each with its segments by batch entry, and over the ranks. before(span): the state [B, H,
@@ -75,15 +64,15 @@ def scan_in_order(
     entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(halves)]
     places, ends = [], {}
     for span, segments in spans:
-        half = entries[span.half]
+        half = entries[span.state_index]
         if span.begins:
             state = before(span)
             half.append((state, state.new_zeros(state.shape[:2])))
         for batch in segments:
-            places.append((span.half, len(half), batch))
+            places.append((span.state_index, len(half), batch))
             half.append((torch.cat([x.state for x in batch]), torch.cat([x.decay for x in batch])))
         if span.ends:
-            ends[span.sequence] = span.half, len(half)
+            ends[span.sequence] = span.state_index, len(half)
     like, given = before(None).detach(), []
     for half in entries:
         states, decays = zip(*half) if half else ((), ())

@@ -27,16 +27,38 @@ CHUNK_TOKENS = 64  # BT
 MOST_CHUNKS = 65535  # of a rank: what the second axis of a grid holds
 
 
-class Piece(NamedTuple):
-    """What this rank has of one sequence."""
+EACH = -1
 
-    start: int  # tokens start .. end - 1 of this rank's B * T
+
+class TokenRange(NamedTuple):
+    """Consecutive tokens of this rank that are of one sequence: start .. end - 1 of its B * T."""
+
+    start: int
     end: int
     state_index: int  # which of the sent states is its own: the batch entry, 0 for packed sequences; in the
     # zigzag layout twice that, and 1 more for the second half of the rank's tokens; of cut documents twice the
     # sequence, and 1 more for the second of its pieces
-    sequence: int  # row of initial_state and final_state
+    sequence: int  # row of initial_state and final_state; EACH: it is one of each batch entry
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
+
+    @classmethod
+    def of(
+        cls, start: int, end: int, state_index: int = 0, sequence: int = 0, *, begins: bool = False, ends: bool = False
+    ) -> TokenRange:
+        return cls(start, end, state_index, sequence, FIRST.value * begins | LAST.value * ends)
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def begins(self) -> bool:
+        """Whether no tokens of the sequence are on a rank before, or in a half before."""
+        return bool(self.flags & FIRST.value)
+
+    @property
+    def ends(self) -> bool:
+        return bool(self.flags & LAST.value)
 
 
 class Tables:
@@ -81,7 +103,7 @@ class Layout(Tables):
     ``fla``: with those that fla's functions take of packed sequences, see delta.chunks."""
 
     def __init__(
-        self, pieces: list[Piece], states: int, segment: int, device, BT: int = CHUNK_TOKENS, fla: bool = False
+        self, pieces: list[TokenRange], states: int, segment: int, device, BT: int = CHUNK_TOKENS, fla: bool = False
     ) -> None:
         segments: list[tuple] = []
         chunks: list[tuple[int, int]] = []
@@ -116,7 +138,7 @@ class Layout(Tables):
         self.segments, self.chunks, self.first_segments, self.weights = self.tensors[:4]
         self.fla = tuple(self.tensors[4:])  # (cu_seqlens, chunk_indices)
 
-    def starts(self, piece: Piece, segment: int) -> list[int]:
+    def starts(self, piece: TokenRange, segment: int) -> list[int]:
         """The first tokens of the segments of a piece; of an empty one that of an empty segment."""
         return [*range(piece.start, piece.end, segment)] or [piece.start]
 
@@ -143,7 +165,7 @@ class Layout(Tables):
 class AlignedLayout(Layout):
     """The same with segments that begin where pieces do, and at multiples of ``segment`` of this rank's tokens."""
 
-    def starts(self, piece: Piece, segment: int) -> list[int]:
+    def starts(self, piece: TokenRange, segment: int) -> list[int]:
         return [piece.start, *range((piece.start // segment + 1) * segment, piece.end, segment)]
 
 
@@ -191,7 +213,7 @@ def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = Fa
     return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
 
 
-def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
+def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The pieces of packed sequences in tokens begin .. begin + T - 1. An empty sequence lies where a token before it
     would: behind the last token of the rank that ends there, or on the first rank, which ``on_first`` says of this one.
     A rank without tokens inside of a sequence has an empty piece of it."""
@@ -204,11 +226,11 @@ def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
             flags = FIRST.value * (begin <= first < begin + T) | LAST.value * here
             here = first < begin + T and end > begin
         if here:
-            pieces.append(Piece(max(first, begin) - begin, min(end, begin + T) - begin, 0, i, flags))
+            pieces.append(TokenRange(max(first, begin) - begin, min(end, begin + T) - begin, 0, i, flags))
     return pieces
 
 
-def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
+def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The same of a rank in the zigzag layout, with the tokens begin .. begin + T / 2 - 1 and as many that lie as far
     from the end as these from the beginning: state 0 is that of the former, 1 that of the latter."""
     n = T // 2
@@ -216,14 +238,17 @@ def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece
     return heads + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
 
 
-def document_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Piece]:
+def document_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The same of a rank that has two pieces of each sequence, chunks r and 2P - 1 - r of its 2P, one sequence behind
     the other. begin: r T / 2, which is not looked at."""
     pieces, start = [], 0
     first, last = FIRST.value * on_first, LAST.value * on_first
     for i, (a, b) in enumerate(itertools.pairwise(lengths)):
         n = (b - a) * (T // 2) // max(lengths[-1], 1)
-        pieces += [Piece(start, start + n, 2 * i, i, first), Piece(start + n, start + 2 * n, 2 * i + 1, i, last)]
+        pieces += [
+            TokenRange(start, start + n, 2 * i, i, first),
+            TokenRange(start + n, start + 2 * n, 2 * i + 1, i, last),
+        ]
         start += 2 * n
     return pieces
 

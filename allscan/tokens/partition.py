@@ -14,15 +14,14 @@ from ..bindings.torch_compat import without_dispatch_modes
 from ..comm.communicator import Communicator
 from ..comm.heap import outside_inference_mode
 from ..comm.host_exchange import by_rank
-from ..shmem_kernels.segment_table import FIRST, LAST
 from .packing import (
     CHUNK_TOKENS,
     CUTS,
     MOST_CHUNKS,
     AlignedLayout,
     Layout,
-    Piece,
     Tables,
+    TokenRange,
     boundaries_on_host,
     carried_states,
 )
@@ -212,11 +211,14 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
             tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
             _check_chunks(lengths, first, tokens, zigzag)
         else:
-            begins, ends = FIRST.value * (comm.rank == 0), LAST.value * (comm.rank == (0 if zigzag else comm.size - 1))
-            halves = ((begins, ends),) if not zigzag else ((begins, 0), (0, ends))
+            begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
+            halves = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
             n = T // len(halves)
-            places = [(b, half) for b in range(B) for half in range(len(halves))]
-            pieces = [Piece(i * n, (i + 1) * n, i, b, sum(halves[half])) for i, (b, half) in enumerate(places)]
+            places = [(b, half) for b in range(B) for half in halves]
+            pieces = [
+                TokenRange.of(i * n, (i + 1) * n, i, b, begins=begins, ends=ends)
+                for i, (b, (begins, ends)) in enumerate(places)
+            ]
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
         made = AlignedLayout if aligned and lengths is not None else Layout
         layout = made(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)

@@ -29,7 +29,7 @@ from allscan.launch.streams import Streams  # noqa: E402
 from allscan.ops.delta import delta_passes  # noqa: E402
 from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput  # noqa: E402
 from allscan.reference import allscan_reference  # noqa: E402
-from allscan.tokens.packing import Layout, Piece  # noqa: E402
+from allscan.tokens.packing import Layout, TokenRange  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
 from support.delta import kept_for  # noqa: E402
 from support.gla import BF16, F32, NAMES, GLACase, Whole  # noqa: E402
@@ -96,7 +96,7 @@ def delta_kernels() -> None:
         (200, 48, BF16, True),
     ):
         H, T = 2, 300
-        layout = Layout([Piece(0, T, 0, 0, 0)], 1, 128, middle.device)
+        layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 128, middle.device)
         states = delta_passes.StatePass(middle, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
         q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
         u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))

@@ -645,7 +645,8 @@ def test_what_a_split_copies(run, family, layout, packed, size=2):
 def convolutions_case(group, activation, layout):
     """Errors of a convolution's outputs and gradients, of an activation that keeps its result for backward or not, and
     of x as a part of a wider tensor."""
-    from allscan.integrations.recurrent import Piece, convolved
+    from allscan.integrations.recurrent import convolved
+    from allscan.tokens.packing import TokenRange
 
     with allscan.Communicator(group) as comm:
         torch.manual_seed(0)
@@ -663,9 +664,9 @@ def convolutions_case(group, activation, layout):
             return [y.detach(), *torch.autograd.grad(y, (x, *own), dy)]
 
         y, *grads = answers(conv(wide[:, :, C:]), dy, wide)
-        pieces = [Piece(T, 0, comm.rank > 0)]
+        pieces = [TokenRange.of(0, T, begins=comm.rank == 0)]
         if zigzag:
-            pieces = [Piece(T // 2, 0, comm.rank > 0), Piece(T // 2, 1, True)]
+            pieces = [TokenRange.of(0, T // 2, begins=comm.rank == 0), TokenRange.of(T // 2, T, 1)]
         part = wide[:, mine].detach().requires_grad_()
         here = convolved(conv, n, part[:, :, C:], pieces, comm=comm, layout=layout)
         got, dx, *sums = answers(here, dy[:, mine], part)

@@ -26,7 +26,7 @@ from allscan.shmem_kernels.merge import merge_kernel
 from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
-from allscan.tokens.packing import Layout, Piece
+from allscan.tokens.packing import Layout, TokenRange
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
 from support.delta import kept_for
@@ -388,7 +388,7 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
         monkeypatch.setattr(gla_plans, sizes, {"cpu": getattr(gla_plans, sizes)["cuda"]})
     H, T = 4, 130
-    layout = Layout([Piece(0, T, 0, 0, 3)], 1, 1024, "cpu")
+    layout = Layout([TokenRange(0, T, 0, 0, 3)], 1, 1024, "cpu")
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
     monkeypatch.setattr(gla_operator, "carrier_of", lambda handle: NoCarrier())
@@ -444,7 +444,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     dtype, H, T = torch.bfloat16, 4, 130
     monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
     monkeypatch.setattr(Launches, "made", [])
-    layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
+    layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {"carrier of transitions": NoScan()}
     comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None, replay=True)
@@ -491,7 +491,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
 def test_delta_chunk_kernels(monkeypatch):
     """Chunk kernels of our own for KDA; no product reads from where nothing was put."""
     dtype, H, T, K = torch.bfloat16, 4, 130, 128
-    layout = Layout([Piece(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
+    layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     states = chunk_pass(layout, K, K, dtype, False, monkeypatch)
     x, outside = torch.zeros(1, T, H, K, dtype=dtype), torch.zeros(1, H, K, K)
     g, beta = torch.zeros(1, T, H, K), torch.zeros(1, T, H)

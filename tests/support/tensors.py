@@ -7,8 +7,9 @@ from functools import partial
 import torch
 
 import allscan
-from allscan.integrations.recurrent import Piece, delta_rule
+from allscan.integrations.recurrent import delta_rule
 from allscan.reference import delta_reference
+from allscan.tokens.packing import TokenRange
 from allscan.zigzag import from_zigzag, to_zigzag
 
 from .fla import import_fla
@@ -73,9 +74,9 @@ def other_rule(q, k, v, g, beta, initial_state, output_final_state):
 
 
 def recurrent(comm, q, k, v, g, beta, layout="contiguous"):
-    pieces = [Piece(24, 0, comm.rank > 0)]
+    pieces = [TokenRange.of(0, 24, begins=comm.rank == 0)]
     if layout == "zigzag":
-        pieces = [Piece(12, 0, comm.rank > 0), Piece(12, 1, True)]
+        pieces = [TokenRange.of(0, 12, begins=comm.rank == 0), TokenRange.of(12, 24, 1)]
     return delta_rule(other_rule, (q / 8, k / 8, v, -g.abs() / 8, beta.sigmoid()), pieces, comm=comm)[0]
 
 

@@ -14,7 +14,7 @@ import allscan
 from allscan.ops.delta.delta_passes import StatePass
 from allscan.ops.delta.records import Between, DeltaShape
 from allscan.reference import delta_reference
-from allscan.tokens.packing import Layout, Piece
+from allscan.tokens.packing import Layout, TokenRange
 from support.delta import NAMES, DeltaCase, Whole, of_rank, operator_case, pass_case
 from support.fla import delta_recurrence, import_fla
 from support.gla import BF16, F32
@@ -257,7 +257,7 @@ def test_what_the_benchmark_checks(pool):
 def part_of_tokens(group):
     """What tokens 0 to 64 leave, of ranks with more and fewer tokens, as fla's context parallelism asks for it."""
     with allscan.Communicator(group) as comm:
-        layout = Layout([Piece(0, 64, 0, 0, 0)], 1, 128, comm.device)
+        layout = Layout([TokenRange(0, 64, 0, 0, 0)], 1, 128, comm.device)
         passes = StatePass(comm, layout, DeltaShape(1, 1, 1, 16, 16, F32, True))
         generator = torch.Generator().manual_seed(0)
         k, w, u = (torch.randn(1, 192, 1, 16, generator=generator).to(comm.device) / 10 for _ in range(3))
