@@ -63,7 +63,8 @@ def __getattr__(name: str) -> Any:
     if name in ("zeco_gated_delta_rule", "zeco_kda"):
         from .ops import delta
 
-        return getattr(delta, name)
+        found = globals()[name] = getattr(delta, name)  # so that the next call does not come here
+        return found
     if name in _ON_DEMAND:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'allscan' has no attribute {name!r}")

@@ -28,6 +28,9 @@ BOUNDS = {
     "zeco_gla": (15, 8, 3),
     "zeco_gla with gradients": (22, 12, 4),
     "backward of zeco_gla": (20, 10, 6),
+    "zeco_kda": (22, 11, 7),
+    "zeco_kda with gradients": (29, 14, 8),
+    "backward of zeco_kda": (23, 13, 6),
 }
 ROOT = os.path.dirname(os.path.realpath(allscan.__file__))
 FOLDERS = tuple(os.path.realpath(os.path.join(ROOT, name)) + os.sep for name in (".", "bindings", "shmem_kernels"))
@@ -97,12 +100,21 @@ def calls_of(comm):
     def gla(*tensors):
         return allscan.zeco_gla(*tensors, comm=comm)[0]
 
-    wanted = [x.clone().requires_grad_() for x in (state, decay)], [x.clone().requires_grad_() for x in (q, q, q, g)]
+    def kda(*tensors):
+        return allscan.zeco_kda(*tensors, comm=comm, chunk="allscan")[0]
+
+    wanted, beta = (
+        [[x.clone().requires_grad_() for x in some] for some in ((state, decay), (q, q, q, g))],
+        g[..., 0].exp(),
+    )
+    of_delta = [x.clone().requires_grad_() for x in (q, q, q, g, beta)]
     return {
         "allscan": (scan, (state, decay)),
         "allscan with gradients": (scan, wanted[0]),
         "zeco_gla": (gla, (q, q, q, g)),
         "zeco_gla with gradients": (gla, wanted[1]),
+        "zeco_kda": (kda, (q, q, q, g, beta)),
+        "zeco_kda with gradients": (kda, of_delta),
     }
 
 
@@ -132,9 +144,10 @@ def walk_case(name):
     return {name: (some.walk(), some.names) for name, some in steps.items()}
 
 
-@pytest.mark.parametrize("name", ["allscan", "allscan with gradients", "zeco_gla", "zeco_gla with gradients"])
-def test_warm_calls(fresh, name):
-    walks, _ = fresh(2).run(walk_case, name, timeout=100)
+@pytest.mark.parametrize("with_gradients", ["", " with gradients"])
+@pytest.mark.parametrize("call", ["allscan", "zeco_gla", "zeco_kda"])
+def test_warm_calls(fresh, call, with_gradients):
+    walks, _ = fresh(2).run(walk_case, call + with_gradients, timeout=100)
     for part, (walk, names) in walks.items():
         print(part, walk, *names, sep="\n  ")
         assert all(a <= b for a, b in zip(walk, BOUNDS[part], strict=True)), (part, walk, BOUNDS[part])

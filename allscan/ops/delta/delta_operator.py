@@ -283,7 +283,8 @@ def zeco_gated_delta_rule(
 
 
 def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:
-    check_communicator(comm)
+    if type(comm) is not Communicator:
+        check_communicator(comm)
     if torch.compiler.is_compiling():
         return _delta(rule, before, x, comm, asked)
     with comm.call(False, f"zeco_{rule}", (*x, asked.initial_state, before.A_log, before.dt_bias)):
@@ -500,20 +501,17 @@ class PreparedDelta:
         self.states = _state_pass(comm, self.layout, x, options)
         self.call = ChunkCall(self.states, scale, local(self.layout))
         self.fixed = comm.handle, *options
-        self._states = x.sequences, x.HV, x.K, x.V
+        self.state_shape = x.sequences, x.HV, x.K, x.V
         self._kept = _kept_kinds(x, zigzag)
         carrier = AllScanCarrier.of(comm, dense=True)
         self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
-
-    def _zeros(self, like: Tensor, wanted: bool) -> Any:
-        """States, or None."""
-        return like.new_zeros(self._states, dtype=torch.float32) if wanted else None
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept), of the
         operator's inputs before ``fixed``."""
         *tensors, initial_state, _, final = inputs
-        x, ends = Inputs(*tensors), Ends(initial_state, self._zeros(inputs[0], final))
+        x = Inputs(*tensors)
+        ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
         kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._kept))
         self.layout.use(self.comm)
         v_shape = x.v.shape
@@ -732,9 +730,10 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         if prepared is None:
             options = Options(rule, scale, "", None, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
-        outer = Outer(do, dfinal, prepared._zeros(q, initial))
+        dinitial = q.new_zeros(prepared.state_shape, dtype=torch.float32) if initial else None
+        outer = Outer(do, dfinal, dinitial)
         grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, Kept(*kept))
-        return *grads, outer.dinitial
+        return *grads, dinitial
 
 
 @functools.lru_cache(1024)
