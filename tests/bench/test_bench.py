@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import csv
 import json
+import subprocess
 import sys
 import types
 
@@ -19,6 +20,7 @@ import allscan
 from allscan.comm import topology
 from allscan.tools.ranks import Ranks
 from bench import (
+    against,
     baselines,
     cold,
     delta,
@@ -36,7 +38,7 @@ from bench import (
     tuning,
     versions,
 )
-from bench.harness import results
+from bench.harness import ROOT, results
 from support.gla import F32, LIMIT, NAMES, GLACase, Whole
 from support.values import place, relative_all
 
@@ -142,6 +144,20 @@ def test_time_of_a_scan_that_nothing_covers():
     kernels = [("scan_kernel", 1, 10.0, 20.0), ("a", 0, 0.0, 12.0), ("b", 0, 15.0, 5.0), ("c", 0, 18.0, 4.0)]
     assert timeline.exposed(kernels) == pytest.approx(20 - 2 - 5 - 2)
     assert torch.isfinite(torch.tensor(timeline.exposed([("a", 0, 0.0, 1.0)])))
+
+
+@pytest.mark.cpu
+def test_host_times_against_other_sources(tmp_path, capsys):
+    """Nothing is timed here; the other sources are these."""
+    archive = tmp_path / "before.tgz"
+    command = ["tar", "czf", str(archive), "allscan", "shmem_kernels", "bindings"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert against.main([str(archive), "--runs", "1"]) == 0
+    head, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    assert [row[0] for row in rows] == [*METHODS] and all(len(row) == len(head) for row in rows)
+
+
+METHODS = "allscan", "allscan, forward+backward", "halo", "zeco_gla", "zeco_gla, forward+backward"
 
 
 @pytest.mark.cpu
