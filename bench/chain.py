@@ -139,8 +139,7 @@ class ClockedRanks(VirtualRanks):
 
 
 def clocks_of(devices, rounds: int = 200) -> tuple[float, float, float]:
-    """(How far the second GPU's clock is before the first one's, by how much that may be wrong, the way of a message),
-    in us."""
+    """``aligned`` of messages between two GPUs."""
     mine = [torch.zeros(2, dtype=torch.int64, device=device) for device in devices]
     clocks = [torch.zeros(rounds, 2, dtype=torch.int64, device=device) for device in devices]
     streams = [torch.cuda.Stream(device) for device in devices]
@@ -151,10 +150,17 @@ def clocks_of(devices, rounds: int = 200) -> tuple[float, float, float]:
                 ping_pong_kernel[(1,)](mine[i], mine[1 - i], clocks[i], count, FIRST=i == 0, num_warps=1)
         for device in devices:
             torch.cuda.synchronize(device)
-    sent, answered, heard = (x.double() for x in since(clocks[0][0, 0].item(), [*clocks[0].T, clocks[1][:, 1]]))
+    return aligned(*since(clocks[0][0, 0].item(), [*clocks[0].T, clocks[1][:, 1]]))
+
+
+def aligned(sent: torch.Tensor, answered: torch.Tensor, heard: torch.Tensor) -> tuple[float, float, float]:
+    """(How far the second GPU's clock is before the first one's, by how much that may be wrong, the way of a message),
+    in us, by the first one's clock when it has sent a message and when its answer is there, and the second one's when
+    it hears, in ns. Both ways are taken to be equally long."""
+    sent, answered, heard = sent.double(), answered.double(), heard.double()
     ways = (answered - sent) / 2
     offsets = heard - (sent + answered) / 2
-    fastest = ways.argsort()[: rounds // 4]
+    fastest = ways.argsort()[: len(ways) // 4]
     spread = offsets[fastest].quantile(0.9) - offsets[fastest].quantile(0.1)
     return offsets[fastest].median().item() / 1e3, spread.item() / 1e3, ways.median().item() / 1e3
 
@@ -164,22 +170,31 @@ def since(begin: int, clocks) -> list[torch.Tensor]:
     return [x.cpu() - begin for x in clocks]
 
 
+def gpu(rank: int) -> torch.device:
+    """Of a rank."""
+    return torch.device("cuda", rank % 2)
+
+
+def processors() -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
 class Chain:
     """``size`` ranks on two GPUs in turns, with inputs."""
 
     def __init__(self, kind, size: int, mib: float):
         self.size, self.nbytes = size, int(mib * (1 << 20))
         self.shape = max(1, self.nbytes // (4 * 128 * 128)), min(128, self.nbytes // 512), 128
-        devices = [torch.device("cuda", rank % 2) for rank in range(size)]
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        programs = min(processors // 2, processors // (size // 2))  # one rank more on the first GPU, for which is room
+        devices, count = [gpu(rank) for rank in range(size)], processors()
+        programs = min(count // 2, count // (size // 2))  # one rank more on the first GPU, for which is room
         tile = scan_tile(self.shape, programs, True, devices[0])
         self.ranks = kind(size, self.shape, tile=tile, programs=programs, devices=devices)
         generator = torch.Generator().manual_seed(size)
         self.states = [torch.randn(self.shape, generator=generator) for _ in devices]
         self.decays = [torch.rand(self.shape[:-1], generator=generator) for _ in devices]
         self.given = [[x.to(device) for x, device in zip(xs, devices)] for xs in (self.states, self.decays)]
-        self.delays = torch.zeros(size, dtype=torch.int64, device="cuda")
+        self.delays = torch.zeros(size, dtype=torch.int64, device=devices[0])
         self.delays[0] = FIRST_WAITS_NS
 
     def timed(self) -> tuple[list[torch.Tensor], float, float]:
@@ -197,8 +212,7 @@ class Chain:
         offset = (before[0] + after[0]) / 2
         error = abs(before[0] - after[0]) / 2 + max(before[1], after[1])
         times = since(times[0][0, 0].item(), times)
-        aligned = [x[WARM:].double() / 1e3 - offset * (rank % 2) for rank, x in enumerate(times)]
-        return aligned, error, offset
+        return [x[WARM:].double() / 1e3 - offset * (rank % 2) for rank, x in enumerate(times)], error, offset
 
     def row(self) -> dict:
         times, error, _ = self.timed()
@@ -221,7 +235,7 @@ def hop_rows(mib: float) -> list[dict]:
     clocks = [x.double() / 1e3 - offset * (rank % 2) for rank, x in enumerate(clocks)]
     *_, way = clocks_of(chain.ranks.devices[:2])
     first, middle, last = (x.unbind(-1) for x in clocks)
-    spare = torch.zeros(2, dtype=torch.int64, device="cuda")
+    spare = torch.zeros(2, dtype=torch.int64, device=gpu(0))
     launch = replay_us([lambda: empty_kernel[(chain.ranks.programs,)](spare)] * 20) / 20
     crossing = middle[THERE] - first[POSTED], last[THERE] - middle[POSTED]
     steps = {
@@ -243,7 +257,7 @@ def hop_rows(mib: float) -> list[dict]:
 
 def rows_of(kinds, mibs, counts) -> list[dict]:
     """In the process that has both GPUs."""
-    map_each_other([torch.device("cuda", i) for i in range(2)])
+    map_each_other([gpu(0), gpu(1)])
     rows = []
     if "chain" in kinds:
         rows += [Chain(VirtualRanks, size, mib).row() for mib in mibs for size in counts]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from allscan.reference import allscan_reference
+from allscan.tools import virtual
 from allscan.tools.virtual import VirtualRanks
 from bench import chain, scaling
 
@@ -100,6 +102,51 @@ def test_the_model_is_fitted_to_it(tmp_path, capsys):
         "error 0%", "error   0%"
     )
     assert scaling.CHAIN in (tmp_path / "scaling.csv").read_text()
+
+
+def test_two_clocks_are_aligned_by_messages():
+    """The second one is 40 us ahead, a way takes 700 ns, and a few messages more."""
+    sent = 10_000 * torch.arange(200)
+    late = torch.tensor([0, 0, 0, 900]).repeat(50)
+    offset, error, way = chain.aligned(sent, sent + 1_400 + late, sent + 40_700 + late)
+    assert (offset, way) == pytest.approx((40.0, 0.7)) and error == pytest.approx(0.0)
+
+
+def rows_case(group):
+    """The rows of a chain and of its hops, with CPU ranks in place of GPUs', which begin as they are launched."""
+
+    class AtOnce:
+        def _make_gates(self, devices):
+            gates = super()._make_gates(devices)
+            return gates | {virtual.MEET: gates[virtual.OPEN]}
+
+    plain, clocked = (type("AtOnce", (AtOnce, kind), {}) for kind in (VirtualRanks, chain.ClockedRanks))
+    with mock.patch.multiple(
+        chain,
+        gpu=lambda rank: torch.device("cpu"),
+        processors=lambda: 16,
+        clocks_of=lambda devices: (1e3, 0.25, 0.7),
+        replay_us=lambda calls: torch.full((5,), 2.5 * len(calls), dtype=torch.float64),
+        ClockedRanks=clocked,
+        EPOCHS=3,
+        WARM=1,
+    ):
+        return chain.Chain(plain, 3, 1 / 64).row(), chain.hop_rows(1 / 64)
+
+
+def test_rows_of_a_chain(run):
+    """A stand-in for both GPUs: what is left out is the times' meaning."""
+    [(row, hops)] = run(1, rows_case)
+    assert (row["kind"], row["ranks"], row["bytes"], row["error_us"]) == ("chain", 3, 1 << 14, 0.0) and row[
+        "p50_us"
+    ] > 0
+    found = {hop["kind"].removeprefix("hop: "): hop for hop in hops}
+    assert all(set(chain.COLUMNS) <= {*hop, "gpu", "torch", "triton", "sources"} for hop in [row, *hops])
+    assert found["launch, of an empty kernel"]["p50_us"] == 2.5
+    assert found["flight, half a round trip"]["p50_us"] == pytest.approx(0.7)
+    for name in ("loads, behind that", "combine", "forward", "output and end", "first store to last output"):
+        assert found[name]["p20_us"] > 0, name
+    assert found["a hop, there to there"]["error_us"] == 0.25
 
 
 def test_clocks_keep_their_nanoseconds():
