@@ -73,20 +73,31 @@ def _apart(a, b) -> float:
 
 
 def _in_triangles(backward, n, given, scale) -> tuple[torch.Tensor, ...]:
+    """[dq, dk, dv] by squares of n, of which there are at most AT_ONCE in a call."""
     do, q, k, v, o, lse, more = given
 
     def call(*some) -> tuple[torch.Tensor, ...]:
         return backward(*some, more, True, scale)
 
-    if n in (q.shape[2], k.shape[2]):
-        return tuple(_triangles(call, n, (do, q, k, v, o, lse)))
-    sums: list[torch.Tensor] = []
-    parts = []
-    for dy, x, y, total in zip(*(some.split(n, 2) for some in (do, q, o, lse)), strict=True):
-        dq, *found = (_exact(dx) for dx in _triangles(call, n, (dy, x, k, v, y, total)))
-        parts.append(dq)
-        sums = [a.add_(b) for a, b in zip(sums or [torch.zeros_like(dx) for dx in found], found, strict=True)]
-    return tuple(dx.to(q.dtype) for dx in (torch.cat(parts, 2), *sums))
+    queries = n if k.shape[2] > n else n * AT_ONCE
+    keys = [*zip(*(x.split(n * AT_ONCE, 2) for x in (k, v)), strict=True)]
+    parts: list[list[torch.Tensor]] = []
+    sums: list[list[torch.Tensor]] = [[] for _ in keys]
+    for dy, x, y, total in zip(*(some.split(queries, 2) for some in (do, q, o, lse)), strict=True):
+        part: list[torch.Tensor] = []
+        for i, (K, W) in enumerate(keys):
+            dq, *found = _triangles(call, n, (dy, x, K, W, y, total))
+            part, sums[i] = _added(part, [dq]), _added(sums[i], found)
+        parts.append(part)
+    columns = *zip(*parts, strict=True), *zip(*sums, strict=True)
+    return tuple((torch.cat(x, 2) if len(x) > 1 else x[0]).to(q.dtype) for x in columns)
+
+
+AT_ONCE = 4  # which the GPU is filled by, and what is made of them for a moment is 20 times the keys of one
+
+
+def _added(sums, more) -> list[torch.Tensor]:
+    return [_exact(a).add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
 
 
 HIDDEN = 1e30  # log-sum-exp of the query that is to give its keys no weight
