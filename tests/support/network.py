@@ -103,14 +103,14 @@ def variables(more: dict[str, str]):
 
 
 def lanes(folder: str) -> set[str]:
-    """The transports that UCX's processes say that they use, such as "tcp/lo"."""
+    """The transports by which UCX's processes say that they reach others, such as "tcp/lo"."""
     found: set[str] = set()
     for path in glob.glob(os.path.join(folder, "ucx.*.log")):
         with open(path) as file:
             for line in file:
                 if "cfg#" in line:
                     found.update(re.findall(r"\w+\((\w+/\w+)", line))
-    return found
+    return {lane for lane in found if not lane.startswith("self/")}
 
 
 def loopback_bytes() -> int:

@@ -1,0 +1,125 @@
+"""Kernels in Triton's interpreter whose puts go over UCX and TCP, with the hostile network between: without GPUs, but
+with the wheel libucx-cu13."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import allscan
+from allscan.reference import allscan_reference
+from allscan.tools.ranks import Ranks, on_first
+from support import network, ucx_network
+from support.any_epoch import control_case
+from support.call_order import resync_case, shifted_case
+from support.gla import GLACase, check, gla_case
+from support.scans import ScanCase, gradient_case, scan_case
+from support.values import error, inputs, late
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not network.compiler(), reason="needs a C compiler, cc"),
+    pytest.mark.skipif(not network.ucx_folder(), reason="needs UCX: pip install libucx-cu13 (or -cu12)"),
+]
+REORDER = "reorder", 3_000_000  # ns that a put is late, at most
+IN_ORDER = "bandwidth", 1 << 40
+
+
+class Network:
+    """Ranks of several nodes. [node]: how many it has."""
+
+    def __init__(self, folder, nodes):
+        self.nodes, self.folder = nodes, str(folder)
+        self.ranks = Ranks(sum(nodes), "cpu")
+        numbers = [n for n, members in enumerate(nodes) for _ in range(members)]
+        assert all(self.ranks.run(ucx_network.enter, numbers, ucx_network.variables(self.folder)))
+
+    def run(self, function, *arguments, behaves=REORDER, timeout=120.0):
+        """(Results by rank, what the network has counted meanwhile), which went through lo."""
+        before = self.ranks.run(network.behave, *behaves)
+        start = network.loopback_bytes()
+        found = self.ranks.run(on_first, sum(self.nodes), function, *arguments, timeout=timeout)
+        after = self.ranks.run(network.counts)
+        counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
+        assert counted["passed"] > 0 and counted["failed"] == 0, counted
+        assert network.loopback_bytes() - start >= counted["bytes"]
+        assert network.lanes(self.folder) == {"tcp/lo"}
+        return found, counted
+
+
+@pytest.fixture
+def over(tmp_path):
+    """over(nodes): a Network of them."""
+    made = []
+
+    def start(nodes):
+        made.append(Network(tmp_path, nodes))
+        return made[-1]
+
+    yield start
+    for one in made:
+        for process in one.ranks.processes:
+            process.kill()
+
+
+def nodes_case(group, nodes, algorithm, epochs):
+    """The largest error; in every other epoch in the other direction, and with stragglers."""
+    with allscan.Communicator(group, nodes=nodes, timeout=60) as comm:
+        scan = allscan.AllScan(comm, (4, 8, 16), depth=3, algorithm=algorithm, tile=(2, 16))
+        worst = 0.0
+        for epoch in range(epochs):
+            states, decays = inputs(comm, scan.shape, (4, 8), epoch)
+            late(epoch, comm.rank, 4)
+            found = scan.scan(states[comm.rank], decays[comm.rank], reverse=bool(epoch % 2))
+            worst = max(worst, error(found, allscan_reference(states, decays, None, bool(epoch % 2))[comm.rank]))
+        comm.check()
+    return worst
+
+
+@pytest.mark.parametrize("algorithm", ["chain", "rails", "recursive_doubling"])
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1, 1), (2, 2), (1, 2), (4, 4), (2, 2, 2, 2)], ids=str)
+def test_nodes(over, nodes, algorithm):
+    found, counted = over(nodes).run(nodes_case, nodes, algorithm, 12, behaves=("reorder", 20_000_000))
+    assert max(found) < 1e-6
+    # of four owners each has a part so small that little of it is under way at once
+    assert counted["overtakings"] > 12 or (nodes, algorithm) == ((4, 4), "rails"), counted
+
+
+def back_to_back_case(group, rounds):
+    """Many tiles of several epochs under way at once; sums of whole numbers, which are exact."""
+    with allscan.Communicator(group, timeout=60) as comm:
+        scan, wrong = allscan.AllScan(comm, (8, 8, 16), depth=3, tile=(8, 16), protocol="put"), 0
+        pattern = torch.arange(scan.shape[0] * 128.0).view(scan.shape)
+        for i in range(rounds):
+            found = scan.scan(pattern + i * (comm.rank + 1))
+            wrong += (found != comm.rank * pattern + i * (comm.rank * (comm.rank + 1) // 2)).sum().item()
+        return wrong
+
+
+def test_a_thousand_overtakings(over):
+    found, counted = over((1, 1)).run(back_to_back_case, 400)
+    assert max(found) == 0
+    assert counted["overtakings"] > 1000 and counted["of_groups"] > 100, counted
+
+
+@pytest.mark.parametrize("behaves, right", [(IN_ORDER, True), (("reorder", 100_000_000), False)], ids=str)
+def test_a_receiver_that_takes_any_later_epoch(over, behaves, right):
+    """The control, which is wrong where puts overtake each other."""
+    assert all(over((1, 1)).run(control_case, 30, behaves=behaves)[0]) == right
+
+
+def test_operators_and_faults(over):
+    """One after the other, on the same ranks."""
+    one = over((1, 1))
+    for reverse in (False, True):
+        case = ScanCase((3, 5, 7), (3, 5), reverse, initial=True, epochs=8, special=True, most_ms=2)
+        assert max(one.run(scan_case, case)[0]) < 1e-6
+        assert max(max(errors) for errors in one.run(gradient_case, (2, 5, 6), (2, 5), reverse)[0]) < 1e-5
+    for zigzag in (False, True):
+        check(one.run(gla_case, GLACase([70, 70], gates="mild", zigzag=zigzag))[0])
+    for how, step in (("allscan", False), ("skipped", True), ("halo", False)):
+        for found, right, end, again in one.run(shifted_case, how, step)[0]:
+            for got, wanted in zip(found, right, strict=True):
+                assert got == wanted or isinstance(got, str) or got != got, (found, right)
+            assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (found, end)
+    assert all(one.run(resync_case)[0])
