@@ -10,7 +10,7 @@ from support.delta import NAMES, DeltaCase, Whole, of_rank, own_case
 from support.delta_chunks import chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
-from support.values import place, relative, relative_all
+from support.values import place, raised, relative, relative_all
 
 pytestmark = pytest.mark.cpu
 LIMIT = {F32: 3e-5, BF16: 1e-2}
@@ -93,3 +93,56 @@ def prefix_case(group):
 
 def test_a_prefix_does_not_depend_on_what_follows(run):
     assert all("chunk must be one of" in answer for answer in run(2, prefix_case))
+
+
+def prepared_case(group):
+    """What calls raise that are like those before but for one argument that is wrong; whether ones that are like them
+    but for one that is right have results of their own, as a communicator has that knows no calls."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(1, 70, 2, 16, generator=generator) / 4 for _ in "qkvg")
+    given = dict(q=q, k=k, v=v, g=g, beta=g[..., 0].sigmoid(), use_gate_in_kernel=True, A_log=torch.zeros(2), scale=1.0)
+    wrong = dict(
+        chunk="other",
+        layout="other",
+        scale=float("nan"),
+        lower_bound=1.0,
+        A_log=torch.zeros(3),
+        beta=q,
+        use_gate_in_kernel=False,  # positive gates
+        allow_neg_eigval=True,
+    )
+    right = dict(
+        scale=2.0,
+        lower_bound=-1.0,
+        A_log=torch.ones(2),
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        initial_state=torch.ones(1, 2, 16, 16),
+        layout="zigzag",
+    )
+
+    def kda(comm, **options):
+        return allscan.zeco_kda(**dict(chunk="allscan") | given | options, comm=comm)[0]
+
+    with allscan.Communicator(group) as comm:
+        same = [kda(comm) for _ in range(3)]
+        problems = {name: raised(kda, comm, **{name: x}) for name, x in wrong.items()}
+        found = {name: [kda(comm, **{name: x}) for _ in range(2)] for name, x in right.items()}
+        again = kda(comm)
+    fresh = {}
+    for name, x in right.items():
+        with allscan.Communicator(group) as comm:
+            fresh[name] = kda(comm, **{name: x})
+    own = {name: all(torch.equal(o, fresh[name]) for o in some) for name, some in found.items()}
+    others = {name: not torch.equal(some[0], again) for name, some in found.items()}
+    return problems, own, others, all(torch.equal(o, again) for o in same)
+
+
+def test_calls_that_are_known(run):
+    """A call finds what an equal one has prepared, and nothing else."""
+    answers = run(2, prepared_case)
+    for problems, own, _, same in answers:
+        assert all(found and found[0] == "ValueError" for found in problems.values()), problems
+        assert all(own.values()) and same, own
+    _, _, others, _ = answers[0]  # where a sequence begins: an initial state has decayed on the next rank
+    assert all(others.values()), others
