@@ -16,7 +16,7 @@ def for_the_index(text: str) -> str:
 
 
 # No upper bounds of what torch brings along: Triton and NVSHMEM are those of the torch that is installed, and pip would
-# take an older torch for them. docs/limits.md says which are tested; `allscan doctor` compares.
+# take an older torch for them. docs/versions.md says which are tested; `allscan doctor` compares.
 NVSHMEM = ">=3.4"
 # Links in allscan/, which find_packages would follow; files that it would leave out, in a checkout without links
 LINKED = "allscan.bindings", "allscan.shmem_kernels"
@@ -54,7 +54,7 @@ setup(
             "ruff",
             "mypy",
             "mkdocs-material",
-            "mkdocstrings[python]",
+            "griffe",  # docs/generate.py
             "readme-renderer[md]",  # the README as the package index shows it
             "nox",  # make matrix
             "nvidia-nvshmem-cu13==3.4.5",

@@ -28,7 +28,7 @@ from .cuda_driver import KernelNode
 SCRATCH = (0, 8)  # bits and bytes of a null pointer: two follow a kernel's arguments, to memory that it does not need
 FLOATS = {"fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
 
-# Options of all kernels of this package: x * y + z is rounded once, as the errors in docs/limits.md have it
+# Options of all kernels of this package: x * y + z is rounded once, as the errors in docs/versions.md have it
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 _ONE_BY_ONE = triton.__version__.startswith("3.6.")

@@ -1,7 +1,7 @@
 """Which versions of other packages this one was tested with: the only table of them.
 
 `allscan doctor` compares it with what is installed, a first Communicator warns of what is newer, and what is too old is
-rejected. docs/limits.md#versions shows it. Tests compare both, and setup.py, with it and with what has run.
+rejected. docs/versions.md shows it. Tests compare both, and setup.py, with it and with what has run.
 """
 
 from __future__ import annotations

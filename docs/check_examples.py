@@ -1,8 +1,9 @@
 """Run every example of the documentation that is complete: python docs/check_examples.py [name ...]
 
-An example is a fenced python block of docs/**/*.md whose first line is ``# runs on one process``. Each runs in a
-process of its own, in Triton's interpreter, with the root of the repository (or the folder in ALLSCAN_SOURCE) on the
-path. With names, only pages whose path contains one of them. The exit status is 1 if an example fails.
+An example is a fenced python block of docs/**/*.md whose first line is ``# runs on one process``, or ``# runs on N
+ranks``. Each runs in a process of its own, or in N with the variables that torchrun sets, in Triton's interpreter, with
+the root of the repository (or the folder in ALLSCAN_SOURCE) on the path. With names, only pages whose path contains one
+of them. The exit status is 1 if an example fails.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import multiprocessing
 import os
 import re
 import runpy
+import socket
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-BLOCK = re.compile(r"^```python\n(# runs on one process\n.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(# runs on (?:one process|\d ranks)\n.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 180
 
 
@@ -33,11 +36,14 @@ def examples(names: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _run(path: str) -> None:
+def _run(path: str, rank: int, size: int, port: int) -> None:
     """In the example's own process, which begins as a copy of this one: what main() imports is there."""
     folder = os.path.dirname(path)
     os.chdir(folder)
-    with open("output", "w", encoding="utf-8", buffering=1) as output:
+    if size > 1:
+        torchrun = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
+        os.environ |= {name: str(value) for name, value in torchrun.items()} | {"MASTER_ADDR": "localhost"}
+    with open(f"output{rank}", "w", encoding="utf-8", buffering=1) as output:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
                 runpy.run_path(path, run_name="__main__")
@@ -46,18 +52,33 @@ def _run(path: str) -> None:
                 sys.exit(1)
 
 
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
+
+
 def run(program: str) -> tuple[bool, str]:
-    """(whether it has ended well, its output)."""
+    """(whether it has ended well on all its ranks, their output)."""
+    said = re.match(r"# runs on (\d) ranks", program)
+    size, port, end = int(said[1]) if said else 1, _free_port(), time.monotonic() + TIMEOUT_S
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "example.py")  # Triton reads the source of a kernel, so it must lie in a file
         path.write_text(program, encoding="utf-8")
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(str(path),))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.is_alive():
+        fork = multiprocessing.get_context("fork").Process
+        processes = [fork(target=_run, args=(str(path), rank, size, port)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
             process.kill()
-            return False, f"no end within {TIMEOUT_S} s"
-        return process.exitcode == 0, Path(folder, "output").read_text(encoding="utf-8")
+            process.join()
+        told = "".join(Path(folder, f"output{rank}").read_text(encoding="utf-8") for rank in range(size))
+        if late:
+            return False, f"no end within {TIMEOUT_S} s\n{told}"
+        return all(process.exitcode == 0 for process in processes), told
 
 
 def main() -> int:

@@ -194,14 +194,15 @@ def torchrun(script: str, ranks: int, on_gpu: bool) -> str:
     return done.stdout
 
 
-def readme_blocks(language: str) -> list:
-    text = open(os.path.join(ROOT, "README.md"), encoding="utf-8").read()
+def blocks(page: str, language: str) -> list:
+    text = open(os.path.join(ROOT, page), encoding="utf-8").read()
     return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
 
 
-def test_programs_of_the_readme_run_as_pasted(request, tmp_path, size=2):
-    programs = [block for block in readme_blocks("python") if "init_process_group" in block]
-    assert len(programs) >= 2
+def test_programs_of_readme_and_own_kernels_run_as_pasted(request, tmp_path, size=2):
+    found = [*blocks("README.md", "python"), *blocks("docs/own_kernels.md", "python")]
+    programs = [block for block in found if "init_process_group" in block]
+    assert len(programs) == 2
     for i, program in enumerate(programs):
         path = tmp_path / f"readme{i}.py"
         path.write_text(program)

@@ -31,7 +31,7 @@ def test_it_builds(tmp_path):
 def documented():
     """Public classes and functions of the host: those that the pages show."""
     for page in sorted(pathlib.Path(ROOT, "docs").rglob("*.md")):
-        for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+        for name in re.findall(r"^<!-- generated: api (\S+)", page.read_text(), re.MULTILINE):
             found = pkgutil.resolve_name(re.sub(r"^(allscan(?:\.[a-z_]+)*)\.(\w+)$", r"\1:\2", name))
             if inspect.isfunction(found) or (inspect.isclass(found) and "__init__" in vars(found)):
                 yield name, found
@@ -61,5 +61,44 @@ def test_its_examples_run():
 
 
 @pytest.mark.quick
+def test_generated_parts_are_those_of_their_sources():
+    """Tables of bench/results, docstrings, programs that two pages have."""
+    python("docs/generate.py", "--check")
+
+
+@pytest.mark.quick
+def test_every_program_runs_or_says_why_not():
+    """check_examples runs those on one process and on ranks, test_device those by torchrun."""
+    said = re.compile(r"# (runs on (one process|\d ranks)|part of a program|needs)\b")
+    by_torchrun, silent = [pathlib.Path(ROOT, page).read_text() for page in ("README.md", "docs/own_kernels.md")], []
+    for page in [pathlib.Path(ROOT, "README.md"), *sorted(pathlib.Path(ROOT, "docs").rglob("*.md"))]:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            runs = "init_process_group" in block and any(block in page for page in by_torchrun)
+            if not (runs or said.match(block)):
+                silent.append(f"{page.relative_to(ROOT)}: {block.partition(chr(10))[0]}")
+            if "set_device(dist.get_rank())" in block:
+                silent.append(f"{page.relative_to(ROOT)}: wrong on a second node")
+    assert not silent, "\n".join(silent)
+
+
+@pytest.mark.quick
 def test_the_readme_is_short():
-    assert len(open(os.path.join(ROOT, "README.md"), encoding="utf-8").read().splitlines()) <= 200
+    assert len(open(os.path.join(ROOT, "README.md"), encoding="utf-8").read().splitlines()) <= 140
+
+
+@pytest.mark.quick
+def test_all_pages_are_in_the_menu():
+    menu = pathlib.Path(ROOT, "mkdocs.yml").read_text()
+    pages = [path.relative_to(f"{ROOT}/docs").as_posix() for path in pathlib.Path(ROOT, "docs").rglob("*.md")]
+    assert not [page for page in pages if f": {page}\n" not in menu]
+
+
+@pytest.mark.quick
+def test_variables_are_documented():
+    """Each one that the package, or its tests, read."""
+    names = set()
+    for folder in ("allscan", "bindings", "shmem_kernels", "bench", "tests", "docs"):
+        for path in pathlib.Path(ROOT, folder).rglob("*.py"):
+            names |= set(re.findall(r"[\"'](ALLSCAN_[A-Z_]+)", path.read_text()))
+    page = pathlib.Path(ROOT, "docs", "variables.md").read_text()
+    assert len(names) >= 8 and not [name for name in sorted(names) if f"`{name}`" not in page], sorted(names)

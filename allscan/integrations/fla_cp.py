@@ -31,6 +31,7 @@ _TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
 _communicators: dict[Any, Communicator] = {}  # by process group
+_made: dict[Any, None] = {}  # groups of those communicators that enable() has made, in that order
 _every_group = False  # whether enable() was called
 
 
@@ -48,6 +49,29 @@ def enable() -> None:
     global _every_group
     _every_group = True
     _install()
+
+
+def disable() -> None:
+    """Undo ``enable`` and ``context_parallel``: fla's operators carry their states themselves again.
+
+    Collective over the groups of the contexts so far: closes the communicators that ``enable`` has made. Those that
+    ``context_parallel`` was given stay open. Backward passes of calls from before run as fla's own, so that no rank
+    calls it between a forward pass and its backward. Without ``enable`` it changes nothing.
+
+    Raises:
+        AllScanOutOfStep: if the ranks have not made equally many calls; fla's functions are back all the same.
+
+    Example:
+        >>> allscan.integrations.fla_cp.disable()                                 # on every rank, between two steps
+    """
+    global _every_group
+    _every_group = False
+    _replace(_ours(), _fla)
+    made = [_communicators[group] for group in _made if group in _communicators]
+    _communicators.clear()
+    _made.clear()
+    for comm in made:
+        comm.close()
 
 
 def context_parallel(comm: Communicator) -> None:
@@ -78,14 +102,23 @@ def context_parallel(comm: Communicator) -> None:
     _install()
 
 
+@functools.cache
+def _ours() -> dict[str, Callable]:
+    """What stands for fla's functions, by their names."""
+    ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
+    return ours | {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
+
+
 def _install() -> None:
     """In every module that has imported fla's functions by name; those that come later find ours."""
-    ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
-    ours |= {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
+    _replace(_fla, _ours())
+
+
+def _replace(old: dict[str, Callable], new: dict[str, Callable]) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("fla."):
-            for name, function in ours.items():
-                if vars(module).get(name) is _fla[name]:
+            for name, function in new.items():
+                if vars(module).get(name) is old[name]:
                     setattr(module, name, function)
 
 
@@ -116,6 +149,7 @@ def _communicator(group) -> Communicator | None:
         comm = None
     if comm is None and _every_group and group is not None:
         comm = _communicators[group] = Communicator(group)
+        _made[group] = None
     return comm
 
 

@@ -3,6 +3,7 @@ fla's kernels for them need a GPU, and with ours; on GPUs beside fla's own all-g
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -95,6 +96,14 @@ def test_summaries(run, size, cuts, layout):
     assert max(run(size, summary_case, cuts, layout)) < 1e-5
 
 
+def used():
+    """By their names, the functions of fla's context parallelism in all of its modules that have them."""
+    from allscan.integrations import fla_cp
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    return {name: {vars(module)[name] for module in modules if name in vars(module)} for name in fla_cp._fla}
+
+
 def own_summary_case(group, rule, cuts):
     """The same with the summaries of shmem_kernels/delta.py, which run in the interpreter too; by enable()."""
     import_fla()
@@ -117,8 +126,11 @@ def own_summary_case(group, rule, cuts):
     after, _ = chunk_delta_h.chunk_gated_delta_rule_bwd_dhu_pre_process(
         q=q, k=k, w=w, do=do, dv=dv, scale=16**-0.5, **common
     )
-    fla_cp._communicators.pop(context.group).close()
-    fla_cp._every_group = False
+    comm, theirs = fla_cp._communicators[context.group], fla_cp._fla
+    assert all(theirs[name] not in functions for name, functions in used().items())
+    fla_cp.disable()
+    assert comm.closed and used() == {name: {function} for name, function in theirs.items()}
+    fla_cp.disable()  # changes nothing
     expected = [torch.zeros_like(prev, dtype=torch.float64) for _ in range(2)]
     if context.pre_num_ranks:
         expected[0][0] = parts.expected["h"][0]

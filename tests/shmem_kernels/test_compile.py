@@ -330,7 +330,7 @@ class NoCarrier:
 
 
 def rejected_on_sm_100(kernel):
-    """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/limits.md."""
+    """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/versions.md."""
     return kernel is delta.adjoint_kernel and VERSION < (3, 9)
 
 

@@ -1,0 +1,361 @@
+"""Write the generated parts of README.md, bench/README.md and docs/**/*.md: python docs/generate.py [--check]
+
+A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``. NAME is one of
+
+    table X        a table of measurements, from bench/results/*.csv: a function below
+    api X [a b]    signature and docstring of the public name X, read from its source; a, b: members of a class
+    program P N    the text of README.md's or a docs page's N-th block of Python, so that it stands in one place
+
+With --check nothing is written; the exit status is 1 if a page differs from its sources. Needs griffe, but no GPU,
+torch or Triton: sources are parsed, not imported.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PART = re.compile(r"(<!-- generated: (\w+) ([^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+# --- tables of measurements ---
+
+
+@functools.cache
+def _rows(name: str) -> list[dict[str, str]]:
+    with open(ROOT / "bench" / "results" / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _find(name: str, **wanted: object) -> dict[str, str]:
+    """The one row with these values."""
+    found = [row for row in _rows(name) if all(row[key] == str(value) for key, value in wanted.items())]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows of {name}.csv have {wanted}")
+    return found[0]
+
+
+def _number(text: str, digits: int) -> str:
+    return f"{float(text):,.{digits}f}"
+
+
+def _pair(row: dict[str, str]) -> str:
+    """Latency / back to back, in microseconds."""
+    back = row.get("back_to_back_us") or row["free_running_us"]
+    return f"{_number(row['p50_us'], 1)} / {_number(back, 1)}"
+
+
+def _ratio(above: dict[str, str], below: dict[str, str], column: str = "p50_us") -> str:
+    return f"{float(above[column]) / float(below[column]):.3f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _scan(method: str, ranks: int, size: int = 2 << 20) -> dict[str, str]:
+    return _find("scan", method=method, ranks=ranks, bytes=size)
+
+
+def headline() -> str:
+    """README's: what the split costs beside one GPU, and beside the strongest alternative that was measured."""
+    windows = _find("scan_h100", bytes=2 << 20, method="windows (fused fold)")
+    now = _find("scan_variants_h100", bytes=2 << 20, variant="now", words=4096, warps=8)
+    step = functools.partial(_find, "operator", gates=0, T=16384)
+    both = {"pass": "forward+backward"}
+    gla = {ranks: step(method="zeco", ranks=ranks, **both) for ranks in (2, 4)}
+    gathered = step(method="all_gather overlapped", ranks=4, **both)
+    kda = functools.partial(_find, "delta", rule="kda", T=16384, H=32, gates="near 1", ranks=2, **both)
+    hybrid = functools.partial(_find, "hybrid", model="kimi_linear, MLA 128")
+    trained = {n: _find("model", method="zeco", ranks=n, T=16384) for n in (2, 4)}
+    moved = _find("model", method="all_to_all", ranks=4, T=16384)
+    shape = "1x16384x16x128x128"
+    ours = _find("local", shape=shape, sequences="", method="zeco_gla", sources="c2ee9aef2fcb")
+    fla = _find("local", shape=shape, sequences="", method="fla chunk_gla", sources="313947c01e12")
+
+    def over(row: dict[str, str]) -> str:
+        return f"{float(row['p50_us']) / float(row['one_rank_us']):.3f}"
+
+    rows = [
+        [
+            "scan of 2 MiB, us, latency / back to back",
+            _pair(_scan("sentinel", 2)),
+            _pair(_scan("sentinel", 4)),
+            "NCCL all-gather of symmetric windows and a fused fold, 2 H100s: "
+            f"{_pair(windows)}; All-Scan there {_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}",
+        ],
+        [
+            "GLA, both passes, over one GPU's time",
+            over(gla[2]),
+            over(gla[4]),
+            f"NCCL all-gather, overlapped, 4 ranks: {over(gathered)}",
+        ],
+        [
+            "KDA, both passes, over fla's on one GPU",
+            _number(kda(method="zeco")["times_one_rank"], 3),
+            "",
+            f"fla's context parallelism: {_number(kda(method='fla cp_context')['times_one_rank'], 3)}",
+        ],
+        [
+            "training a GLA model, tokens/s, of data parallel's",
+            f"{_number(trained[2]['percent_of_data_parallel'], 1)} %",
+            f"{_number(trained[4]['percent_of_data_parallel'], 1)} %",
+            f"heads by all-to-all, 4 ranks: {_number(moved['percent_of_data_parallel'], 1)} %",
+        ],
+        [
+            "training a Kimi-Linear hybrid, the same, 2 H100s",
+            f"{_number(hybrid(method='allscan, zigzag')['percent_of_data_parallel'], 1)} %",
+            "",
+            f"heads by all-to-all: {_number(hybrid(method='heads')['percent_of_data_parallel'], 1)} %",
+        ],
+        [
+            "GLA on one GPU, both passes, ms",
+            f"1 rank: {float(ours['forward_backward_us']) / 1e3:.2f}",
+            "",
+            f"fla's `chunk_gla`: {float(fla['forward_backward_us']) / 1e3:.2f}",
+        ],
+    ]
+    return _table(["", "2 ranks", "4 ranks", "instead"], rows)
+
+
+def scan() -> str:
+    """docs/results.md: the scan beside others, H200s."""
+    methods = ["sentinel", "peer copy", "all_gather (no fold)", "all_gather (fused fold)", "all_gather", "ring"]
+    names = ["All-Scan", "bare copy to a neighbour, latency", "NCCL all-gather alone"]
+    names += ["and its fold, fused", "and its fold, by operators", "NCCL ring"]
+    rows = []
+    for ranks in (2, 4):
+        found = [_scan(method, ranks) for method in methods]
+        rows.append([str(ranks), *(_pair(x) for x in found)])
+        rows[-1][2] = _number(found[1]["p50_us"], 1)
+    return _table(["ranks", *names], rows)
+
+
+_OPERATOR = "zeco", "all_gather", "all_gather overlapped", "ring", "all_to_all"
+
+
+def _operator(name: str) -> str:
+    rows = []
+    kinds = {(x["gates"], x["pass"], int(x["ranks"])): None for x in _rows(name) if x["T"] == "16384"}
+    for gates, both, ranks in sorted(kinds, key=lambda kind: (kind[0] != "0", kind)):
+        where = {"gates": gates, "pass": both, "ranks": ranks, "T": 16384}
+        zeco, *others = (_find(name, method=method, **where) for method in _OPERATOR)
+        one = zeco["one_rank_us"]
+        over = f"{float(zeco['p50_us']) / float(one):.3f}"
+        times = [_number(x["p50_us"], 0) for x in others]
+        told = both.replace("+", " + ")
+        rows.append([gates, told, str(ranks), _number(one, 0), f"**{_number(zeco['p50_us'], 0)}**", over, *times])
+    head = ["gates", "pass", "ranks", "1 rank", "**ZeCO**", "over 1 rank", "all-gather (LASP-2)", "overlapped"]
+    return _table([*head, "ring (LASP-1)", "all-to-all"], rows)
+
+
+def operator() -> str:
+    """docs/results.md: zeco_gla beside the same local kernels with other communication, H200s."""
+    return _operator("operator")
+
+
+def operator_h100() -> str:
+    """The same on 2 H100s."""
+    return _operator("operator_h100")
+
+
+def training() -> str:
+    """docs/results.md: a GLA model."""
+    rows = []
+    for ranks in (2, 4):
+        ideal, *found = (_find("model", method=x, ranks=ranks, T=16384) for x in ("data parallel", *_OPERATOR))
+        speeds = [_number(x["tokens_per_s_per_gpu"], 0) for x in (ideal, *found)]
+        told = [f"{s} ({_number(x['percent_of_data_parallel'], 1)} %)" for s, x in zip(speeds[1:], found, strict=True)]
+        rows.append([str(ranks), speeds[0], f"**{told[0]}**", *told[1:]])
+    head = ["ranks", "data parallel", "**ZeCO**", "all-gather (LASP-2)", "overlapped", "ring (LASP-1)", "all-to-all"]
+    return _table(head, rows)
+
+
+def hybrid() -> str:
+    """docs/results.md: transformers' Kimi-Linear."""
+    names = {
+        "data parallel": "data parallel, a sequence of 16,384 tokens a rank",
+        "allscan, zigzag": "**`integrations.transformers`, zigzag**",
+        "allscan": "the same, consecutive parts",
+        "heads": "heads by all-to-all, in both kinds of layers",
+    }
+    rows = []
+    for method, told in names.items():
+        rows.append([told])
+        for size in (128, 192):
+            row = _find("hybrid", model=f"kimi_linear, MLA {size}", method=method)
+            percent = _number(row["percent_of_data_parallel"], 1)
+            rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
+    return _table(["", "128", "of data parallel", "192 / 128", "of data parallel"], rows)
+
+
+def zigzag() -> str:
+    """docs/api/zigzag.md: zeco_gla in both layouts, 2 H100s."""
+    names = {"zeco": "rank order", "zeco, zigzag": "zigzag", "zeco, tokens moved": "zigzag, tokens moved and back"}
+    rows = []
+    for gates in ("0", "near 1"):
+        for both in ("forward", "forward+backward"):
+            found = [_find("operator_h100", method=x, gates=gates, T=16384, **{"pass": both}) for x in names]
+            cells = [f"{_number(x['p50_us'], 0)} ({float(x['p50_us']) / float(x['one_rank_us']):.3f})" for x in found]
+            rows.append([gates, both.replace("+", " + "), *cells])
+    return _table(["gates", "pass", *names.values()], rows)
+
+
+def worth() -> str:
+    """docs/worth_it.md: what the split adds to one rank's both passes of zeco_gla, us."""
+    rows = []
+    for ranks in (2, 4):
+        where = {"gates": 0, "pass": "forward+backward", "T": 16384, "ranks": ranks}
+        found = [_find("operator", method=x, **where) for x in _OPERATOR]
+        one = float(found[0]["one_rank_us"])
+        rows.append([str(ranks), f"{one:,.0f}", *(f"{float(x['p50_us']) - one:+,.0f}" for x in found)])
+    return _table(["ranks", "one rank", "ZeCO", "all-gather", "overlapped", "ring", "all-to-all"], rows)
+
+
+def worth_kda() -> str:
+    """The same of zeco_kda by tokens, over fla's chunk_kda on one rank, as CUDA graphs; fla's own exchange is eager."""
+    rows = []
+    for tokens in (2048, 4096, 16384):
+        row = [f"{tokens:,}"]
+        for both in ("forward", "forward+backward"):
+            where = {"rule": "kda", "T": tokens, "H": 32, "gates": "near 1", "ranks": 2, "pass": both}
+            zeco, one, theirs = (
+                _find("delta", method=method, **where) for method in ("zeco", "fla, one rank", "fla cp_context")
+            )
+            row += [_ratio(zeco, one, "graph_us"), _number(theirs["times_one_rank"], 3)]
+        rows.append(row)
+    head = ["T a rank", "forward, All-Scan", "fla's `cp_context`", "both passes, All-Scan", "fla's `cp_context`"]
+    return _table(head, rows)
+
+
+def memory() -> str:
+    """docs/memory.md: peaks beside inputs, both passes, one GPU or a rank of 2."""
+    rows = []
+    for method in ("zeco_gla", "zeco_gla, recompute=False", "fla chunk_gla"):
+        row = _find("local", shape="1x16384x16x128x128", sequences="", method=method, sources="c2ee9aef2fcb")
+        rows.append([method, "16 heads of 128 x 128", _number(row["extra_mib"], 0)])
+    for method, told in (("zeco", "zeco_kda, 2 ranks"), ("fla, one rank", "fla chunk_kda")):
+        row = _find("delta", method=method, rule="kda", T=16384, H=32, gates="near 1", **{"pass": "forward+backward"})
+        rows.append([told, "32 heads of 128 x 128", _number(row["extra_mib"], 0)])
+    return _table(["16,384 tokens a rank, bfloat16", "", "peak beside inputs, MiB"], rows)
+
+
+TABLES = {
+    f.__name__: f for f in (headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory)
+}
+
+
+# --- the API, from docstrings ---
+
+
+@functools.cache
+def _package():
+    import griffe
+
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT)], allow_inspection=False, docstring_parser="google")
+    package = loader.load("allscan")
+    loader.resolve_aliases(implicit=True, external=False)
+    return package
+
+
+def _signature(found) -> str:
+    """With defaults, without annotations; a line that is too long gets a line for each argument."""
+    taken, star = [], False
+    for x in found.parameters:
+        kind = x.kind.value
+        if kind == "keyword-only" and not star:
+            taken.append("*")
+        star |= kind in ("keyword-only", "variadic positional")
+        prefix = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
+        default = "" if x.default is None or prefix else f"={x.default}".replace("'", '"')
+        if x.name not in ("self", "cls", "_semantic"):
+            taken.append(f"{prefix}{x.name}{default}")
+    line = f"{found.name}({', '.join(taken)})"
+    if len(line) <= 100:
+        return line
+    return f"{found.name}(\n" + "".join(f"    {x},\n" for x in taken) + ")"
+
+
+def _docstring(found) -> str:
+    """In Markdown."""
+    import griffe
+
+    if found.docstring is None:
+        return ""
+    told = []
+    silent = dict(warn_unknown_params=False, warn_missing_types=False, warnings=False)
+    for section in griffe.parse_google(found.docstring, **silent):
+        kind = section.kind.value
+        if kind == "text":
+            told.append(section.value)
+        elif kind == "admonition":
+            told.append(f"{section.title or 'Example'}:\n\n```\n{section.value.contents}\n```")
+        elif kind == "examples":
+            told.append("Example:\n\n```\n" + "\n".join(text for _, text in section.value) + "\n```")
+        else:
+            title = {"parameters": "Arguments"}.get(kind, kind.capitalize())
+            items = []
+            for x in section.value:
+                name = getattr(x, "name", "") or str(getattr(x, "annotation", "") or "")
+                text = x.description.strip().replace("\n", "\n  ")
+                items.append(f"* `{name}`: {text}" if name else f"* {text}")
+            told.append(f"{title}:\n\n" + "\n".join(items))
+    return "\n\n".join(told) + "\n"
+
+
+def api(name: str, *members: str) -> str:
+    """A heading, the signature, the docstring; below it those of members."""
+    found = _package()[name.removeprefix("allscan.")]
+    found = found.final_target if found.is_alias else found
+    told = [f"## {name}\n"]
+    function = found if found.is_function else found.members.get("__init__") if found.is_class else None
+    if function is not None:
+        told.append(f"```\n{_signature(function).replace('__init__', found.name, 1)}\n```\n")
+    told.append(_docstring(found))
+    for member in members:
+        inner = found.members[member]
+        head = _signature(inner) if inner.is_function else member
+        told.append(f"### {found.name}.{member}\n")
+        told.append(f"```\n{head}\n```\n" if inner.is_function else "An attribute.\n")
+        told.append(_docstring(inner))
+    return "\n" + "\n".join(told) + "\n"
+
+
+def program(page: str, number: str) -> str:
+    """A block of Python of another page."""
+    return f"\n```python\n{PYTHON.findall((ROOT / page).read_text(encoding='utf-8'))[int(number) - 1]}```\n\n"
+
+
+def generate(text: str) -> str:
+    """The page with its generated parts as they are to be."""
+
+    def part(match: re.Match[str]) -> str:
+        begin, kind, arguments, end = match.groups()
+        makers = {"api": api, "program": program, "table": lambda name: f"\n{TABLES[name]()}\n"}
+        return begin + makers[kind](*arguments.split()) + end
+
+    return PART.sub(part, text)
+
+
+def main() -> int:
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        made = generate(text)
+        if made != text:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if "--check" not in sys.argv:
+                path.write_text(made, encoding="utf-8")
+    told = "differ from their sources, run python docs/generate.py" if "--check" in sys.argv else "written"
+    print(f"{', '.join(stale) or 'no page'}: {told}" if stale else "all pages are those of their sources")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
