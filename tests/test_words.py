@@ -9,13 +9,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-# What is not to be found, and what to write instead. Documentation and CHANGELOG.md are not looked at.
+# What is not to be found, and what to write instead
 WORDS = {
     r"tickets?\b": "fwd_epoch, forward epoch: the epoch of a forward launch, which its adjoint launch finds",
     r"\bProblem\b": "DeferredError",
     r"one_hop|ONE_HOP": "neighbour shift",
     r"nothing_passes|[Nn]othing passes through": "zero decay, the zero-decay fast path",
-    r"(?<!recursive )(?<!recursive_)doubling\b": "recursive doubling",
+    r"(?<![Rr]ecursive )(?<!recursive_)(?<!123-)doubling\b": "recursive doubling",
     r"free[ _]running": "back to back",
     r"fine_product|store_fine": "dot_split, store_split",
     r"\bwidest\b": "BV_max",
@@ -38,8 +38,14 @@ def lines():
             linked = str(inside).startswith(("allscan/shmem_kernels", "allscan/bindings"))
             if path.name == "test_words.py" or linked:
                 continue
-            for number, line in enumerate(path.read_text().splitlines(), 1):
-                yield f"{inside}:{number}: {line.strip()}", line
+            yield from lines_of(path)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/*/*.md")):
+        yield from lines_of(path)
+
+
+def lines_of(path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        yield f"{path.relative_to(ROOT)}:{number}: {line.strip()}", line
 
 
 @pytest.mark.quick
