@@ -166,7 +166,7 @@ def zeco_kda(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
-    chunk: str = "fla",
+    chunk: str | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
@@ -199,7 +199,8 @@ def zeco_kda(
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
         chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "fla", flash-linear-attention, which must
             be installed (``pip install flash-linear-attention``), or "allscan", kernels of our own: for any gates, and
-            on CPUs for bfloat16, too; faster than fla's unless gates are strong (docs/delta.md).
+            on CPUs for bfloat16, too; faster than fla's unless gates are strong (docs/delta.md). Default: "fla", with
+            invariant "allscan".
         invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: the same bits for every number of ranks. The
             first and the last rank must have tokens.
 
@@ -216,6 +217,7 @@ def zeco_kda(
     Source:
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
+    chunk = _chunk(chunk, comm, invariant)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
@@ -245,7 +247,7 @@ def zeco_gated_delta_rule(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
-    chunk: str = "fla",
+    chunk: str | None = None,
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
@@ -275,11 +277,20 @@ def zeco_gated_delta_rule(
     Source:
         Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
+    chunk = _chunk(chunk, comm, invariant)
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
     asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
+
+
+def _chunk(chunk: Any, comm: Any, invariant: Any) -> Any:
+    """Who computes inside of chunks."""
+    if chunk is not None:
+        return chunk
+    invariant = getattr(comm, "invariant", 0) if invariant is None else invariant
+    return "allscan" if invariant else "fla"
 
 
 def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:

@@ -16,29 +16,29 @@ ALL = [*NAMES]
 CALLS = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}
 
 
-def case_of(group, case, invariant):
-    """(which tokens this rank has, NAMES of them)."""
-    with allscan.Communicator(group) as comm:
+def case_of(group, case, invariant, of_comm=False):
+    """(which tokens this rank has, NAMES of them). of_comm: the communicator has ``invariant``, the call says
+    nothing."""
+    with allscan.Communicator(group, invariant=invariant if of_comm else 0) as comm:
         whole, mine = Whole(case, comm.device), place(comm, case.tokens, case.zigzag)
         own = [x[:, mine].contiguous().requires_grad_() for x in whole.tensors()]
         own.append(whole.initial.clone().requires_grad_())
         o, final = CALLS[case.rule](
             *own[:5],
             comm=comm,
-            chunk="allscan",
+            **({} if of_comm else dict(chunk="allscan", invariant=invariant)),
             initial_state=own[5],
             output_final_state=True,
             cu_seqlens=case.lengths,
             layout="zigzag" if case.zigzag else "contiguous",
-            invariant=invariant,
         )
         whole.loss(o, final, whole.do[:, mine]).backward()
         comm.barrier()
         return torch.arange(sum(case.tokens))[mine], [x.detach().cpu() for x in (o, final, *(x.grad for x in own))]
 
 
-def found(run, case, invariant=S):
-    parts = run(len(case.tokens), case_of, case, invariant)
+def found(run, case, invariant=S, of_comm=False):
+    parts = run(len(case.tokens), case_of, case, invariant, of_comm)
     order, whole = torch.cat([mine for mine, _ in parts]).argsort(), []
     for i, name in enumerate(NAMES):
         of_ranks = [part[i] for _, part in parts]
@@ -64,6 +64,12 @@ def test_the_law_in_float64(run, size=2):
 def test_contiguous(run, rule, kind, dtype, B, HV, size, tokens):
     case = DeltaCase(rule, [3 * S + 37], B, 1, HV, 16, 32, kind, dtype)
     assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
+
+
+@pytest.mark.parametrize("rule", CALLS)
+def test_of_the_communicator(run, rule, size=2):
+    case = DeltaCase(rule, [S, S])
+    assert same(found(run, case), found(run, case, of_comm=True)) == ALL
 
 
 def test_zigzag(run, size=2):
