@@ -76,6 +76,7 @@ def of_integration(name, function, *given, **options):
 TAKE_A_COMMUNICATOR = {
     "allscan": lambda comm: allscan.allscan(X, comm=comm),
     "allscan, in zigzag": lambda comm: allscan.allscan((X, X), comm=comm, layout="zigzag"),
+    "allscan_segments": lambda comm: allscan.allscan_segments(X, comm=comm),
     "halo": lambda comm: allscan.halo(X, 1, comm=comm),
     "zeco_gla": lambda comm: gla(comm, X, X),
     "zeco_kda": lambda comm: kda(comm, X, X),
