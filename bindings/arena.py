@@ -81,3 +81,11 @@ class Arena:
                 self._free[start] = room + length
                 return
         self._free[offset] = length
+
+
+def check_nodes(hosts: Sequence[str]) -> None:
+    """Raises RuntimeError, alike on all ranks, unless every node has as many. hosts: [rank]: the name of its node."""
+    counts = {host: list(hosts).count(host) for host in dict.fromkeys(hosts)}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} on {host}" for host, count in counts.items())
+        raise RuntimeError(f"NVSHMEM needs the same number of ranks on every node, got {found}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .arena import Arena, arena_bytes, check_alike
+from .arena import Arena, arena_bytes, check_alike, check_nodes
 from .versions import rejection
 
 INSTALL = "pip install nvshmem4py-cu13 nvidia-nvshmem-cu13 (or -cu12)"  # what an error advises
@@ -113,6 +113,7 @@ class NvshmemHeap:
         self.device = torch.device("cuda", torch.cuda.current_device())
         nodes, sizes = zip(*exchange((os.uname().nodename, self.arena.size)), strict=True)
         check_alike(sizes)
+        check_nodes(nodes)
         defaults = {"NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, 2 * self.arena.size)), "NVSHMEM_DISABLE_NVLS": "1"}
         if len(set(nodes)) == 1:  # one host needs no network
             defaults |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}

@@ -9,13 +9,17 @@ import sys
 
 import pytest
 
+from allscan.bindings.arena import check_nodes
 from allscan.tools import network_check
+from support.network import compiler
 
 pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 WRONG = """
 import sys, torch, allscan
+from allscan.bindings.arena import check_nodes
 from allscan.tools import network_check
+from support.network import compiler
 def check_what_is_wrong(comm, epochs):
     network_check._compare(torch.full((2,), float(comm.rank)), torch.zeros(2), "a sum")
 network_check.CHECKS = {network_check.check_halo: 1.0, check_what_is_wrong: 1.0, network_check.check_zigzag: 1.0}
@@ -54,6 +58,23 @@ def test_a_wrong_result_ends_it(tmp_path):
     assert "FAILED on rank 1: WrongResultError: a sum: off by 1.00e+00" in done.stdout, done.stdout + done.stderr
     assert "halo                       right" in done.stdout and "zigzag" not in done.stdout
     assert "NOT right" in done.stdout
+
+
+@pytest.mark.skipif(not compiler(), reason="needs a C compiler, cc")
+def test_nodes_by_name_on_one_host():
+    """Each torchrun has a node's name, by which ranks without GPUs find that they are not on one host."""
+    launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launch_nodes.py")
+    command = [sys.executable, launcher, "1,1", "-m", "allscan.tools.network_check", "--epochs", "1"]
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode and "needs all ranks on one host, got node0-" in done.stdout + done.stderr, done
+
+
+@pytest.mark.quick
+def test_uneven_nodes():
+    check_nodes(["a", "b", "a", "b"])
+    with pytest.raises(RuntimeError, match="same number of ranks on every node, got 2 on a, 1 on b"):
+        check_nodes(["a", "a", "b"])
 
 
 @pytest.mark.quick

@@ -17,7 +17,7 @@ from support.scans import ScanCase, gradient_case, scan_case
 from support.values import error, inputs, late
 
 pytestmark = [
-    pytest.mark.cpu,
+    pytest.mark.network,
     pytest.mark.skipif(not network.compiler(), reason="needs a C compiler, cc"),
     pytest.mark.skipif(not network.ucx_folder(), reason="needs UCX: pip install libucx-cu13 (or -cu12)"),
 ]
