@@ -35,7 +35,8 @@ CUTS = False, True
 
 def packings(whole: int) -> dict[str, list[int]]:
     """cu_seqlens of rows of ``whole`` tokens."""
-    lengths = {"4 equal": [whole // 4] * 4, "1 of a half, 16 of a 32nd": [whole // 2] + [whole // 32] * 16}
+    long = [whole // 2, *[whole // 32] * 14, whole // 16]
+    lengths = {"4 of a quarter": [whole // 4] * 4, "1 of a half, 14 of a 32nd, 1 of a 16th": long}
     return {name: [sum(some[:i]) for i in range(len(some) + 1)] for name, some in lengths.items()}
 
 
@@ -130,7 +131,7 @@ def main() -> int:
         print("No two GPUs here: a check of both cuts on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:
             for name, error in ranks.run(check, None, kind, 64, 4, 16)[0].items():
-                print(f"{name:26} error {error:.1e}")
+                print(f"{name:40} error {error:.1e}")
         return 0
     count = arguments.ranks or torch.cuda.device_count()
     if not arguments.tuned:
