@@ -201,7 +201,7 @@ def blocks(page: str, language: str) -> list:
 
 def test_programs_of_readme_and_own_kernels_run_as_pasted(request, tmp_path, size=2):
     found = [*blocks("README.md", "python"), *blocks("docs/own_kernels.md", "python")]
-    programs = [block for block in found if "init_process_group" in block]
+    programs = [block for block in found if "init_process_group" in block and not block.startswith("# needs GPUs")]
     assert len(programs) == 2
     for i, program in enumerate(programs):
         path = tmp_path / f"readme{i}.py"
