@@ -2,7 +2,7 @@
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
-# make test-network  what goes over NVSHMEM's remote transport, on two GPUs of this machine
+# make test-network  put links over UCX and TCP on this machine: on CPU ranks, and on two GPUs by NVSHMEM
 # make test-triton   the GPU tests that show the kernels right with another Triton: TRITON=its folder; and times of both
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
 # make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
@@ -59,10 +59,9 @@ test: $(READY)
 
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
 test-gpu: GOAL := on-gpu
-test-network: GOAL := network-on-gpu
 test-triton: GOAL := triton-on-gpu
 peer: GOAL := peer-on-gpu
-test-gpu test-network test-triton peer:
+test-gpu test-triton peer:
 ifdef GIVEN
 	@$(MAKE) --no-print-directory $(GOAL) PYTHON=$(GIVEN)
 else
@@ -88,11 +87,22 @@ on-gpu:
 	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) --dist worksteal; first=$$?; \
 	$(PYTHON) -m pytest --gpu -m alone && exit $$first
 
-network-on-gpu:
-	$(PYTHON) -m pytest --network $(OPTIONS)
+# Without GPUs, what runs on CPU ranks
+test-network:
+ifdef GIVEN
+	$(GIVEN) -m pytest --network $(OPTIONS)
+else
+	@if python3 -c '$(HAS_ALL); import libucx' 2>/dev/null; then python3 -m pytest --network $(OPTIONS); \
+	else $(MAKE) --no-print-directory $(VENV)/$(if $(shell command -v nvidia-smi),ready-gpu,ready-network) && \
+	$(VENV)/bin/python -m pytest --network $(OPTIONS); fi
+endif
 
 $(VENV)/ready-gpu: $(VENV)/ready
 	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[cuda13,network]'
+	touch $@
+
+$(VENV)/ready-network: $(VENV)/ready
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -e '.[network]'
 	touch $@
 
 # One environment at a time, removed afterwards; ONLY: one of those that `nox -f tests/matrix/noxfile.py -l` lists

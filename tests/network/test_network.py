@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import allscan
 from allscan.tools.ranks import Ranks, on_first
@@ -18,6 +16,7 @@ from support.call_order import resync_case, shifted_case
 from support.delta import DeltaCase, own_case
 from support.gla import GLACase, check, gla_case
 from support.long_runs import graph_case, long_case, zigzag_case
+from support.network_cases import absent_case, halo_case, lost_case, memory_case, stall_case
 from support.scans import ScanCase, gradient_case, scan_case
 from support.values import error, inputs, late
 
@@ -178,19 +177,6 @@ def test_many_tiles_back_to_back(over, behaves):
     assert (counted["overtakings"] > 1000) == (behaves == REORDER), counted
 
 
-def halo_case(group, epochs):
-    with allscan.Communicator(group) as comm:
-        for epoch in range(epochs):
-            whole = torch.randn(comm.size, 2, 8, 300, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
-            late(epoch, comm.rank, 2)
-            own = whole[comm.rank].clone().requires_grad_()
-            before = allscan.halo(own, 3, comm=comm)
-            assert torch.equal(before, whole[0][:, -3:] if comm.rank else torch.zeros_like(before))
-            before.sum().backward()
-            assert own.grad.sum().item() == (0 if comm.rank else own[:, -3:].numel())
-    return True
-
-
 def test_halo(over):
     assert all(over(halo_case, 100)[0])
 
@@ -219,25 +205,6 @@ def test_a_call_that_one_rank_rejects_or_never_enters(over, how, step):
         assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (rank, found, end)
 
 
-def absent_case(group):
-    """Rank 0 never calls; then all come back."""
-    comm = allscan.Communicator(group, timeout=1.0)
-    scan, found = allscan.AllScan(comm, (2, 4, 8)), None
-    state = torch.ones(scan.shape, device=comm.device)
-    if comm.rank:
-        try:
-            scan.scan(state)
-            comm.streams.synchronize()
-            comm.check()
-        except allscan.AllScanTimeout as timeout:
-            found = timeout.rank, timeout.neighbour
-    dist.barrier(group)
-    comm.resync()
-    again = bool((scan.scan(state) == comm.rank).all())
-    comm.close()
-    return found, again
-
-
 def test_a_rank_that_never_comes_is_named(over):
     assert over(absent_case)[0] == [(None, True), ((1, 0), True)]
 
@@ -246,70 +213,14 @@ def test_resync_after_time_outs(over):
     assert all(over(resync_case)[0])
 
 
-def memory_case(group, epochs):
-    """(Bytes that torch has given, that are free on the device, free of the arena) after so many epochs each."""
-    with allscan.Communicator(group) as comm:
-        scan, found = allscan.AllScan(comm, (4, 16, 32)), []
-        state, out = torch.ones(scan.shape, device=comm.device), torch.zeros(scan.shape, device=comm.device)
-        done = 0
-        for many in epochs:
-            for _ in range(many - done):
-                scan.scan(state, 0.5, out=out)
-            done = many
-            comm.barrier()
-            free = torch.cuda.mem_get_info()[0]
-            found.append((torch.cuda.memory_allocated(), free, comm.memory.heap.arena.free_bytes))
-        return found
-
-
 def test_memory_after_1000_and_10000_epochs(over):
     for first, second in over(memory_case, (1000, 10_000))[0]:
         assert first == second
 
 
-def stall_case(group, seconds):
-    """(How long close() takes on rank 0, what is held after it, whether the value came to rank 1.)"""
-    comm = allscan.Communicator(group)
-    scan = allscan.AllScan(comm, (2, 4, 8))
-    state = torch.ones(scan.shape, device=comm.device)
-    scan.scan(state)  # compiles
-    comm.barrier()
-    if comm.rank == 0:
-        network.behave("stall", int(seconds * 1e9))
-    start = time.monotonic()
-    prev = scan.scan(3 * state)
-    comm.close()
-    return time.monotonic() - start, network.counts()["held"], bool((prev == 3 * comm.rank).all())
-
-
 def test_close_returns_after_delivery(over):
     for seconds, held, right in over(stall_case, 2.0, behaves=IN_ORDER)[0]:
         assert 1.5 < seconds < 20 and held == 0 and right
-
-
-def lost_case(group):
-    """What rank 1 hears where a scan of rank 0 is never delivered, and that all come back."""
-    comm = allscan.Communicator(group, timeout=1.0)
-    scan, found = allscan.AllScan(comm, (2, 4, 8)), None
-    state = torch.ones(scan.shape, device=comm.device)
-    scan.scan(state)
-    comm.barrier()
-    if comm.rank == 0:
-        network.behave("never")
-    dist.barrier(group)
-    out = torch.zeros_like(state)
-    try:
-        scan.scan(state, out=out)
-        comm.streams.synchronize()
-        comm.check()
-    except allscan.AllScanTimeout as timeout:
-        found = timeout.rank, timeout.neighbour, bool(out.isnan().all())
-    dist.barrier(group)
-    network.behave(*REORDER)
-    comm.resync()
-    again = bool((scan.scan(state) == comm.rank).all())
-    comm.close()
-    return found, again
 
 
 def test_what_is_never_delivered_is_a_time_out(over):

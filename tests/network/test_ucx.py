@@ -13,6 +13,7 @@ from support import network, ucx_network
 from support.any_epoch import control_case
 from support.call_order import resync_case, shifted_case
 from support.gla import GLACase, check, gla_case
+from support.network_cases import absent_case, halo_case, lost_case, memory_case, stall_case
 from support.scans import ScanCase, gradient_case, scan_case
 from support.values import error, inputs, late
 
@@ -41,6 +42,7 @@ class Network:
         found = self.ranks.run(on_first, sum(self.nodes), function, *arguments, timeout=timeout)
         after = self.ranks.run(network.counts)
         counted = {name: sum(x[name] for x in after) - sum(x[name] for x in before) for name in after[0]}
+        print(f"{function.__name__}{arguments} over {behaves}: {counted}", flush=True)
         assert counted["passed"] > 0 and counted["failed"] == 0, counted
         assert network.loopback_bytes() - start >= counted["bytes"]
         assert network.lanes(self.folder) == {"tcp/lo"}
@@ -97,7 +99,7 @@ def back_to_back_case(group, rounds):
 
 
 def test_a_thousand_overtakings(over):
-    found, counted = over((1, 1)).run(back_to_back_case, 400)
+    found, counted = over((1, 1)).run(back_to_back_case, 600)
     assert max(found) == 0
     assert counted["overtakings"] > 1000 and counted["of_groups"] > 100, counted
 
@@ -122,4 +124,16 @@ def test_operators_and_faults(over):
             for got, wanted in zip(found, right, strict=True):
                 assert got == wanted or isinstance(got, str) or got != got, (found, right)
             assert end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again, (found, end)
-    assert all(one.run(resync_case)[0])
+    assert all(one.run(resync_case)[0]) and all(one.run(halo_case, 20)[0])
+    assert one.run(absent_case)[0] == [(None, True), ((1, 0), True)]
+    for first, second in one.run(memory_case, (100, 1000))[0]:
+        assert first == second
+
+
+def test_a_stall_and_what_is_lost(over):
+    """close() returns after delivery; what never comes is a time-out that names who sends."""
+    one = over((1, 1))
+    for seconds, held, right in one.run(stall_case, 2.0, behaves=IN_ORDER)[0]:
+        assert 1.5 < seconds < 20 and held == 0 and right
+    found, counted = one.run(lost_case)
+    assert found == [(None, True), ((1, 0, True), True)] and counted["lost"] > 0
