@@ -174,3 +174,16 @@ def _with_algorithm(group, algorithm):
 def test_algorithms(run, algorithm, rejected, size=2):
     for text in run(size, _with_algorithm, algorithm):
         assert (text is not None and algorithm in text[1]) == rejected, text
+
+
+def _communicators(group):
+    rank = group.rank()
+    return [
+        raised(allscan.Communicator, group, invariant=invariant)
+        for invariant in (64 if rank else 128, 100 if rank else 64, -64, "all")
+    ]
+
+
+def test_communicators_are_alike(run, size=2):
+    for texts in zip(*run(size, _communicators)):
+        assert all(texts) and all("invariant" in text for _, text in texts), texts
