@@ -7,7 +7,7 @@
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
 # make matrix    the quick tests with other versions of torch, Triton, Python, transformers and NVSHMEM, on CPUs
 # make bench     what this machine can hold
-# make docs      the documentation into site/, its examples run
+# make docs      the documentation into site/, its tables and API pages written, its examples run
 # make venv      the environment alone
 #
 # OPTIONS: of pytest, for check, test and peer, as -x, -k kda or --junitxml=results.xml; --ranks N of peer.
@@ -117,6 +117,7 @@ bench: $(READY)
 	$(PYTHON) -m bench.plots
 
 docs: $(READY)
+	$(PYTHON) docs/generate.py
 	$(PYTHON) -m mkdocs build --strict
 	$(PYTHON) docs/check_examples.py
 

@@ -17,6 +17,7 @@ STATE = (32, 128, 128)  # 2 MiB: the state of 32 heads with K = V = 128
 
 
 USAGE = """usage: allscan doctor       what this machine has, which transport would be used and why, and a self-test
+       allscan estimate CONFIG --tokens T --ranks P    memory and traffic of a model's layers (docs/estimate.md)
        allscan --version
        allscan --help"""
 
@@ -29,6 +30,10 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print(f"allscan {__version__}")
         return 0
+    if sys.argv[1:2] == ["estimate"] and not versions.rejection(*versions.ALL):
+        from .estimate import main as estimate
+
+        return estimate(sys.argv[2:])
     if sys.argv[1:] != ["doctor"]:
         print(USAGE, file=sys.stderr)
         return 2

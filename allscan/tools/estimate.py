@@ -1,0 +1,287 @@
+"""``allscan estimate``: what a model's layers take over a sharded sequence, from its config, without a GPU.
+
+zeco_gla's memory is that of its plans, which are made here as for a GPU. That of the delta rules, between whose kernels
+fla allocates, is a formula with constants from bench/results/delta.csv, bfloat16 and K = V = 128.
+tests/tools/test_estimate.py compares both with peaks that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base.tiling import H100_MULTIPROCESSORS, scan_tile, transition_tile
+from ..launch.plan import Plan
+from ..ops.carrier import Carried, record_call
+from ..ops.delta.delta_passes import delta_segment_length
+from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
+from ..scan.workspace import Spec, workspace_layout
+from ..tokens.packing import Layout, TokenRange, most_segments
+
+USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--batch B] [--layout zigzag] [--depth 3] [--puts]
+
+CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next) or of flash-linear-attention (GLA, KDA, Gated
+DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32."""
+
+# bytes for each token, head and 128 columns, and how often the states that are kept: of either place where a forward
+# pass has its peak, and of both passes
+DELTA = {"kda": ((2560, 1.0), (2048, 2.5), (6424, 1.9)), "gated_delta_rule": ((1668, 1.0), (1156, 2.5), (3736, 1.9))}
+OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
+FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
+
+
+class Recurrent(NamedTuple):
+    """Layers of one shape."""
+
+    rule: str  # of OPERATORS
+    layers: int
+    heads: int
+    K: int
+    V: int
+
+
+class Softmax(NamedTuple):
+    """Layers of one shape; numbers: what a token has of keys and values, or of latents, that is gathered."""
+
+    layers: int
+    numbers: int
+
+
+class Cut(NamedTuple):
+    """How the sequence lies on the ranks."""
+
+    tokens: int  # of all ranks
+    ranks: int
+    batch: int = 1
+    zigzag: bool = False
+    depth: int = 3
+    puts: bool = False  # NVSHMEM's put in place of loads and stores
+    multiprocessors: int = H100_MULTIPROCESSORS
+
+    @property
+    def own(self) -> int:
+        """Tokens of a rank."""
+        return self.tokens // self.ranks
+
+
+class Peak(NamedTuple):
+    """Bytes beside an operator's inputs: of a forward pass without gradients, of both passes."""
+
+    forward: int
+    both: int
+
+
+class _Apart:
+    """In place of All-Scan where a plan is made for its memory: of a rank between others."""
+
+    comm: Any = types.SimpleNamespace(graphs=None)
+    handle = 0
+
+    def prepare(self, *_: Any, **__: Any) -> None:
+        """Nothing is agreed upon."""
+
+    def stream(self, *_: Any) -> contextlib.nullcontext:
+        """None: the plan is not run."""
+        return contextlib.nullcontext(lambda: None)
+
+    def carry(self, *_: Any) -> None:
+        """Never called."""
+
+    def pending(self, *_: Any) -> list:
+        """No backward is waited for."""
+        return []
+
+    def neighbours(self, *_: Any) -> tuple[bool, bool]:
+        """On both sides."""
+        return True, True
+
+    def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
+        """A step with the scan's buffers."""
+        record_call(plan, carried, reverse, zigzag)
+
+    def expected_us(self, words: int, zigzag: bool) -> float:
+        """Forward has its keys in one kernel."""
+        return 0.0
+
+
+def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
+    """Of zeco_gla, contiguous tokens."""
+    B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
+    of_gates, dtype = torch.float32, torch.bfloat16
+    shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", 0, cut.multiprocessors, not recompute)
+    pieces = [TokenRange(b * T, (b + 1) * T, b, 0, 0) for b in range(B)]
+    layout = Layout(pieces, B, shape.segment, torch.device("cpu"))
+
+    def like(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(B, T, H, width, dtype=kind, device="meta")
+
+    given = like(K), like(K), like(V), like(K, of_gates)
+    kept = torch.empty(shape.kept_words, dtype=torch.float32, device="meta")
+    forward = forward_plan(shape, 1.0, layout, _Apart(), *given, None, None, kept)
+    backward = backward_plan(shape, 1.0, layout, _Apart(), *given, like(V), None, None, kept)
+    stays = given[2].nbytes + kept.nbytes
+    return Peak(stays + forward.bytes, stays + max(forward.bytes, sum(x.nbytes for x in given) + backward.bytes))
+
+
+def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
+    """Of zeco_kda or zeco_gated_delta_rule."""
+    segment = delta_segment_length(cut.own, layer.heads, cut.multiprocessors)
+    segments = most_segments(cut.batch, cut.own, cut.batch, segment, int(cut.zigzag))
+    kept = segments * layer.heads * layer.K * (layer.K + layer.V) * 4
+    columns = cut.batch * cut.own * layer.heads * (layer.K + layer.V) / 256
+    *forward, both = (int(a * columns + b * kept) for a, b in DELTA[layer.rule])
+    return Peak(max(forward), both)
+
+
+def peak(layer: Recurrent, cut: Cut) -> Peak:
+    """Of one call of the layer's operator."""
+    return gla_peak(layer, cut) if layer.rule == "gla" else delta_peak(layer, cut)
+
+
+def inputs(layer: Recurrent, cut: Cut) -> int:
+    """Bytes of q, k, v, gates and beta, which stay until backward: the activations that grow with the layers."""
+    gates = 4 * (1 if layer.rule == "gated_delta_rule" else layer.K) + (0 if layer.rule == "gla" else 2)
+    return cut.batch * cut.own * layer.heads * (2 * (2 * layer.K + layer.V) + gates)
+
+
+def state(layer: Recurrent, cut: Cut) -> int:
+    """Bytes that a rank sends to the next, forward, and as many in backward."""
+    return 4 * cut.batch * layer.heads * layer.K * layer.V
+
+
+def workspace(layer: Recurrent, cut: Cut) -> int:
+    """Symmetric memory, once for all layers of the shape; see AllScan.size_hint."""
+    if cut.ranks == 1:
+        return 0
+    G = cut.batch * layer.heads
+    if layer.rule == "gla":  # see AllScanCarrier.prepare: half of the programs that may wait
+        device = torch.device("cuda")
+        tile = scan_tile((G, layer.K, layer.V), max(1, cut.multiprocessors // 4), not cut.puts, device)
+    else:
+        tile = transition_tile(layer.K)
+    spec = Spec((G, layer.K, layer.V), tile, cut.depth, "put" if cut.puts else "sentinel", "chain")
+    return 2 * workspace_layout(spec, cut.puts)[1]
+
+
+def gathered(layer: Softmax, cut: Cut) -> int:
+    """Bytes of the keys and values of all ranks in one layer, kept for backward; those of the others are received."""
+    return 2 * cut.batch * cut.tokens * layer.numbers
+
+
+def layers_of(config: dict[str, Any]) -> list[Recurrent | Softmax]:
+    """Of a config.json. Raises ValueError for models that are not known, and where something is missing."""
+    kind = config.get("model_type")
+    try:
+        if kind in FLA:
+            return _of_fla(FLA[kind], config)
+        if kind == "kimi_linear":
+            size = config["linear_head_dim"]
+            rule, softmax = ("kda", config["linear_num_heads"], size, size), config["kv_lora_rank"]
+            return _of_types(config, rule, softmax + config["qk_rope_head_dim"])
+        if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+            heads, K, V = (config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
+            softmax = 2 * config["num_key_value_heads"] * config["head_dim"]
+            return _of_types(config, ("gated_delta_rule", heads, K, V), softmax)
+    except KeyError as error:
+        raise ValueError(f"the config of a {kind} model has no {error.args[0]!r}") from None
+    known = ", ".join((*FLA, "kimi_linear", "qwen3_next", "qwen3_5_text"))
+    raise ValueError(f"model_type {kind!r} is not known, only {known}")
+
+
+def _of_types(config: dict[str, Any], rule: tuple[str, int, int, int], numbers: int) -> list[Recurrent | Softmax]:
+    recurrent = sum(kind == "linear_attention" for kind in config["layer_types"])
+    return _present(rule, recurrent, Softmax(len(config["layer_types"]) - recurrent, numbers))
+
+
+def _of_fla(rule: str, config: dict[str, Any]) -> list[Recurrent | Softmax]:
+    attention = config.get("attn") or {}
+    softmax = len(attention.get("layers", ()))
+    if rule == "gla":
+        heads = config["num_heads"]
+        K, V = (int(config["hidden_size"] * config[f"expand_{x}"]) // heads for x in "kv")
+    else:
+        heads = config.get("num_v_heads") or config["num_heads"]
+        K, V = config["head_dim"], int(config["head_dim"] * config["expand_v"])
+    numbers = 0
+    if softmax:
+        heads_of_keys = attention.get("num_kv_heads") or attention["num_heads"]
+        numbers = 2 * heads_of_keys * (config["hidden_size"] // attention["num_heads"])
+    layers = config["num_hidden_layers"] - softmax
+    return _present((rule, heads, K, V), layers, Softmax(softmax, numbers))
+
+
+def _present(rule: tuple[str, int, int, int], layers: int, softmax: Softmax) -> list[Recurrent | Softmax]:
+    name, *sizes = rule
+    return [x for x in (Recurrent(name, layers, *sizes), softmax) if x.layers]
+
+
+def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
+    """The table that is printed."""
+    lines = [f"{cut.ranks} ranks, {cut.own:,} tokens on each, batch {cut.batch}, bfloat16; MiB of one rank"]
+    traffic = workspaces = stays = 0
+    for layer in layers:
+        if isinstance(layer, Recurrent):
+            found, sent = peak(layer, cut), state(layer, cut) * (1 + cut.zigzag) * (cut.ranks > 1)
+            workspaces += workspace(layer, cut)
+            stays += layer.layers * inputs(layer, cut)
+            traffic += 2 * layer.layers * sent
+            name = f"{layer.layers} x {OPERATORS[layer.rule]}, {layer.heads} heads of {layer.K} x {layer.V}"
+            lines += [
+                name,
+                _line("inputs, kept for backward, a layer", inputs(layer, cut)),
+                _line("peak beside them, forward alone", found.forward),
+                _line("peak beside them, both passes", found.both),
+                _line("state that is sent, a layer and pass", sent),
+            ]
+        else:
+            all_ranks = gathered(layer, cut)
+            received = all_ranks * (cut.ranks - 1) // cut.ranks
+            stays += layer.layers * all_ranks
+            traffic += 2 * layer.layers * received
+            lines += [
+                f"{layer.layers} x softmax, {layer.numbers} numbers a token",
+                _line("keys of all ranks, kept for backward, a layer", all_ranks),
+                _line("received, a layer and pass", received),
+            ]
+    lines += [
+        "the model",
+        _line("kept for backward by these operators", stays),
+        _line("workspaces, in the arena (ALLSCAN_HEAP)", workspaces),
+        _line("sent or received in a step", traffic),
+    ]
+    return "\n".join(lines)
+
+
+def _line(told: str, nbytes: float) -> str:
+    return f"  {told:<48} {nbytes / (1 << 20):12,.1f}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the report; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE.removeprefix("usage: "))
+    parser.add_argument("config")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
+    parser.add_argument("--puts", action="store_true")
+    for name, default in (("tokens", None), ("ranks", None), ("batch", 1), ("depth", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default, required=default is None)
+    parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
+    given = parser.parse_args(arguments)
+    cut = Cut(given.tokens, given.ranks, given.batch, given.layout == "zigzag", given.depth, given.puts)
+    cut = cut._replace(multiprocessors=given.multiprocessors)
+    try:
+        if min(cut.tokens, cut.ranks, cut.batch, cut.depth, cut.multiprocessors) < 1 or cut.own < 1:
+            raise ValueError("tokens, ranks, batch, depth and multiprocessors must be positive, tokens at least ranks")
+        with open(given.config, encoding="utf-8") as file:
+            layers = layers_of(json.load(file))
+        print(report(layers, cut))
+    except (OSError, ValueError) as error:
+        print(f"allscan estimate: {error}", file=sys.stderr)
+        return 2
+    return 0

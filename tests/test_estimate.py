@@ -1,0 +1,116 @@
+"""`allscan estimate` beside peaks that were measured on GPUs, which bench/results holds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+
+import pytest
+
+from allscan.tools import estimate
+from allscan.tools.estimate import Cut, Recurrent, Softmax
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MIB = 1 << 20
+pytestmark = [pytest.mark.cpu, pytest.mark.quick]
+
+
+def measured(name):
+    with open(os.path.join(ROOT, "bench", "results", f"{name}.csv"), encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def near(found, mib, bound):
+    assert abs(found / MIB / float(mib) - 1) < bound, (found / MIB, mib)
+
+
+def test_gla_is_within_a_percent_of_what_was_measured():
+    rows = [x for x in measured("operator_h100") if x["method"] == "zeco" and x["ranks"] == "2"]
+    assert len(rows) >= 6
+    for row in rows:
+        T, H, D = (int(row[name]) for name in "THD")
+        found = estimate.gla_peak(Recurrent("gla", 1, H, D, D), Cut(2 * T, 2))
+        near(found.forward if row["pass"] == "forward" else found.both, row["extra_mib"], 0.01)
+    of_one = 0
+    for row in measured("local"):
+        B, T, H, K, V = (int(n) for n in row["shape"].split("x"))
+        if "zeco" in row["method"] and not row["sequences"] and K == V == 128:
+            layer = Recurrent("gla", 1, H, K, V)
+            near(estimate.gla_peak(layer, Cut(T, 1, B), "=False" not in row["method"]).both, row["extra_mib"], 0.01)
+            of_one += 1
+    assert of_one >= 10
+
+
+def test_delta_rules_are_within_a_tenth_of_what_was_measured():
+    rows = [x for x in measured("delta") if x["method"] == "zeco" and x["ranks"] == "2" and x["extra_mib"]]
+    assert {x["rule"] for x in rows} == {"kda", "gated_delta_rule"} and {x["T"] for x in rows} >= {"4096", "16384"}
+    for row in rows:
+        T, H = int(row["T"]), int(row["H"])
+        found = estimate.delta_peak(Recurrent(row["rule"], 1, H, 128, 128), Cut(2 * T, 2))
+        near(found.forward if row["pass"] == "forward" else found.both, row["extra_mib"], 0.1)
+
+
+def test_what_is_sent_and_held():
+    layer, cut = Recurrent("kda", 9, 16, 128, 128), Cut(32768, 2)
+    assert estimate.state(layer, cut) == MIB
+    assert 6 <= estimate.workspace(layer, cut) / MIB < 6.1  # 2 directions, depth 3
+    assert 12 <= estimate.workspace(layer, cut._replace(puts=True)) / MIB < 12.1
+    assert estimate.workspace(layer, cut._replace(ranks=1)) == 0
+    assert estimate.inputs(layer, cut) == 16384 * 16 * (2 * 3 * 128 + 4 * 128 + 2)
+    assert estimate.gathered(Softmax(3, 576), cut) == 32768 * 576 * 2
+    assert estimate.inputs(layer, cut._replace(ranks=4)) * 2 == estimate.inputs(layer, cut)
+
+
+KIMI = dict(
+    model_type="kimi_linear",
+    linear_head_dim=128,
+    linear_num_heads=16,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+)
+NEXT = dict(
+    model_type="qwen3_next",
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    num_key_value_heads=2,
+    head_dim=256,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+)
+GLA = dict(model_type="gla", hidden_size=2048, num_hidden_layers=24, num_heads=4, expand_k=0.5, expand_v=1.0)
+GDN = dict(model_type="gated_deltanet", num_hidden_layers=6, num_heads=6, head_dim=256, expand_v=2, hidden_size=2048)
+
+
+@pytest.mark.parametrize(
+    "config, layers",
+    [
+        (KIMI, [Recurrent("kda", 3, 16, 128, 128), Softmax(1, 576)]),
+        (NEXT, [Recurrent("gated_delta_rule", 3, 32, 128, 128), Softmax(1, 1024)]),
+        (GLA, [Recurrent("gla", 24, 4, 256, 512)]),
+        (GDN, [Recurrent("gated_delta_rule", 6, 6, 256, 512)]),
+        (
+            GDN | dict(attn=dict(layers=[1], num_heads=16, num_kv_heads=4)),
+            [Recurrent("gated_delta_rule", 5, 6, 256, 512), Softmax(1, 1024)],
+        ),
+    ],
+)
+def test_configs(config, layers):
+    assert estimate.layers_of(config) == layers
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(KIMI))
+    assert estimate.main([str(path), "--tokens", "32768", "--ranks", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "3 x zeco_kda, 16 heads of 128 x 128" in told and "1 x softmax" in told
+    state, sent = (float(line.split()[-1]) for line in told.splitlines() if "sent" in line)
+    assert state == 1.0 and sent == 2 * 3 * 1.0 + 2 * 16384 * 576 * 2 / MIB  # both passes
+    assert estimate.main([str(path), "--tokens", "1", "--ranks", "2"]) == 2
+    path.write_text(json.dumps(KIMI | dict(model_type="llama")))
+    assert estimate.main([str(path), "--tokens", "32768", "--ranks", "2"]) == 2
+    assert "'llama' is not known" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has no 'linear_head_dim'"):
+        estimate.layers_of({name: x for name, x in KIMI.items() if name != "linear_head_dim"})
