@@ -12,6 +12,7 @@ from allscan.tools.ranks import Ranks, on_first
 from support import network, ucx_network
 from support.any_epoch import control_case
 from support.call_order import resync_case, shifted_case
+from support.delta import DeltaCase, own_case
 from support.gla import GLACase, check, gla_case
 from support.network_cases import absent_case, halo_case, lost_case, memory_case, stall_case
 from support.scans import ScanCase, gradient_case, scan_case
@@ -64,10 +65,10 @@ def over(tmp_path):
             process.kill()
 
 
-def nodes_case(group, nodes, algorithm, epochs):
+def nodes_case(group, nodes, algorithm, epochs, depth=3):
     """The largest error; in every other epoch in the other direction, and with stragglers."""
     with allscan.Communicator(group, nodes=nodes, timeout=60) as comm:
-        scan = allscan.AllScan(comm, (4, 8, 16), depth=3, algorithm=algorithm, tile=(2, 16))
+        scan = allscan.AllScan(comm, (4, 8, 16), depth=depth, algorithm=algorithm, tile=(2, 16))
         worst = 0.0
         for epoch in range(epochs):
             states, decays = inputs(comm, scan.shape, (4, 8), epoch)
@@ -85,6 +86,13 @@ def test_nodes(over, nodes, algorithm):
     assert max(found) < 1e-6
     # of four owners each has a part so small that little of it is under way at once
     assert counted["overtakings"] > 12 or (nodes, algorithm) == ((4, 4), "rails"), counted
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_depths(over, depth):
+    one = over((2, 2))
+    for algorithm in ("chain", "rails", "recursive_doubling"):
+        assert max(one.run(nodes_case, (2, 2), algorithm, 12, depth, behaves=("reorder", 20_000_000))[0]) < 1e-6
 
 
 def back_to_back_case(group, rounds):
@@ -110,6 +118,33 @@ def test_a_receiver_that_takes_any_later_epoch(over, behaves, right):
     assert all(over((1, 1)).run(control_case, 30, behaves=behaves)[0]) == right
 
 
+def transition_case(group, epochs):
+    """Dense transitions; the largest error."""
+    with allscan.Communicator(group) as comm:
+        worst = 0.0
+        for epoch in range(epochs):
+            generator = torch.Generator().manual_seed(epoch)
+            states = list(torch.randn(comm.size, 2, 4, 8, generator=generator))
+            factors = list(torch.randn(comm.size, 2, 4, 4, generator=generator) / 4)
+            late(epoch, comm.rank, 2)
+            found = allscan.allscan(states[comm.rank], comm=comm, transition=factors[comm.rank])
+            worst = max(worst, error(found, allscan_reference(states, transitions=factors)[comm.rank]))
+    return worst
+
+
+def zigzag_case(group, epochs):
+    """Two states a rank; the largest error."""
+    with allscan.Communicator(group) as comm:
+        places, worst = (comm.rank, 2 * comm.size - 1 - comm.rank), 0.0
+        for epoch in range(epochs):
+            states = list(torch.randn(2 * comm.size, 2, 4, 8, generator=torch.Generator().manual_seed(epoch)))
+            late(epoch, comm.rank, 2)
+            found = allscan.allscan(tuple(states[i] for i in places), comm=comm, layout="zigzag")
+            expected = allscan_reference(states)
+            worst = max(worst, *(error(x, expected[i]) for x, i in zip(found, places, strict=True)))
+    return worst
+
+
 def test_operators_and_faults(over):
     """One after the other, on the same ranks."""
     one = over((1, 1))
@@ -119,6 +154,10 @@ def test_operators_and_faults(over):
         assert max(max(errors) for errors in one.run(gradient_case, (2, 5, 6), (2, 5), reverse)[0]) < 1e-5
     for zigzag in (False, True):
         check(one.run(gla_case, GLACase([70, 70], gates="mild", zigzag=zigzag))[0])
+        case = DeltaCase("kda", [70, 70], gates="mild", zigzag=zigzag)
+        assert max(max(errors.values()) for errors in one.run(own_case, case)[0]) < 1e-4
+        errors = one.run(zigzag_case, 10)[0] if zigzag else one.run(transition_case, 10)[0]
+        assert max(errors) < 1e-5
     for how, step in (("allscan", False), ("skipped", True), ("halo", False)):
         for found, right, end, again in one.run(shifted_case, how, step)[0]:
             for got, wanted in zip(found, right, strict=True):
