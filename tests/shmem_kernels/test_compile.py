@@ -391,9 +391,9 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     layout = Layout([TokenRange(0, T, 0, 0, 3)], 1, 1024, "cpu")
     q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
     g = torch.zeros(1, T, H, K)
-    monkeypatch.setattr(gla_operator, "carrier_of", lambda handle: NoCarrier())
+    monkeypatch.setattr(gla_operator, "carrier_of", lambda *_: NoCarrier())
     monkeypatch.setattr(gla_operator, "check_first", lambda *_: None)
-    monkeypatch.setattr(gla_operator, "find_layout", lambda *_: layout)
+    monkeypatch.setattr(gla_operator, "find_layout", lambda *_, **__: layout)
     initial, seen = torch.zeros(1, H, K, V), []
     more = most(64, v37=136, v38=136, v39=384) if dtype == torch.bfloat16 else None
     kernels = {
