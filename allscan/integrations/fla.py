@@ -46,7 +46,6 @@ with needing(__name__, "flash-linear-attention"):
     from fla.layers.utils import get_layer_cache, update_layer_cache
 
 _prefilled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # cache -> tokens of all ranks that it has seen
-_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # comm -> shapes that all ranks have cut
 
 
 def sequence_parallel(
@@ -192,10 +191,10 @@ def _layer(
     if kind is softmax_attention.Attention:  # which asks for the tokens of all ranks anyway
         return _softmax(layer, hidden_states, cache, where, stamp, attention), None, past_key_values
     if stamp is not None:
-        shape, seen = (hidden_states.shape[:2], cut, read(stamp)[:3]), _compared.setdefault(comm, set())
-        if comm.debug or shape not in seen:
+        batch = "integrations.fla", hidden_states.shape[:2], cut, read(stamp)[:3]
+        if comm.debug or batch not in comm.agreed.arguments:
             _tokens_of_all(comm, hidden_states, cut, stamp)
-            seen.add(shape)
+            comm.agreed.arguments.remember(batch)
     return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
 
@@ -420,12 +419,15 @@ def _convolve(convolutions, xs, use_cache, where) -> tuple[list[torch.Tensor], t
     if n:
         xs, before = _before(convolutions, xs, n, halves, where, sizes)
         states = [F.pad(y.unflatten(1, (halves, n)).flatten(0, 1).mT, (W - n, 0)) for y in before]
+    first = 0
+    if lengths is not None:
+        zigzag = PER_DOCUMENT if per_document else int(halves == 2)
+        with comm.call():  # on every rank, also on one without tokens
+            first = partition_start(comm, lengths, T, first_token, zigzag)
     if not T:
         ys = [c(y)[0][:, halves * n :] for c, y in zip(convolutions, before if n else xs, strict=True)]
         return ys, _last_states(states, use_cache, comm, halves)
     if lengths is not None:
-        zigzag = PER_DOCUMENT if per_document else int(halves == 2)
-        first = partition_start(comm, lengths, T, first_token, zigzag)
         key = ("convolution", first, T, lengths, zigzag)
 
         def made_of() -> Tables:
