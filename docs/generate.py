@@ -246,9 +246,91 @@ def memory() -> str:
     return _table(["16,384 tokens a rank, bfloat16", "", "peak beside inputs, MiB"], rows)
 
 
-TABLES = {
-    f.__name__: f for f in (headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory)
+def alternatives() -> str:
+    """docs/results.md: the scan beside the strongest others, 2 H100s; All-Scan of scan_variants_h100.csv."""
+    rows = []
+    names = "peer copy", "pull and fold", "windows (fused fold)", "windows (no fold)"
+    for size, told, words, warps in ((1 << 18, "0.25 MiB", 1024, 2), (2 << 20, "2 MiB", 4096, 8)):
+        now = _find("scan_variants_h100", variant="now", bytes=size, words=words, warps=warps)
+        others = [[x for x in _rows("scan_h100") if x["method"] == m and x["bytes"] == str(size)] for m in names]
+        cells = [_pair(found[0]) if found else "" for found in others]
+        rows.append([told, f"**{_number(now['us'], 1)} / {_number(now['back_to_back_us'], 1)}**", *cells])
+    head = ["state", "All-Scan", "bare copy", "pull and fold", "NCCL, symmetric windows, and its fold, fused"]
+    return _table([*head, "the same, alone"], rows)
+
+
+def dense() -> str:
+    """docs/results.md: transitions on 4 ranks, latency."""
+    rows = []
+    for sizes in (("32", "128", "128"), ("32", "64", "64"), ("6", "256", "512")):
+        cells = [", ".join(sizes)]
+        for method in ("All-Scan", "all_gather alone", "all_gather and fla's merge"):
+            at = ("4", *sizes)
+            found = [
+                x
+                for x in _rows("transitions")
+                if x["method"] == method and (x["ranks"], x["heads"], x["K"], x["V"]) == at
+            ]
+            cells.append(_number(found[0]["p50_us"], 1) if found else "not measured")
+        rows.append(cells)
+    return _table(["heads, K, V", "All-Scan", "NCCL all-gather alone", "and fla's merge"], rows)
+
+
+_DELTA = {
+    "fla, one rank": "fla's operator, one rank",
+    "zeco, one rank": "ours, one rank",
+    "zeco": "**ours, 2 ranks**",
+    "zeco, middle rank's work": "the same where both ranks do a middle rank's work",
+    "zeco, zigzag": "the same in the zigzag layout",
+    "zeco, tokens moved": "tokens moved from zigzag to rank order and back",
+    "fla cp_context": "fla's `cp_context`",
+    "fla cp_context, All-Scan": "fla's `cp_context` with `fla_cp`",
 }
+
+
+def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (16384, 8), (4096, 32))) -> str:
+    rows = []
+    for tokens, heads in sizes:
+        for method, told in methods.items():
+            cells: list[str] = []
+            for both in ("forward", "forward+backward"):
+                wanted = dict(rule=rule, T=str(tokens), H=str(heads), gates="near 1", method=method) | {"pass": both}
+                found = [x for x in _rows("delta") if all(x[key] == value for key, value in wanted.items())]
+                one = found and (_number(found[0]["p50_us"], 0), _number(found[0]["times_one_rank"], 3))
+                cells += one or ("", "")
+            if any(cells):
+                rows.append([f"{tokens:,}, {heads}", told, *cells])
+    return _table(["T, heads", "", "forward, us", "over one rank", "both passes, us", "over one rank"], rows)
+
+
+def kda() -> str:
+    """docs/delta.md."""
+    return _delta("kda")
+
+
+def gated_delta_rule() -> str:
+    """docs/delta.md."""
+    return _delta("gated_delta_rule")
+
+
+def _delta_cp(rule: str) -> str:
+    methods = {name: _DELTA[name] for name in ("fla, one rank", "fla cp_context", "fla cp_context, All-Scan", "zeco")}
+    return _delta(rule, methods, ((16384, 32), (16384, 8)))
+
+
+def kda_cp() -> str:
+    """docs/integrations/fla_cp.md."""
+    return _delta_cp("kda")
+
+
+def gated_delta_rule_cp() -> str:
+    """docs/integrations/fla_cp.md."""
+    return _delta_cp("gated_delta_rule")
+
+
+_MEASURED = headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory, alternatives
+_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp
+TABLES = {f.__name__: f for f in _MEASURED}
 
 
 # --- the API, from docstrings ---
