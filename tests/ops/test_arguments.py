@@ -30,11 +30,20 @@ def tensors(comm, T=T):
 
 
 def kda(comm, x, g, **options):
-    return allscan.zeco_kda(x, x, x, g, g[..., 0].exp(), comm=comm, **options)
+    return allscan.zeco_kda(x, x, x, g, g[..., 0].exp(), comm=comm, **(dict(chunk="fla") | options))
 
 
 def gdn(comm, x, g, **options):
+    options = dict(chunk="fla") | options
     return allscan.zeco_gated_delta_rule(x, x, x, g[..., 0], g[..., 0].exp(), comm=comm, **options)
+
+
+def own_kda(comm, x, g, **options):
+    return kda(comm, x, g, chunk="allscan", **options)
+
+
+def own_gdn(comm, x, g, **options):
+    return gdn(comm, x, g, chunk="allscan", **options)
 
 
 def gla(comm, x, g, **options):
@@ -324,15 +333,16 @@ def gates_case(group, call, value, how, debug):
         return found
 
 
-@pytest.mark.parametrize("call", [kda, gdn, ssd, gla], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [kda, gdn, ssd, gla, own_kda, own_gdn], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(
     "name, how, debug",
     [(name, how, False) for name in BAD for how in WAYS] + [(name, "contiguous", True) for name in BAD],
 )
 def test_gates_that_are_rejected(run, name, call, how, debug):
-    """Gates that kernels make NaN or noise of, in every operator that has any; zeco_gla is exact for strong ones."""
+    """Gates that kernels make NaN or noise of, in every operator that has any; zeco_gla and chunk
+    kernels of our own are exact for strong ones."""
     value, words = BAD[name]
-    if call is gla and name[0] == "-":
+    if call in (gla, own_kda, own_gdn) and name[0] == "-":
         for found in run(2, gates_case, call, value, how, debug):
             assert all(x is None for x in found), found
         return
@@ -407,7 +417,8 @@ def strong_case(group, rule, strength):
         whole = Whole(DeltaCase(rule, [160], H=2, HV=2, K=32, gates="mild"), comm.device)
         generator = torch.Generator().manual_seed(1)
         whole.g = torch.where(torch.rand(whole.g.shape, generator=generator) < 0.05, strength, whole.g)
-        return {n: error(a, b) for n, a, b in zip(NAMES, whole.ours(comm, slice(None)), whole.reference())}
+        found = whole.ours(comm, slice(None), chunk="fla")
+        return {n: error(a, b) for n, a, b in zip(NAMES, found, whole.reference())}
 
 
 @pytest.mark.cpu

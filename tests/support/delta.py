@@ -110,7 +110,7 @@ def operator_case(group, case: DeltaCase):
     with allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)
         expected = of_rank(whole.reference(), comm, tokens, lengths, B, zigzag, per_document)
-        where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document)
+        where = dict(layout="zigzag" if zigzag else "contiguous", per_document=per_document, chunk="fla")
         mine = place(comm, tokens, zigzag, lengths if per_document else None)
         return relative_all(NAMES, whole.ours(comm, mine, **where), expected)
 

@@ -67,7 +67,7 @@ class Before(NamedTuple):
     A_log: Tensor | None
     dt_bias: Tensor | None
     state_v_first: bool
-    chunk: str
+    chunk: str | None
 
     def fields(self) -> str:
         """What all ranks have alike, but lower_bound, as names and values."""
@@ -180,12 +180,12 @@ def zeco_kda(
     each moving one state of B * HV * K * V float32 words from a rank to the next.
 
     Args:
-        q, k: [B, T, H, K], this rank's T tokens; float16, float32 or, on GPUs, bfloat16, v alike. K up to 256. T may
+        q, k: [B, T, H, K], this rank's T tokens; float16, bfloat16 or float32, v alike. K up to 256. T may
             differ between ranks and be 0, nothing else may differ.
         v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV, K], natural logarithm of the decay, at most 0, and at least -1,048,576 in the sum of 64 tokens,
-            which is checked at the first call for a shape only, and in debug mode: looking waits for the GPU. Errors
-            grow with that sum (docs/delta.md); begin documents by cu_seqlens. float32, or like q.
+        g: [B, T, HV, K], natural logarithm of the decay, at most 0; float32, or like q. With fla's kernels at least
+            -1,048,576 in the sum of 64 tokens, and errors grow with that sum (docs/delta.md): begin documents by
+            cu_seqlens. Gates are looked at at the first call for a shape only, and in debug mode: it waits for the GPU.
         beta: [B, T, HV], any float type.
         use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
         use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g +
@@ -197,10 +197,9 @@ def zeco_kda(
         state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
         scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, comm: as in
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
-        chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "fla", flash-linear-attention, which must
-            be installed (``pip install flash-linear-attention``), or "allscan", kernels of our own: for any gates, and
-            on CPUs for bfloat16, too; faster than fla's unless gates are strong (docs/delta.md). Default: "fla", with
-            invariant "allscan".
+        chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "allscan", kernels of our own: for any
+            gates, and on CPUs for bfloat16, too; or "fla", flash-linear-attention, which must be installed (``pip
+            install flash-linear-attention``). Default: ours on CPUs and with invariant, else fla's.
         invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: the same bits for every number of ranks. The
             first and the last rank must have tokens.
 
@@ -208,7 +207,7 @@ def zeco_kda(
         (o, final_state), as ``allscan.zeco_gla`` does.
 
     Raises:
-        ImportError: without fla.
+        ImportError: where fla's kernels are to work and it is not installed.
         RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
 
     Example:
@@ -268,7 +267,7 @@ def zeco_gated_delta_rule(
         (o, final_state), as ``allscan.zeco_gla`` does.
 
     Raises:
-        ImportError: without fla.
+        ImportError: where fla's kernels are to work and it is not installed.
         RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
 
     Example:
@@ -285,12 +284,18 @@ def zeco_gated_delta_rule(
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
+def _title(rule: str) -> str:
+    """What users call it."""
+    return "zeco_" + rule.removeprefix("own_")
+
+
 def _chunk(chunk: Any, comm: Any, invariant: Any) -> Any:
     """Who computes inside of chunks."""
     if chunk is not None:
         return chunk
     invariant = getattr(comm, "invariant", 0) if invariant is None else invariant
-    return "allscan" if invariant else "fla"
+    on_cpus = isinstance(comm, Communicator) and comm.device.type == "cpu"
+    return "allscan" if invariant or on_cpus else "fla"
 
 
 def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:
@@ -298,7 +303,7 @@ def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked
         check_communicator(comm)
     if torch.compiler.is_compiling():
         return _delta(rule, before, x, comm, asked)
-    with comm.call(False, f"zeco_{rule}", (*x, asked.initial_state, before.A_log, before.dt_bias)):
+    with comm.call(False, _title(rule), (*x, asked.initial_state, before.A_log, before.dt_bias)):
         return _delta(rule, before, x, comm, asked)
 
 
@@ -362,7 +367,7 @@ def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: As
         cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
         first_token = asked.first_token
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
-        if before.chunk not in CHUNKS:
+        if before.chunk not in (None, *CHUNKS):
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, x.q, x.v, x.g)
@@ -504,7 +509,7 @@ class PreparedDelta:
         self.comm, self.rule, self.name, self.saved, self.zigzag = (
             comm,
             RULES[rule],
-            f"zeco_{rule}",
+            _title(rule),
             saved,
             bool(zigzag),
         )
@@ -585,7 +590,8 @@ def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Any, options: Optio
             if invariant and not q.shape[1] and comm.rank in (0, comm.size - 1):
                 raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
 
-        first = FirstCall(signature, shape, agree, CHUNK_TOKENS)
+        summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # ours take gates of -inf, too
+        first = FirstCall(signature, shape, agree, summed)
         check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
     x = shapes_of(q, v, cu_seqlens, invariant)
     own = isinstance(RULES[rule], OwnChunks)  # which saves the gates, not their sums
@@ -646,7 +652,7 @@ def _forward(
     invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
-    with comm.call(False, f"zeco_{rule}", tensors):
+    with comm.call(False, _title(rule), tensors):
         options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
         prepared = _prepare(comm, tensors, cu_seqlens, options)
         return prepared.forward(*tensors, cu_seqlens, final)
@@ -723,10 +729,10 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
     *tensors, initial, beta_dtype, handle, rule, scale, first_token, zigzag, invariant = inputs
     q, k, v, beta, cu_seqlens, sums, *others = tensors
     comm = communicator_of(handle)
-    with comm.call(True, f"the backward of zeco_{rule}", (do, dfinal)):
+    with comm.call(True, f"the backward of {_title(rule)}", (do, dfinal)):
         reject_second_derivative("a delta rule")
         if q.ndim != 4:
-            raise others_than_saved(f"zeco_{rule}", "q", q, "[B, T, H, K]")
+            raise others_than_saved(_title(rule), "q", q, "[B, T, H, K]")
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # gates like q
             shapes = shapes_of(q, do, cu_seqlens, invariant)
@@ -737,7 +743,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
             "q k v beta sums scores solved transitions enters fwd_epoch do",
             (q, k, v, beta, sums, *others, do),
         )
-        q, k, v, beta, sums, scores, solved, *kept, do = restored(f"zeco_{rule}", names, given, saved)
+        q, k, v, beta, sums, scores, solved, *kept, do = restored(_title(rule), names, given, saved)
         if prepared is None:
             options = Options(rule, scale, "", None, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
