@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from support.gla import BF16, F32
 from support.values import place, raised, relative, relative_all
 
 pytestmark = pytest.mark.cpu
-LIMIT = {F32: 3e-5, BF16: 1e-2}
+LIMIT = {F32: 3e-5, BF16: 1e-2, torch.float16: 1.5e-3}
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
@@ -55,10 +58,29 @@ def strong_case(group, rule, strength):
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-def test_strong_gates(run, rule, strength=-1e5):
-    """Values where fla's chunk kernels lose digits (docs/delta.md): as exact as others."""
+@pytest.mark.parametrize("strength", [-1e5, -float("inf")])
+def test_strong_gates(run, rule, strength):
+    """Values where fla's chunk kernels lose digits (docs/delta.md), or are NaN: as exact as others."""
     for errors in run(2, strong_case, rule, strength):
         assert max(errors.values()) < 2e-6, errors
+
+
+def alone_case(group, case):
+    """Errors of what CPU ranks take by default, where fla cannot be imported; states are [.., V, K]."""
+    with mock.patch.dict(sys.modules, {"fla": None}), allscan.Communicator(group) as comm:
+        whole = Whole(case, comm.device)
+        wanted = of_rank(whole.reference(), comm, case.tokens, None, case.B)
+        wanted[1], wanted[7] = wanted[1].mT, wanted[7].mT
+        whole.initial, whole.dfinal = whole.initial.mT.contiguous(), whole.dfinal.mT.contiguous()
+        return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), state_v_first=True), wanted)
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("dtype, K, V", [(F32, 200, 72), (torch.float16, 24, 40)])
+def test_without_fla(run, rule, dtype, K, V):
+    """The default on CPU ranks."""
+    for errors in run(2, alone_case, DeltaCase(rule, [70, 40], HV=2, K=K, V=V, gates="mixed", dtype=dtype)):
+        assert max(errors.values()) < LIMIT[dtype], errors
 
 
 def prefix_case(group):
