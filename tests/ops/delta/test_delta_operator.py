@@ -183,7 +183,11 @@ WRONG = {
     "A_log": (ValueError, "A_log must be 2", lambda x: x | dict(use_gate_in_kernel=True, A_log=torch.ones(3))),
     "twice": (ValueError, "allow_neg_eigval", lambda x: x | dict(allow_neg_eigval=True)),
     "dtypes": (TypeError, "alike", lambda x: x | dict(v=x["v"].double())),
-    "bfloat16 in the interpreter": (TypeError, "on CPUs", lambda x: {n: t.bfloat16() for n, t in x.items()}),
+    "bfloat16 in the interpreter": (
+        TypeError,
+        "on CPUs",
+        lambda x: {n: t.bfloat16() for n, t in x.items()} | dict(chunk="fla"),
+    ),
     "heads": (ValueError, "multiple", lambda x: x | dict(v=x["v"][:, :, :1].repeat(1, 1, 3, 1))),
     "gates of another rule": (ValueError, "g must be", lambda x: x | dict(g=x["g"][..., None])),
     "positive gate": (ValueError, "at most 0", lambda x: x | dict(g=-x["g"])),
@@ -225,7 +229,7 @@ def without_fla_case(group):
     try:
         with allscan.Communicator(group) as comm:
             x, y = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
-            return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm)
+            return raised(allscan.zeco_gated_delta_rule, x, x, x, y, y, comm=comm, chunk="fla")
     finally:
         del sys.modules["fla.ops.kda"]
 
