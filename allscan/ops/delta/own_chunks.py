@@ -116,8 +116,8 @@ class ChunkPass(StatePass):
         leaves = self._leaves(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
             self._carry(plan, kept._replace(enters=enters), leaves, dfinal, True, room)
-        h, dh = (plan.scratch(*self.of_chunks, dtype=v.dtype) for _ in "hd")
-        v_new, dv_new = (plan.scratch(*v.shape, dtype=v.dtype) for _ in "vd")
+        h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # float16 would not hold large states
+        v_new, dv_new = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vd")
         self._states(plan, between, Entering(kept.enters), None, (h, v_new))
         plan.join()
         self._adjoint(plan, between, d, room.entering(enters), (dh, dv_new, dinitial), scale)
