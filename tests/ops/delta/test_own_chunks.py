@@ -69,7 +69,7 @@ def large_case(group, case):
     """Errors of float16 inputs whose states are above what float16 holds, and whose results are not."""
     with allscan.Communicator(group) as comm:
         whole = Whole(case, comm.device)
-        whole.q, whole.k, whole.initial = whole.q / 64, whole.k / 100, torch.full_like(whole.initial, 1e5)
+        whole.q, whole.initial = whole.q / 16, torch.full_like(whole.initial, 1e5)
         whole.do, whole.dfinal = whole.do / 100, torch.zeros_like(whole.dfinal)  # or gradients are too large, too
         wanted = of_rank(whole.reference(), comm, case.tokens, None, 1)
         return relative_all(NAMES, whole.ours(comm, place(comm, case.tokens), chunk="allscan"), wanted)
@@ -79,7 +79,6 @@ def large_case(group, case):
 def test_large_states_of_float16_inputs(run, rule):
     case = DeltaCase(rule, [100, 60], K=32, gates="zero", dtype=torch.float16)
     for errors in run(2, large_case, case):
-        assert errors.pop("dv") < 0.1, "of scores of which float16 has few digits"
         assert max(errors.values()) < LIMIT[case.dtype], errors
 
 
