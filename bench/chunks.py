@@ -1,0 +1,288 @@
+"""Variants of the delta rules' chunk kernels, each checked against float64 and timed beside the kernel that is there.
+
+    python -m bench.chunks                      # one GPU, about 80 s; prints a table
+    python -m bench.chunks --only gradient
+
+The others of bench/chunk_kernels.py are the candidates. Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32,
+logsigmoid(normal) / 16 ("weak") and -5 sigmoid(2 normal) ("strong"); states and their gradients are drawn. What a
+chunk's kernels make is compared with the token-by-token recurrence in float64 and its autograd, in a few chunks. A time
+is the mean of calls one after another. Each group runs in a process of its own, so that a kernel that reads where it
+must not ends no other. Kernels are compiled ahead, side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from allscan.bindings.triton_compat import OPTIONS
+from allscan.reference import delta_reference
+from allscan.shmem_kernels import delta_chunks, delta_chunks_bwd
+from bench import chunk_kernels
+
+C, K = 64, 128
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+CALLS, SECONDS = 6, 100.0
+
+
+class Variant(NamedTuple):
+    """A kernel with its constants and options."""
+
+    group: str  # what it makes
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, int] = {}
+    beside: tuple[str, ...] = ()  # names of variants that are launched before it, whose results it takes
+
+
+def variants() -> dict[str, Variant]:
+    """{name: variant}, those that are there before the others."""
+    wide, narrow, first = dict(BJ=64, BV=64), dict(BJ=32, BV=64), dict(HEADS_FIRST=True)
+    forms = {"": dict(SOLVED=False, STRONG=False), " strong": dict(SOLVED=False, STRONG=True)}
+    found = {}
+    for name, form in (*forms.items(), (" solved", dict(SOLVED=True, STRONG=False))):
+        group, new = f"operands{name}", chunk_kernels.operands_kernel
+        found[group] = Variant(group, delta_chunks.operands_kernel, wide | form)
+        for order in (False, True):
+            constants = wide | form | dict(HEADS_FIRST=order, TF32=False)
+            found[f"{group}, heads first {order}"] = Variant(group, new, constants)
+        found[f"{group}, TF32"] = Variant(group, new, wide | form | first | dict(TF32=True))
+        found[f"{group}, 168 registers"] = Variant(
+            group, new, wide | form | first | dict(TF32=False), dict(maxnreg=168)
+        )
+    new = chunk_kernels.pairs_kernel
+    for order in (False, True):
+        found[f"pairs, heads first {order}"] = Variant("pairs", new, wide | dict(HEADS_FIRST=order))
+    found["pairs, BV=128"] = Variant("pairs", new, dict(BJ=64, BV=128) | first)
+    for registers in (168, 128):
+        found[f"pairs, {registers} registers"] = Variant("pairs", new, wide | first, dict(maxnreg=registers))
+    for group, new in (
+        ("gradient", chunk_kernels.gradient_kernel),
+        ("gradient strong", chunk_kernels.strong_gradient_kernel),
+    ):
+        strong = group != "gradient"
+        found[group] = Variant(group, delta_chunks_bwd.gradient_kernel, wide | dict(STRONG=strong))
+        behind = ("pairs, heads first True",)
+        for order in (False, True):
+            constants = (wide if strong else narrow) | dict(HEADS_FIRST=order)
+            found[f"{group} behind pairs, heads first {order}"] = Variant(group, new, constants, {}, behind)
+        if strong:
+            found[f"{group} behind pairs, BV=128"] = Variant(group, new, dict(BJ=64, BV=128) | first, {}, behind)
+            continue
+        found[f"{group} behind pairs, BJ=64"] = Variant(group, new, wide | first, {}, behind)
+        for registers in (168, 128):
+            limit = dict(maxnreg=registers)
+            found[f"{group} behind pairs, {registers} registers"] = Variant(group, new, narrow | first, limit, behind)
+    return found
+
+
+TYPES = dict.fromkeys(
+    "p_q p_k p_v p_do p_states p_dstates p_v_new p_dv_new p_weights p_levels p_pairs p_dkeys p_scores p_solved p_w p_u "
+    "p_kg p_qg p_dq p_dk p_dv".split(),
+    BF16,
+)
+TYPES |= dict.fromkeys("p_g p_beta p_sums p_parts p_dg p_dbeta".split(), F32) | dict(p_chunks=I32, p_strong=I32)
+
+
+def fixed(variant: Variant, H: int) -> dict[str, Any]:
+    sizes = dict(H=H, HK=H, K=K, V=K, BT=C, SCALAR=False, PRECISION="bf16", num_warps=4, num_stages=1)
+    return sizes | variant.constants | variant.options
+
+
+def compile_one(name: str, H: int) -> None:
+    """Into Triton's cache."""
+    variant = variants()[name]
+    given = [TYPES.get(x, 0.1) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
+    variant.kernel.warmup(*given, **fixed(variant, H), **OPTIONS, grid=(1,))
+
+
+def tables(device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(p_weights, as tokens.packing.Layout has them; p_levels of chunk_kernels.decay_factors)."""
+    t, u = torch.arange(C)[:, None], torch.arange(C)
+    weights = torch.where(t >= u, 0.5, -0.5), t <= u, t > u
+    where, pairs = [], []
+    for n in (1 << m for m in range(6)):
+        middle = t // (2 * n) * (2 * n) + n
+        where.append((u > middle) & (u <= t) | (u > t) & (u <= middle))
+        pairs.append((t >= middle) & (u < middle) & (u >= middle - n))
+    where += [(u > t // 16 * 16) & (u <= t), u <= t]
+    pairs += [(u >= t // 16 * 16) & (u <= t), u <= t]
+    return tuple(torch.stack([x.to(BF16) for x in those]).to(device) for those in (weights, where + pairs))
+
+
+class Chunks:
+    """Inputs of the kernels, what they make, and what a few chunks should have."""
+
+    def __init__(self, gates: str, T: int, H: int, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device=device)
+
+        self.N, self.H, self.scale = T // C, H, K**-0.5
+        q, k = (F.normalize(normal(T, H, K), dim=-1).to(BF16) for _ in "qk")
+        g = F.logsigmoid(normal(T, H, K)) / 16 if gates == "weak" else -5 * (2 * normal(T, H, K)).sigmoid()
+        if gates == "mixed":
+            g *= torch.tensor([0.0, 1e-4, 1.0, 100.0], device=device)[torch.randint(0, 4, (1, H, K), device=device)]
+        states = ((0.3 * normal(self.N, H, K, K)).to(BF16) for _ in "sd")
+        start = torch.arange(0, T, C, dtype=I32, device=device)
+        self.x = dict(zip(("p_v", "p_do"), (normal(T, H, K).to(BF16) for _ in "vo")), p_q=q, p_k=k, p_g=g)
+        self.x |= dict(zip(("p_states", "p_dstates"), states), p_beta=normal(T, H).sigmoid())
+        self.x |= dict(zip(("p_weights", "p_levels"), tables(device)), p_chunks=torch.stack([start, start + C], 1))
+        shapes = dict.fromkeys("p_v_new p_dv_new p_dkeys p_w p_u p_kg p_qg p_dq p_dk p_dv p_dg".split(), (T, H, K))
+        shapes |= dict(p_scores=(T, H, C), p_solved=(T, H, C), p_dbeta=(T, H), p_strong=(self.N, H))
+        shapes |= dict(p_sums=(self.N + 1, H, K), p_parts=(self.N, H, 2, C), p_pairs=(self.N, H, 2, C, C))
+        self.x |= {name: torch.zeros(shape, dtype=TYPES[name], device=device) for name, shape in shapes.items()}
+        self.places = sorted({(0, 0), (self.N // 2, H // 2), (self.N - 1, H - 1)})
+        self.wanted = [self._recurrence(*at) for at in self.places]
+
+    def _recurrence(self, n: int, h: int) -> dict[str, torch.Tensor]:
+        rows = slice(n * C, n * C + C)
+        leaves = [self.x[f"p_{name}"][None, rows, h, None].double().requires_grad_() for name in "q k v g beta".split()]
+        state, dstate, do = (self.x[f"p_{name}"] for name in ("states", "dstates", "do"))
+        o, final = delta_reference(*leaves, initial_state=state[n, h].double()[None, None], scale=self.scale)
+        loss = (o[0, :, 0] * do[rows, h].double()).sum() + (final[0, 0] * dstate[n, h].double()).sum()
+        grads = torch.autograd.grad(loss, leaves)
+        return dict(o=o[0, :, 0].detach()) | {f"d{x}": d[0, :, 0] for x, d in zip("q k v g beta".split(), grads)}
+
+    def launch(self, variant: Variant) -> Any:
+        order = variant.constants.get("HEADS_FIRST", False)
+        given = [self.x.get(x, self.scale) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
+        return variant.kernel[(self.H, self.N) if order else (self.N, self.H)](
+            *given, **fixed(variant, self.H), **OPTIONS
+        )
+
+    def spoil(self, names: str) -> None:
+        for name in names.split():
+            self.x[f"p_{name}"].fill_(float("nan"))
+
+    def between(self) -> None:
+        """v_new and its gradient, of what operands_kernel has made."""
+        w, u, kg, scores, do = (
+            self.x[f"p_{name}"].unflatten(0, (-1, C)).transpose(1, 2).float() for name in "w u kg scores do".split()
+        )
+        v_new = u - w @ self.x["p_states"].float()
+        dv_new = scores.mT @ do + kg @ self.x["p_dstates"].float()
+        for name, x in (("p_v_new", v_new), ("p_dv_new", dv_new)):
+            self.x[name].copy_(x.transpose(1, 2).flatten(0, 1))
+
+    def output(self) -> torch.Tensor:
+        state, qg, scores, v_new = (self.x[f"p_{name}"] for name in "states qg scores v_new".split())
+        qg, scores, v_new = (x.unflatten(0, (-1, C)).transpose(1, 2).float() for x in (qg, scores, v_new))
+        return (self.scale * qg @ state.float() + scores @ v_new).transpose(1, 2).flatten(0, 1)
+
+    def errors(self, made: dict[str, torch.Tensor]) -> dict[str, float]:
+        """The largest, relative to each tensor's size."""
+        found = {}
+        for name, x in made.items():
+            parts = [(x[n * C : n * C + C, h].double(), w[name]) for (n, h), w in zip(self.places, self.wanted)]
+            found[name] = torch.stack([(x - w).norm() / w.norm() for x, w in parts]).max().item()  # NaN if any is
+        return found
+
+
+def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:
+    """Errors against float64; with ``timed`` also ms, registers and bytes spilled."""
+    variant = known[name]
+    strong = " strong" if variant.group.endswith("strong") else ""
+    if variant.group.startswith("operands"):
+        chunks.spoil("w u kg qg" if "solved" in variant.group else "w u kg qg scores solved")
+        if strong:
+            chunks.launch(known["operands"])  # which chunks are strong
+        compiled = chunks.launch(variant)
+        chunks.between()
+        found = chunks.errors(dict(o=chunks.output()))
+    else:
+        chunks.spoil("dq dk dv dg dbeta dkeys pairs parts")
+        behind = known["gradient strong behind pairs, heads first True" if strong else "gradient behind pairs, BJ=64"]
+        for other in (known[x] for x in variant.beside):
+            chunks.launch(other)
+        compiled = chunks.launch(variant)
+        if variant.group == "pairs":
+            chunks.launch(behind)
+        found = chunks.errors({x: chunks.x[f"p_{x}"] for x in "dq dk dv dg dbeta".split()})
+    if timed:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in "fl")
+        first.record()
+        for _ in range(CALLS):
+            chunks.launch(variant)
+        last.record()
+        torch.cuda.synchronize()
+        found |= dict(ms=first.elapsed_time(last) / CALLS, registers=compiled.n_regs, spilled=compiled.n_spills)
+    return found
+
+
+def groups(gates: str) -> list[str]:
+    return (
+        ["operands", "operands solved", "pairs", "gradient"]
+        if gates == "weak"
+        else ["operands strong", "gradient strong"]
+    )
+
+
+def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e-2) -> int:
+    """How many variants of the group are wrong, or fail."""
+    known, wrong = variants(), 0
+    chunks = Chunks(gates, T, H, device)
+    for name in ("operands", "operands strong"):
+        chunks.launch(known[name])
+    chunks.between()
+    for name in [x for x in known if known[x].group == group]:
+        try:
+            found = measure(chunks, name, known, device == "cuda")
+        except Exception as error:
+            print(f"FAILED: {name}: {error!r}", flush=True)
+            return wrong + 1
+        times = [f"{x} {found.pop(x):.4g}" for x in ("ms", "registers", "spilled") if x in found]
+        print(f"{gates:6} {name:50}", *times, *(f"{x} {y:.2e}" for x, y in found.items()), flush=True)
+        wrong += not all(error < limit for error in found.values())
+    return wrong
+
+
+def ended(command: list[str]) -> bool:
+    """Whether the command failed, or took too long."""
+    try:
+        return subprocess.run(command, timeout=SECONDS, check=False).returncode != 0
+    except subprocess.TimeoutExpired:
+        print(f"FAILED: more than {SECONDS:.0f} s", flush=True)
+        return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", help="a part of names of groups: operands, pairs, gradient, strong")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--group", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        for name in options.compile:
+            compile_one(name, options.heads)
+        return 0
+    if options.group:
+        return run(*options.group, options.tokens, options.heads, "cuda")
+    if not torch.cuda.is_available():
+        print("No GPU here; tests/bench/test_chunks.py runs the variants on CPUs and compiles them for sm_90.")
+        return 0
+    begin, sizes = time.monotonic(), ["--tokens", str(options.tokens), "--heads", str(options.heads)]
+    command, names = [sys.executable, "-m", "bench.chunks", *sizes], sorted(variants(), key=lambda x: "strong" not in x)
+    count = min(len(names), os.cpu_count() or 1)
+    compiling = [subprocess.Popen([*command, "--compile", *names[i::count]]) for i in range(count)]
+    wrong = sum(process.wait() != 0 for process in compiling)
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    for gates in ("weak", "strong"):
+        for group in groups(gates):
+            if options.only is None or options.only in group:
+                wrong += ended([*command, "--group", gates, group])
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

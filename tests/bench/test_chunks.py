@@ -1,0 +1,41 @@
+"""bench.chunks: all variants are right on CPUs, and none reads outside of shared memory once compiled for sm_90."""
+
+from __future__ import annotations
+
+import pytest
+import triton
+
+from bench import chunks
+from support.sm90 import Compiled
+
+pytestmark = pytest.mark.cpu
+POINTERS = {chunks.BF16: "*bf16", chunks.F32: "*fp32", chunks.I32: "*i32"}
+
+
+def chunks_case(group, gates, name):
+    return chunks.run(gates, name, 128, 1, "cpu")
+
+
+@pytest.mark.parametrize("gates, name", [(gates, x) for gates in ("weak", "strong") for x in chunks.groups(gates)])
+def test_variants_against_float64(run, gates, name):
+    assert run(1, chunks_case, gates, name) == [0]
+
+
+@pytest.mark.parametrize("name", ["operands strong", "gradient strong"])
+def test_variants_with_gates_of_all_strengths(run, name):
+    assert run(1, chunks_case, "mixed", name) == [0]
+
+
+NAMES = "operands, TF32", "operands strong, TF32", "pairs, heads first True"
+NAMES += "gradient behind pairs, heads first True", "gradient strong behind pairs, heads first True"
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="which products are wrong differs with ptxas")
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_read_what_they_should(name):
+    variant = chunks.variants()[name]
+    given = {x: POINTERS[chunks.TYPES[x]] for x in variant.kernel.arg_names if x in chunks.TYPES} | dict(scale="fp32")
+    fixed = chunks.fixed(variant, 32)
+    constants = {x: fixed[x] for x in variant.kernel.arg_names if x in fixed}
+    compiled = Compiled(variant.kernel, given, constants, num_warps=4, num_stages=1)
+    assert compiled.count(r"wgmma\.mma") and not compiled.lost_operands()
