@@ -336,7 +336,8 @@ def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
         with allscan.Communicator() as comm:
             torch.manual_seed(0)
             q, k, v, g = (torch.randn(1, 40, 2, 16).requires_grad_() for _ in "qkvg")
-            o, _ = allscan.zeco_kda(q, F.normalize(k, dim=-1), v, -g.abs(), torch.rand(1, 40, 2), comm=comm)
+            rest = v, -g.abs(), torch.rand(1, 40, 2)
+            o, _ = allscan.zeco_kda(q, F.normalize(k, dim=-1), *rest, comm=comm, chunk="fla")
             o.sum().backward()
             options = dict(hidden_size=32, num_hidden_layers=1, num_heads=1, head_dim=16, vocab_size=32)
             model = allscan.integrations.fla.sequence_parallel(KDAForCausalLM(KDAConfig(**options)), comm=comm)

@@ -182,7 +182,7 @@ def test_integrations_name_what_is_too_old(module, name, version, tmp_path):
 def test_delta_rules_name_a_fla_that_is_too_old(tmp_path):
     code = (
         "import torch, allscan\nx = torch.ones(1, 2, 1, 4)\n"
-        "allscan.zeco_kda(x, x, x, -x, x[..., 0], comm=allscan.Communicator())"
+        'allscan.zeco_kda(x, x, x, -x, x[..., 0], comm=allscan.Communicator(), chunk="fla")'
     )
     done = python(["-c", code], tmp_path, **{"flash-linear-attention": "0.5.0"})
     assert "ImportError: flash-linear-attention 0.5.0 is too old" in done.stderr, done.stderr
