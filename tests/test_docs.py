@@ -57,7 +57,7 @@ def test_docstrings_name_all_arguments():
 
 def test_its_examples_run():
     done, of_all = python("docs/check_examples.py").split()[0:3:2]
-    assert done == of_all and int(done) >= 16
+    assert done == of_all and int(done) >= 30
 
 
 @pytest.mark.quick
