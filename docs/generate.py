@@ -115,10 +115,10 @@ def headline() -> str:
             f"heads by all-to-all: {_number(hybrid(method='heads')['percent_of_data_parallel'], 1)} %",
         ],
         [
-            "GLA on one GPU, both passes, ms",
-            f"1 rank: {float(ours['forward_backward_us']) / 1e3:.2f}",
+            "GLA on one GPU, both passes",
+            f"1 GPU: {float(ours['forward_backward_us']) / 1e3:.2f} ms",
             "",
-            f"fla's `chunk_gla`: {float(fla['forward_backward_us']) / 1e3:.2f}",
+            f"fla's `chunk_gla`: {float(fla['forward_backward_us']) / 1e3:.2f} ms",
         ],
     ]
     return _table(["", "2 ranks", "4 ranks", "instead"], rows)
