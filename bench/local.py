@@ -27,6 +27,7 @@ import allscan
 from allscan.base.tiling import multiprocessors
 from allscan.reference import gla_reference
 from allscan.tokens.packing import CHUNK_TOKENS, segment_length
+from bench import local_delta
 from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
 from bench.tuning import Job, compile_ahead
 
@@ -178,13 +179,36 @@ def kernels(call, shape) -> list:
     return sorted(found, key=lambda row: -row[2])
 
 
+def main_of_kda(options) -> int:
+    if not torch.cuda.is_available():
+        print("No GPU here; tests/bench/test_chunks.py checks the method that needs none.")
+        return 0
+    names = [name for name in local_delta.SEEN if not (options.no_fla and "fla" in name)]
+    if not options.no_fla:
+        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+        compile_ahead([Job("kda", H) for H in dict.fromkeys(shape.H for shape in local_delta.SHAPES)])
+    with allscan.Communicator() as comm, Table(options.csv, local_delta.COLUMNS) as table:
+        for row in local_delta.rows(comm, names):
+            table.write(row)
+            print(
+                f"{row['shape']:26} {row['gates']:6} {row['method']:24} forward {row['forward_us']:8.1f} us  "
+                f"forward+backward {row['forward_backward_us']:9.1f} us  error {row['max_error']:.2e}",
+                flush=True,
+            )
+    return 0
+
+
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
+    parser.add_argument("--rule", choices=["gla", "kda"], default="gla", help="kda: see bench/local_delta.py")
     parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: fla takes minutes to choose")
     parser.add_argument("--first-call", action="store_true", help="only the seconds of zeco_gla's first call")
-    parser.add_argument("--csv", default=results("local.csv"))
+    parser.add_argument("--csv", help="default: bench/results/local.csv, or local_kda.csv")
     options = parser.parse_args(arguments)
+    options.csv = options.csv or results("local.csv" if options.rule == "gla" else "local_kda.csv")
+    if options.rule == "kda":
+        return main_of_kda(options)
     shapes = [tuple(map(int, s.split("x"))) for s in options.shapes] if options.shapes else SHAPES
     if not torch.cuda.is_available():
         print("No GPU here. What one forward and backward moves and computes, and the floor on an H200:")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import triton
 
-from bench import chunks
+import allscan
+from bench import chunks, local_delta
 from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
@@ -39,3 +40,15 @@ def test_variants_read_what_they_should(name):
     constants = {x: fixed[x] for x in variant.kernel.arg_names if x in fixed}
     compiled = Compiled(variant.kernel, given, constants, num_warps=4, num_stages=1)
     assert compiled.count(r"wgmma\.mma") and not compiled.lost_operands()
+
+
+def local_case(group):
+    """Errors of bench.local's methods for KDA that run on CPUs."""
+    with allscan.Communicator(group) as comm:
+        shapes = [local_delta.Shape(70, 1, 16, gates, packed) for gates in ("weak", "strong") for packed in (0, 1)]
+        return [local_delta.check("zeco_kda, chunk=allscan", comm, shape, 70) for shape in shapes]
+
+
+def test_bench_local_of_kda(run):
+    [errors] = run(1, local_case)
+    assert all(0 < error < 1e-2 for error in errors), errors
