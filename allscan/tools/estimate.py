@@ -123,7 +123,7 @@ def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
         return torch.empty(B, T, H, width, dtype=kind, device="meta")
 
     given = like(K), like(K), like(V), like(K, of_gates)
-    kept = torch.empty(shape.kept_words, dtype=torch.float32, device="meta")
+    kept = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
     forward = forward_plan(shape, 1.0, layout, _Apart(), *given, None, None, kept)
     backward = backward_plan(shape, 1.0, layout, _Apart(), *given, like(V), None, None, kept)
     stays = given[2].nbytes + kept.nbytes

@@ -436,7 +436,7 @@ def test_what_a_graph_of_zeco_gla_runs_beside_the_scan(monkeypatch):
     monkeypatch.setattr(Launch, "node", lambda launch, _: launch.kernel.fn.__name__)
     layout, like = Layout([TokenRange(0, 256, 0, 0, 0)], 1, 64, "cpu"), torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
     shape = gla_plans.shape_of(1, 256, 2, 64, 64, 1, torch.bfloat16, torch.float32, "cuda", False, 132, False)
-    kept, gates = torch.zeros(shape.kept_words), torch.zeros(1, 256, 2, 64)
+    kept, gates = torch.zeros(shape.saved_words), torch.zeros(1, 256, 2, 64)
     with side_streams(monkeypatch) as some:
         middle = Middle(some)
         forward = gla_plans.forward_plan(shape, 1.0, layout, middle, like, like, like, gates, None, None, kept)

@@ -42,7 +42,7 @@ from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, 
 from ..first_call import FirstCall, check_first, common_fields
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
-KEPT_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
+SAVED_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
 
 
 def zeco_gla(
@@ -161,13 +161,13 @@ class Asked(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The same, checked: what is not in the tensors. zigzag: see zigzag_of; keeps: forward keeps what is made of the
-    chunks."""
+    """The same, checked: what is not in the tensors. zigzag: see zigzag_of; saves: forward saves the intermediates of
+    the chunks for backward."""
 
     scale: float
     first_token: int | None = None
     zigzag: int = 0
-    keeps: bool = False
+    saves: bool = False
     invariant: int = 0
 
 
@@ -175,42 +175,42 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
     """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
     comm, (scale, final, cu_seqlens, _, layout, recompute, per_document, invariant) = carrier.comm, asked
     if torch.compiler.is_compiling():
-        keeps = wants_gradient(tensors) and not recompute
-        return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, keeps))
+        saves = wants_gradient(tensors) and not recompute
+        return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, saves))
     with comm.call(False, "zeco_gla", tensors):
         key = call_key(tensors)
         differentiable = bool(key[-1])
-        keeps = differentiable and not recompute
+        saves = differentiable and not recompute
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
         known = cu_seqlens is None and not (comm.debug or per_document) and type(scale) in _SCALES and scale == scale
         known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
-        key = key, scale, layout, keeps, invariant, type(carrier)
+        key = key, scale, layout, saves, invariant, type(carrier)
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
-            cu_seqlens, options = _checked(carrier, tensors, asked, keeps)
+            cu_seqlens, options = _checked(carrier, tensors, asked, saves)
             if watched((*tensors, cu_seqlens)):
                 return _traced_call(carrier, tensors, final, cu_seqlens, options)
             prepared = _prepare(carrier, tensors, cu_seqlens, options)
             if known:
                 comm.calls.remember(key, prepared)
-        given = plain_or_traced(*tensors)
+        inputs = plain_or_traced(*tensors)
         if differentiable:
-            return _operator.eager((prepared, (cu_seqlens, final)), *given)
-        o, final_state, _ = prepared.forward(*given, cu_seqlens, final)
+            return _operator.eager((prepared, (cu_seqlens, final)), *inputs)
+        o, final_state, _ = prepared.forward(*inputs, cu_seqlens, final)
         return o, final_state
 
 
 _SCALES = float, int, type(None)
 
 
-def _checked(carrier, tensors, asked: Asked, keeps: bool) -> tuple[Tensor | None, Options]:
+def _checked(carrier, tensors, asked: Asked, saves: bool) -> tuple[Tensor | None, Options]:
     """(cu_seqlens, Options), after the checks that need no other rank."""
-    scale, _, given, first_token, layout, _, per_document, invariant = asked
+    scale, _, boundaries, first_token, layout, _, per_document, invariant = asked
     deferred, cu_seqlens = None, None
     try:
-        zigzag = zigzag_of(layout, per_document, given)
+        zigzag = zigzag_of(layout, per_document, boundaries)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
-        cu_seqlens = None if given is None else own_boundaries(given)
+        cu_seqlens = None if boundaries is None else own_boundaries(boundaries)
         first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
         check_saveable((*tensors, cu_seqlens), tensors)
         invariant = check_invariant(carrier.comm, invariant, zigzag)
@@ -218,9 +218,9 @@ def _checked(carrier, tensors, asked: Asked, keeps: bool) -> tuple[Tensor | None
         deferred = DeferredError(error)
     if deferred is not None:
         carrier.prepare(None, deferred=deferred)  # raises it, on the other ranks too if this is a first call
-    compare_values(carrier.comm, given, cu_seqlens)
+    compare_values(carrier.comm, boundaries, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return cu_seqlens, Options(scale, first_token, zigzag, keeps, invariant)
+    return cu_seqlens, Options(scale, first_token, zigzag, saves, invariant)
 
 
 def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -230,8 +230,8 @@ def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple
 
 
 class Prepared:
-    """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
-    by which they find it.
+    """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
+    those by which they find it.
 
     options: with which ``_find`` finds the same again. saved: see ``_saved``."""
 
@@ -241,41 +241,41 @@ class Prepared:
         self.fixed = carrier.handle, *options  # the operator's last inputs
         self.pending = partial(carrier.pending, scan, bool(shape.zigzag))
         self._states = shape.sequences, shape.H, shape.K, shape.V
-        self._plans: dict[tuple, Plan] = {}  # by kind, see _run
+        self._plans: dict[tuple, Plan] = {}  # by variant of the pass, see _run
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Any, Tensor]:
-        """(o, final_state or None, and what backward takes: Shape.kept), of the operator's inputs before ``fixed``."""
+        """(o, final_state or None, and the buffer of Shape.saved_sizes), of the operator's inputs before ``fixed``."""
         q, k, v, g, initial_state, _, final = inputs
         final_state = q.new_zeros(self._states, dtype=torch.float32) if final else None
-        kept = q.new_empty(self.shape.kept_words, dtype=KEPT_DTYPE)
-        kind = forward_plan, initial_state is None, final_state is None
-        (o,) = self._run(kind, q, k, v, g, initial_state, final_state, kept)
+        saved_buffer = q.new_empty(self.shape.saved_words, dtype=SAVED_DTYPE)
+        variant = forward_plan, initial_state is None, final_state is None
+        (o,) = self._run(variant, q, k, v, g, initial_state, final_state, saved_buffer)
         if self.carrier.comm.debug:
             self.carrier.comm.look_for_nan("zeco_gla", o=o, final_state=final_state)
-        return o, final_state, kept
+        return o, final_state, saved_buffer
 
     def backward(
         self, do: Tensor, dfinal: Tensor | None, saved: Sequence[Tensor], initial: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """(dv, dq, dk, dg, dinitial_state or None)."""
-        q, k, v, g, kept = saved
+        q, k, v, g, saved_buffer = saved
         dinitial = q.new_zeros(self._states, dtype=torch.float32) if initial else None
-        kind = backward_plan, dfinal is None, dinitial is None
-        dv, dq, dk, dg = self._run(kind, q, k, v, g, do, dfinal, dinitial, kept)
+        variant = backward_plan, dfinal is None, dinitial is None
+        dv, dq, dk, dg = self._run(variant, q, k, v, g, do, dfinal, dinitial, saved_buffer)
         if self.carrier.comm.debug:
             named = dict(dq=dq, dk=dk, dv=dv, dg=dg, dinitial_state=dinitial)
             self.carrier.comm.look_for_nan("zeco_gla's backward", **named)
         return dv, dq, dk, dg, dinitial
 
-    def _run(self, kind: tuple, *tensors: Tensor | None) -> list[Tensor]:
-        """Run the plan of a pass. ``kind``: what makes it, and which of these tensors are None."""
+    def _run(self, variant: tuple, *tensors: Tensor | None) -> list[Tensor]:
+        """Run the plan of a pass. ``variant``: what makes it, and which of these tensors are None."""
         self.layout.use(self.carrier.comm)
-        plan = self._plans.get(kind)
+        plan = self._plans.get(variant)
         if plan is None:
-            (make, *_), shape, layout, scale = kind, self.shape, self.layout, self.options.scale
-            key = type(self.carrier), shape, scale, *kind
+            (make, *_), shape, layout, scale = variant, self.shape, self.layout, self.options.scale
+            key = type(self.carrier), shape, scale, *variant
             plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), self.carrier, *tensors))
-            self._plans[kind] = plan
+            self._plans[variant] = plan
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
 
@@ -355,24 +355,24 @@ def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
 
 
 def _saved(shape: Shape, device) -> list:
-    """Dtype, shape and device of q, k, v, g and kept, which autograd saves, and of do."""
+    """Dtype, shape and device of q, k, v, g and the buffer of intermediates, which autograd saves, and of do."""
     keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
-    kinds: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
-    kinds += [(shape.gate_dtype, keys), (KEPT_DTYPE, (shape.kept_words,)), (shape.dtype, values)]
-    return [(dtype, torch.Size(x), device) for dtype, x in kinds]
+    described: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
+    described += [(shape.gate_dtype, keys), (SAVED_DTYPE, (shape.saved_words,)), (shape.dtype, values)]
+    return [(dtype, torch.Size(x), device) for dtype, x in described]
 
 
-def _shape(q, v, gate_dtype, cu_seqlens, how: tuple[int, bool, int], made=shape_of) -> Shape:
-    """how: zigzag, keeps, invariant of Options."""
+def _shape(q, v, gate_dtype, cu_seqlens, how: tuple[int, bool, int], make=shape_of) -> Shape:
+    """how: zigzag, saves, invariant of Options."""
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     (zigzag, *rest), device = how, v.device
     of_gpu = device.type, zigzag, multiprocessors(device)
-    return made(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, *rest)
+    return make(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, *rest)
 
 
-def _made(q, final, shape) -> tuple[Tensor | None, Tensor]:
-    """(final_state or None, and uninitialised, for backward, Shape.kept)."""
-    return _ends(q, final, shape), q.new_empty(shape.kept_words, dtype=KEPT_DTYPE)
+def _new_outputs(q, final, shape) -> tuple[Tensor | None, Tensor]:
+    """(final_state or None, the buffer of Shape.saved_sizes, uninitialised)."""
+    return _ends(q, final, shape), q.new_empty(shape.saved_words, dtype=SAVED_DTYPE)
 
 
 def _ends(q, wanted, shape) -> Tensor | None:
@@ -397,15 +397,15 @@ def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
     """Of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
-    q, k, v, g, cu_seqlens, kept = saved_tensors(ctx, lambda: carrier_of(ctx.rest[1]).comm, True)
+    q, k, v, g, cu_seqlens, saved_buffer = saved_tensors(ctx, lambda: carrier_of(ctx.rest[1]).comm, True)
     do, dfinal = plain_or_traced(torch.zeros_like(v) if do is None else do, dfinal)
-    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, kept, *ctx.rest)
+    dv, dq, dk, dg, dinitial = backward(do, dfinal, q, k, v, g, cu_seqlens, saved_buffer, *ctx.rest)
     return dq, dk, dv, dg, dinitial if ctx.rest[0] else None
 
 
 def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
     """``inputs``: those of ``_backward``."""
-    do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *rest = inputs
+    do, dfinal, q, k, v, g, cu_seqlens, saved_buffer, initial, handle, gate_dtype, *rest = inputs
     options = Options(*rest)
     carrier = carrier_of(handle, options.invariant) if prepared is None else prepared.carrier
     with carrier.comm.call(True, "the backward of zeco_gla", (do, dfinal)):
@@ -416,11 +416,13 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
             saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options[2:]), carrier.comm.device)
         else:
             saved = prepared.saved
-        q, k, v, g, kept, do = restored("zeco_gla", "q k v g kept do", (q, k, v, g, kept, do), saved)
+        q, k, v, g, saved_buffer, do = restored(
+            "zeco_gla", "q k v g saved_buffer do", (q, k, v, g, saved_buffer, do), saved
+        )
         prepared = prepared or _find(carrier, q, v, gate_dtype, cu_seqlens, options)
-        if kept.data_ptr() % 16:  # in memory of another's, of which kernels want multiples
-            kept = kept.clone()
-        return prepared.backward(do, dfinal, (q, k, v, g, kept), initial)
+        if saved_buffer.data_ptr() % 16:  # in memory of another's, of which kernels want multiples
+            saved_buffer = saved_buffer.clone()
+        return prepared.backward(do, dfinal, (q, k, v, g, saved_buffer), initial)
 
 
 # The custom operator, which torch.compile traces
@@ -464,7 +466,7 @@ def _fake(
     invariant=0,
 ) -> tuple[Tensor | None, ...]:
     shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, keeps, invariant), Shape)
-    return torch.empty_like(v), *_made(q, final, shape)
+    return torch.empty_like(v), *_new_outputs(q, final, shape)
 
 
 def _backward(

@@ -75,7 +75,7 @@ class Shape:
     device: str
     zigzag: int  # see checks.zigzag_of
     num_sms: int  # multiprocessors of the GPU; 0 on CPUs
-    keeps: bool  # forward keeps what is `made` of the chunks for backward, which makes it again otherwise
+    saves: bool  # forward saves the `intermediates` of the chunks for backward, which recomputes them otherwise
     invariant: int = 0  # tokens of a segment where bits do not depend on the cut over ranks; 0: they may
 
     @functools.cached_property
@@ -102,22 +102,22 @@ class Shape:
         shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
         return [(shape, torch.float32) for shape in shapes]
 
-    def made(self, chunks: int, reverse: bool) -> list[Stored]:
+    def intermediates(self, chunks: int, reverse: bool) -> list[Stored]:
         """The gates of the chunks, which of them are strong, k_out, q_in, A."""
         tokens, dtype = (self.B, self.T, self.H), OPERANDS[self.dtype]
-        # with invariant what is kept must not be finer than what is not
-        of_a = A_FOR_DV[self.dtype] if reverse or self.keeps or self.invariant else dtype
+        # with invariant saved intermediates must not be finer than recomputed ones
+        of_a = A_FOR_DV[self.dtype] if reverse or self.saves or self.invariant else dtype
         operands = [((*tokens, self.K), dtype), ((*tokens, self.K), dtype), ((*tokens, CHUNK_TOKENS), of_a)]
         return [((chunks, self.H, self.K), torch.float32), ((chunks, self.H), torch.int32), *operands]
 
-    def all_kept(self, segments: int, chunks: int) -> list[Stored]:
-        """What backward takes from forward and does not write to: the numbers of its scans, incoming states, and what
-        is made of the chunks, or nothing."""
+    def all_saved(self, segments: int, chunks: int) -> list[Stored]:
+        """What backward takes from forward and does not write to: the numbers of its scans, incoming states, and the
+        intermediates of the chunks, or nothing."""
         fwd_epochs: list[Stored] = [((FWD_EPOCHS,), torch.int64)]
-        return fwd_epochs + self.entering(segments) + (self.made(chunks, False) if self.keeps else [])
+        return fwd_epochs + self.entering(segments) + (self.intermediates(chunks, False) if self.saves else [])
 
     @functools.cached_property
-    def kept(self) -> list[int]:
+    def saved_sizes(self) -> list[int]:
         """Words of each of these, with as many segments and chunks as there may be, at multiples of 256 bytes."""
         most = [
             most_segments(self.B, self.T, self.sequences, tokens, self.zigzag)
@@ -125,12 +125,12 @@ class Shape:
         ]
         if self.invariant:  # a piece of a sequence may begin with a segment that is no multiple of chunks
             most[1] += self.sequences + self.B * bool(self.zigzag)
-        return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_kept(*most)]
+        return [-(-math.prod(shape) * dtype.itemsize // 256) * (256 // WORD) for shape, dtype in self.all_saved(*most)]
 
     @functools.cached_property
-    def kept_words(self) -> int:
+    def saved_words(self) -> int:
         """Of all of them together."""
-        return sum(self.kept)
+        return sum(self.saved_sizes)
 
 
 shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that it is quick to look up
@@ -146,7 +146,7 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What is made of the chunks: see Shape.made."""
+    """Intermediates of the chunks: see Shape.intermediates."""
 
     gate: Buffer
     strong: Buffer
@@ -207,12 +207,12 @@ class GLAPlan(Plan):
         us = carrier.expected_us(shape.states * self.H * self.K * self.V, bool(shape.zigzag))
         return us > APART_US * shape.B * shape.T * self.H * self.K
 
-    def keys(self, x: Inputs, made: Chunks) -> None:
+    def keys(self, x: Inputs, intermediates: Chunks) -> None:
         """See keys_kernel."""
         self.launch(
             keys_kernel,
             self.by_chunks,
-            *(x.k, x.g, self.chunks, made.k_out, made.gate, made.strong),
+            *(x.k, x.g, self.chunks, intermediates.k_out, intermediates.gate, intermediates.strong),
             **self.widths,
             BR=STEP[self.shape.device] * (2 if self.BK == 256 else 1),
             BK=self.BK,
@@ -220,13 +220,13 @@ class GLAPlan(Plan):
             RANGE=self.range,
         )
 
-    def operands(self, keys: bool, x: Inputs, made: Chunks) -> None:
+    def operands(self, keys: bool, x: Inputs, intermediates: Chunks) -> None:
         """See operands_kernel."""
         self.launch(
             operands_kernel,
             self.by_chunks,
             *(x.q, x.k, x.g, self.chunks, self.weights),
-            *(made.gate, made.strong, made.q_in, made.k_out, made.a),
+            *(intermediates.gate, intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
             scale=self.scale,
             **self.widths,
             **self.precision,
@@ -237,12 +237,13 @@ class GLAPlan(Plan):
             num_stages=3,
         )
 
-    def strong_operands(self, x: Inputs, made: Chunks) -> None:
+    def strong_operands(self, x: Inputs, intermediates: Chunks) -> None:
         """See strong_decay_kernel."""
         self.launch(
             strong_decay_kernel,
             self.lookers,
-            *(x.q, x.k, x.g, self.chunks, made.strong, made.q_in, made.k_out, made.a),
+            *(x.q, x.k, x.g, self.chunks),
+            *(intermediates.strong, intermediates.q_in, intermediates.k_out, intermediates.a),
             scale=self.scale,
             **self.widths,
             **self.precision,
@@ -355,10 +356,10 @@ class GLAPlan(Plan):
         with self.side_stream(lambda carrier: carrier.stream()):
             if not (first or last):
                 segments()
-            made = None
+            outputs = None
             if long:
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
-                    made = long()
+                    outputs = long()
             if before or behind:
                 carrier.record(self, Carried(own, out, fwd_epoch, decay), reverse, zigzag)
             else:
@@ -369,7 +370,7 @@ class GLAPlan(Plan):
             nothing_enters()  # beside the scan, for which all other ranks wait
         if last:
             segments()
-        return made
+        return outputs
 
     def carry_in_order(
         self,
@@ -386,16 +387,16 @@ class GLAPlan(Plan):
         leaving = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
         fixed: dict[str, Any] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
         self._enters = self._joins_last = False
-        made = None
+        outputs = None
         with self.side_stream(lambda carrier: carrier.stream()):
             if long:
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
-                    made = long()
+                    outputs = long()
             buffers = states, sums, gates, self.segments, self.first_segments, outside, final
             carrier.record_halves(self, gated_segments_kernel, buffers, (*leaving, fwd_epoch), **fixed)
             if long:
                 self.join()
-        return made
+        return outputs
 
     def join_carry(self) -> None:
         if not self._joins_last:
@@ -409,13 +410,13 @@ class GLAPlan(Plan):
         if self._joins_last:
             self.join()
 
-    def outputs(self, v: Buffer, made: Chunks, entering: Entering, o: Buffer) -> None:
+    def outputs(self, v: Buffer, intermediates: Chunks, entering: Entering, o: Buffer) -> None:
         """See output_kernel; forward has no use for what comes behind o."""
         self._with_state(
             output_kernel,
             self.BK,
             OUTPUTS,
-            *(made.k_out, v, made.q_in, made.a, made.gate, self.segments),
+            *(intermediates.k_out, v, intermediates.q_in, intermediates.a, intermediates.gate, self.segments),
             *entering,
             o,
             *[None] * 4,
@@ -423,10 +424,10 @@ class GLAPlan(Plan):
         )
 
     def value_gradients(
-        self, do: Buffer, made: Chunks, entering: Entering, dv: Buffer, of_chunks: tuple[Buffer, Buffer | None]
+        self, do: Buffer, intermediates: Chunks, entering: Entering, dv: Buffer, of_chunks: tuple[Buffer, Buffer | None]
     ) -> tuple[Buffer, Buffer]:
         """Makes dv; (D, what passes from state to state): see output_kernel."""
-        (gate, _, k_out, q_in, a), (states, low) = made, of_chunks
+        (gate, _, k_out, q_in, a), (states, low) = intermediates, of_chunks
         whole = self.BK <= 128
         BK, chosen = (self.BK, OUTPUTS_REVERSE) if whole else (128, OF_CHUNKS_REVERSE)
         dstates = self.of_chunks(self.dtype)
@@ -533,7 +534,7 @@ class GLAPlan(Plan):
         )
         return da, diagonal
 
-    def gradients(self, x: Inputs, do: Buffer, made: Chunks, of_scores, of_states, grads) -> None:
+    def gradients(self, x: Inputs, do: Buffer, intermediates: Chunks, of_scores, of_states, grads) -> None:
         """dq, dk, dg: see grad_kernel."""
         parts = of_states[2].shape[2]
         common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
@@ -542,7 +543,7 @@ class GLAPlan(Plan):
         self.launch(
             grad_kernel,
             (cdiv(self.K, BK), *self.by_chunks),
-            *(*x, do, self.chunks, self.weights, made.gate, made.strong),
+            *(*x, do, self.chunks, self.weights, intermediates.gate, intermediates.strong),
             *of_scores,
             *of_states,
             *grads,
@@ -554,7 +555,7 @@ class GLAPlan(Plan):
         self.launch(
             strong_decay_grad_kernel,
             self.lookers,
-            *(*x, do, self.chunks, made.strong),
+            *(*x, do, self.chunks, intermediates.strong),
             *of_scores,
             *of_states,
             *grads,
@@ -562,45 +563,45 @@ class GLAPlan(Plan):
             **self.of_strong,
         )
 
-    def kept_parts(self, kept: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, Entering, Chunks]:
-        """(forward epoch, Entering, Chunks): see Shape.all_kept. What is not kept has memory of the run; all but gate
+    def saved_parts(self, saved_buffer: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, Entering, Chunks]:
+        """(forward epoch, Entering, Chunks): see Shape.all_saved. What is not saved has memory of the run; all but gate
         and strong, which backward uses to the end, where there is room that of ``grads``, which it writes last."""
-        stored = self.shape.all_kept(self.layout.num_segments, self.num_chunks)
-        places = itertools.accumulate(self.shape.kept, initial=0)
-        parts = [self.view(kept, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
-        made = parts[4:] or [
+        stored = self.shape.all_saved(self.layout.num_segments, self.num_chunks)
+        places = itertools.accumulate(self.shape.saved_sizes, initial=0)
+        parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
+        intermediates = parts[4:] or [
             self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ())
-            for i, (shape, dtype) in enumerate(self.shape.made(self.num_chunks, self.reverse))
+            for i, (shape, dtype) in enumerate(self.shape.intermediates(self.num_chunks, self.reverse))
         ]
-        return parts[0], Entering(*parts[1:4]), Chunks(*made)
+        return parts[0], Entering(*parts[1:4]), Chunks(*intermediates)
 
 
 def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
-    """For runs with these ``tensors``: q, k, v, g, initial, final, kept, of which initial and final may be None. Makes
-    o."""
+    """For runs with these ``tensors``: q, k, v, g, initial, final, saved_buffer, of which initial and final may be
+    None. Makes o."""
     plan = GLAPlan(carrier, shape, scale, layout, False)
     buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
-    x, (initial, final, kept) = Inputs(*buffers[:4]), buffers[4:]
-    fwd_epoch, entering, made = plan.kept_parts(kept)
+    x, (initial, final, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
+    fwd_epoch, entering, intermediates = plan.saved_parts(saved_buffer)
     o = plan.output_like(x.v)
     if apart := plan.keys_apart(carrier):
-        plan.keys(x, made)
+        plan.keys(x, intermediates)
     else:
-        plan.operands(True, x, made)
-    plan.strong_operands(x, made)
-    sums = plan.segment_states(made.k_out, x.v, made.gate, entering.states)
+        plan.operands(True, x, intermediates)
+    plan.strong_operands(x, intermediates)
+    sums = plan.segment_states(intermediates.k_out, x.v, intermediates.gate, entering.states)
     plan.carry(carrier, sums, entering, (initial, final), fwd_epoch)
     if apart:
-        plan.operands(False, x, made)
+        plan.operands(False, x, intermediates)
     plan.join_carry()
-    plan.outputs(x.v, made, entering, o)
+    plan.outputs(x.v, intermediates, entering, o)
     plan.end()
     return plan
 
 
 def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
-    """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, kept, of which dfinal and dinitial may be
-    None. Makes dv, dq, dk, dg.
+    """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, saved_buffer, of which dfinal and
+    dinitial may be None. Makes dv, dq, dk, dg.
 
     Two kernels need nothing remote and run beside the carry. da_kernel, on the caller's stream, has many short
     programs: where they end, the scan gets its room, and then state_kernel, on the stream LONG, which has few long
@@ -610,25 +611,25 @@ def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPla
     """
     plan = GLAPlan(carrier, shape, scale, layout, True)
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
-    x, (do, dfinal, dinitial, kept) = Inputs(*buffers[:4]), buffers[4:]
+    x, (do, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
     dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
-    fwd_epoch, entering, made = plan.kept_parts(kept, grads)
+    fwd_epoch, entering, intermediates = plan.saved_parts(saved_buffer, grads)
     back = Entering(*(plan.scratch(*of) for of, _ in shape.entering(layout.num_segments)))
-    if not shape.keeps:
-        plan.operands(True, x, made)
-        plan.strong_operands(x, made)
-    sums = plan.segment_states(made.q_in, do, made.gate, back.states)
+    if not shape.saves:
+        plan.operands(True, x, intermediates)
+        plan.strong_operands(x, intermediates)
+    sums = plan.segment_states(intermediates.q_in, do, intermediates.gate, back.states)
     of_chunks = plan.carry(
         carrier,
         sums,
         back,
         (dfinal, dinitial),
         fwd_epoch,
-        lambda: plan.chunk_states(made.k_out, x.v, made.gate, entering, grads),
+        lambda: plan.chunk_states(intermediates.k_out, x.v, intermediates.gate, entering, grads),
     )
     of_scores = plan.score_gradients(x.v, do)
     plan.join_carry()
-    of_dstates = plan.value_gradients(do, made, back, dv, of_chunks)
-    # from here on grads are what they are called: low, and k_out, q_in, a unless they were kept, have been in them
-    plan.gradients(x, do, made, of_scores, (of_chunks[0], *of_dstates), grads)
+    of_dstates = plan.value_gradients(do, intermediates, back, dv, of_chunks)
+    # from here on grads are what they are called: low, and k_out, q_in, a unless they were saved, have been in them
+    plan.gradients(x, do, intermediates, of_scores, (of_chunks[0], *of_dstates), grads)
     return plan
