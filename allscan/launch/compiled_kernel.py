@@ -83,8 +83,8 @@ class Launch:
         fixed = {name: x for name, x in (OPTIONS | fixed).items() if x is not None or name not in OPTIONS}
         self.kernel, self.grid, self.fixed = kernel, grid, fixed
         names = parameter_names(kernel)
-        self._given = [i for i, name in enumerate(names) if name not in fixed]  # places of what a call gives
-        self._first = self._given == list(range(len(self._given)))  # these are the first ones
+        self._arguments = [i for i, name in enumerate(names) if name not in fixed]  # places of a call's arguments
+        self._first = self._arguments == list(range(len(self._arguments)))  # these are the first ones
         self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
@@ -94,13 +94,13 @@ class Launch:
     def __call__(self, *args: Tensor | Channel) -> Any:
         """Launch on the current stream. Returns what Triton does: the compiled kernel, None in the interpreter."""
         if self.ready:
-            given, addresses = _addresses(args)
+            arguments, addresses = _addresses(args)
             if self.takes(addresses):
-                return self.at(given)
+                return self.at(arguments)
         if self._first:
             compiled = self.kernel[self.grid](*args, **self.fixed)
         else:
-            named = {self._names[i]: x for i, x in zip(self._given, args, strict=True)}
+            named = {self._names[i]: x for i, x in zip(self._arguments, args, strict=True)}
             compiled = self.kernel[self.grid](**named, **self.fixed)
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled)
@@ -114,7 +114,7 @@ class Launch:
         """What ``at`` launches, as a node of a CUDA graph. Raises NotImplementedError where it cannot be one, and where
         this Triton hands its kernels other parameters than those that we know of."""
         arguments = [self.fixed.get(name) for name in self._names]
-        for place, address in zip(self._given, addresses, strict=True):
+        for place, address in zip(self._arguments, addresses, strict=True):
             arguments[place] = address
         node = kernel_node(self._compiled, (*self.grid, 1, 1)[:3], arguments)  # type: ignore[arg-type]
         if self._sizes is None:
@@ -127,7 +127,7 @@ class Launch:
         """For ``at``, a kernel that was compiled for addresses that are multiples of 16 bytes."""
         arguments = [self.fixed.get(name) for name in self._names]
         grid, device = (*self.grid, 1, 1)[:3], torch.cuda.current_device()
-        self.at = launcher(compiled, grid, arguments, self._given, current_stream_of, device)  # type: ignore[arg-type]
+        self.at = launcher(compiled, grid, arguments, self._arguments, current_stream_of, device)  # type: ignore[arg-type]
         self.ready, self._compiled = True, compiled
 
 
@@ -143,19 +143,19 @@ def _not_compiled(addresses: Sequence[Any]) -> NoReturn:
 
 def _addresses(args: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
     """(what the compiled kernel takes in place of ``args``, all addresses in it)."""
-    given: list[Any] = []
+    arguments: list[Any] = []
     addresses: list[int] = []
     for x in args:
         if isinstance(x, Channel):
-            given.append(channel_addresses(x))
-            addresses += given[-1][:NUM_POINTERS]
+            arguments.append(channel_addresses(x))
+            addresses += arguments[-1][:NUM_POINTERS]
         elif isinstance(x, tuple):
-            given.append(tuple(field.data_ptr() if hasattr(field, "data_ptr") else field for field in x))
+            arguments.append(tuple(field.data_ptr() if hasattr(field, "data_ptr") else field for field in x))
             addresses += (field.data_ptr() for field in x if hasattr(field, "data_ptr"))
         else:
-            given.append(x.data_ptr())
-            addresses.append(given[-1])
-    return given, addresses
+            arguments.append(x.data_ptr())
+            addresses.append(arguments[-1])
+    return arguments, addresses
 
 
 def channel_addresses(channel: Channel) -> tuple[Any, ...]:

@@ -57,7 +57,7 @@ class Graphs:
         self.most_bytes = most_bytes
         self.bytes = self.built = self.launched = self.declined = self.failed = 0
         self.why = ""
-        self._graphs: dict[tuple[Any, ...], _Kept] = {}  # that was used last is last
+        self._graphs: dict[tuple[Any, ...], _CachedGraph] = {}  # that was used last is last
         self._seen: dict[tuple[Any, ...], int] = {}  # when addresses without a graph came last
         self._now = 0  # counts the launches
 
@@ -89,18 +89,18 @@ class Graphs:
             return launches(context, *args)
         now = self._now = self._now + 1
         key = plan.number, *places
-        kept = self._graphs.pop(key, None) or self._build(key, plan, context, places)
-        if kept is None:
+        cached = self._graphs.pop(key, None) or self._build(key, plan, context, places)
+        if cached is None:
             return launches(context, *args)
         try:
-            kept.graph.launch(current_stream_of(device))
+            cached.graph.launch(current_stream_of(device))
         except RuntimeError as error:  # no memory for it, for one: nothing was launched
-            self._gone(kept)
+            self._gone(cached)
             self._rejected(plan, error)
             return launches(context, *args)
-        if not kept.used:
+        if not cached.used:
             plan.failures = 0
-        self._graphs[key], kept.used = kept, now
+        self._graphs[key], cached.used = cached, now
         self.launched += 1
 
     def forget(self, number: int) -> None:
@@ -115,7 +115,7 @@ class Graphs:
             self._gone(self._graphs.popitem()[1])
         self._seen.clear()
 
-    def _build(self, key: tuple[Any, ...], plan: Buildable, context: Any, places: Sequence[int]) -> _Kept | None:
+    def _build(self, key: tuple[Any, ...], plan: Buildable, context: Any, places: Sequence[int]) -> _CachedGraph | None:
         """None if these addresses are new, or no graph can be built."""
         last = self._seen.pop(key, None)
         nbytes = plan.num_nodes * NODE_BYTES
@@ -124,13 +124,13 @@ class Graphs:
                 with new_graph() as graph:
                     builder = Builder(graph, context, places)
                     plan.build(builder)
-                    made = graph.instantiate()
+                    executable = graph.instantiate()
             except Exception as error:  # no memory for it; a kernel that cannot be a node; an old driver
                 self._rejected(plan, error)
             else:
                 self.built += 1
                 self.bytes += nbytes
-                return _Kept(made, nbytes)
+                return _CachedGraph(executable, nbytes)
         if self.most_bytes:
             if len(self._seen) >= SEEN:
                 del self._seen[next(iter(self._seen))]
@@ -147,9 +147,9 @@ class Graphs:
             self._gone(self._graphs.pop(oldest))
         return True
 
-    def _gone(self, kept: _Kept) -> None:
-        kept.graph.destroy()
-        self.bytes -= kept.nbytes
+    def _gone(self, cached: _CachedGraph) -> None:
+        cached.graph.destroy()
+        self.bytes -= cached.nbytes
 
     def _rejected(self, plan: Buildable, error: Exception) -> None:
         plan.failures = FAILURES if isinstance(error, NotImplementedError) else plan.failures + 1
@@ -157,7 +157,7 @@ class Graphs:
         self.why = f"{type(error).__name__}: {error}"
 
 
-class _Kept:
+class _CachedGraph:
     __slots__ = "graph", "nbytes", "used"
 
     def __init__(self, graph: ExecutableGraph, nbytes: int) -> None:

@@ -19,7 +19,7 @@ from .streams import Side
 
 WORD = 4  # bytes of float32, of which the memory of a run is made
 ALIGNMENT = 256  # bytes
-OWN, TABLE = -2, -1  # memories of a run, behind what it is given and its outputs
+OWN, TABLE = -2, -1  # memories of a run, behind its inputs and outputs
 
 _numbers = itertools.count(1)
 
@@ -60,9 +60,9 @@ class Plan:
         self.divided: set[int] = set()  # empty buffers of which there are parts
         self.tables: dict[int, Tensor] = {}  # by number of the buffer
         self.bytes = 0  # of a run's own memory
-        self.makes: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # outputs; like which given tensor
+        self.new_outputs: list[tuple[int | None, tuple[int, ...], torch.dtype]] = []  # like which input, shape, dtype
         self._ready = False
-        self._given = 0
+        self._num_inputs = 0
         self._lent: dict[int, int] = {}  # bytes of outputs in which empty buffers lie, by number of the output
         self._launches: list[Launch] = []
         self._steps: list[Callable[[PlanExecution], None]] = []
@@ -74,12 +74,12 @@ class Plan:
 
     def input(self, like: Tensor) -> Buffer:
         """The next tensor of a run; all come before anything else is recorded."""
-        assert not (self._steps or self.makes)
-        self._given += 1
-        return self._buffer(self._given - 1, 0, tuple(like.shape), like.dtype)
+        assert not (self._steps or self.new_outputs)
+        self._num_inputs += 1
+        return self._buffer(self._num_inputs - 1, 0, tuple(like.shape), like.dtype)
 
     def view(self, whole: Buffer, offset: int, *shape: int, dtype: torch.dtype | None = None) -> Buffer:
-        """Of a given tensor or an empty one, from element ``offset`` on; of a given one also as another ``dtype``. Two
+        """Of an input or a scratch buffer, from element ``offset`` on; of an input also as another ``dtype``. Two
         parts are the same or do not overlap: where buffers are tensors of their own, so are parts of an empty one."""
         self.divided.add(whole.number)
         return self._buffer(whole.memory, whole.offset + offset * whole.dtype.itemsize, shape, dtype or whole.dtype)
@@ -107,13 +107,13 @@ class Plan:
         return self._output(None, shape, dtype)
 
     def output_like(self, x: Buffer) -> Buffer:
-        """The same, with the shape and dtype of ``x``, which is given."""
-        assert 0 <= x.memory < self._given
+        """The same, with the shape and dtype of ``x``, an input."""
+        assert 0 <= x.memory < self._num_inputs
         return self._output(x.memory, x.shape, x.dtype)
 
     def _output(self, like: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        self.makes.append((like, shape, dtype))
-        return self._buffer(self._given + len(self.makes) - 1, 0, shape, dtype)
+        self.new_outputs.append((like, shape, dtype))
+        return self._buffer(self._num_inputs + len(self.new_outputs) - 1, 0, shape, dtype)
 
     def _buffer(self, memory: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         buffer = Buffer(len(self.buffers), memory, offset, shape, dtype)
@@ -134,7 +134,7 @@ class Plan:
         launch: Launch,
         buffers: Sequence[Buffer],
         call: Callable[..., Any],
-        given: Callable[[list[int]], Sequence[Any]] = list,
+        arguments: Callable[[list[int]], Sequence[Any]] = list,
         check: Callable[[], None] | None = None,
     ) -> None:
         """``launch`` in another way: ``call(*tensors)``, or once it is ready with ``given(addresses)`` of the buffers.
@@ -145,10 +145,10 @@ class Plan:
             if run.places is None:
                 call(*(run.tensor(n) for n in numbers))
             else:
-                launch.at(given([run.places[memory] + offset for memory, offset in places]))
+                launch.at(arguments([run.places[memory] + offset for memory, offset in places]))
 
         def build(builder: Builder) -> None:
-            builder.kernel(launch.node(given([builder.places[memory] + offset for memory, offset in places])))
+            builder.kernel(launch.node(arguments([builder.places[memory] + offset for memory, offset in places])))
 
         self._launches.append(launch)
         self._add(step, build, 1)
@@ -196,24 +196,24 @@ class Plan:
         """From here on the current stream has what was recorded beside it."""
         self._add(lambda run: run.join(), lambda builder: builder.join())
 
-    def run(self, context: Any, *given: Tensor) -> list[Tensor]:
-        """All steps, with the tensors that ``given`` has announced. Returns those of ``output``."""
-        new_empty, tensors = given[0].new_empty, [*given]
-        for like, shape, dtype in self.makes:
-            tensors.append(new_empty(shape, dtype=dtype) if like is None else torch.empty_like(given[like]))
+    def run(self, context: Any, *inputs: Tensor) -> list[Tensor]:
+        """All steps, with ``inputs`` as announced by ``input``. Returns those of ``output``."""
+        new_empty, tensors = inputs[0].new_empty, [*inputs]
+        for like, shape, dtype in self.new_outputs:
+            tensors.append(new_empty(shape, dtype=dtype) if like is None else torch.empty_like(inputs[like]))
         places = [x.data_ptr() for x in tensors]
         for check in self._checks:
             check()
         if not ((self._ready or self.ready()) and launchable(places)):
             self._launch(context, tensors)
-            return tensors[len(given) :]
+            return tensors[len(inputs) :]
         memory = new_empty(self.bytes // WORD, dtype=torch.float32)
         places += memory.data_ptr(), 0
         if self._graphs is not None and self._builds is not None and self.num_nodes > 1:
-            self._graphs.launch(given[0].get_device(), self, places, self._launch, context, tensors, memory, places)
+            self._graphs.launch(inputs[0].get_device(), self, places, self._launch, context, tensors, memory, places)
         else:
             self._launch(context, tensors, memory, places)
-        return tensors[len(given) :]
+        return tensors[len(inputs) :]
 
     def build(self, builder: Builder) -> None:
         """Add the nodes of a run to a graph."""
@@ -251,7 +251,7 @@ def _priority(side: object) -> int:
 class PlanExecution:
     """Memory and streams of one run whose launches are made one by one.
 
-    tensors: what it is given, and its outputs. places: where these, its own memory and tables are; None where every
+    tensors: its inputs and outputs. places: where these, its own memory and tables are; None where every
     buffer is a tensor."""
 
     __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_beside", "_joins", "_empty"

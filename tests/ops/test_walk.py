@@ -84,7 +84,7 @@ def as_on_a_gpu(comm):
             if hasattr(module, name):
                 setattr(module, name, lambda *_, value=value: value)
     comm.graphs._graphs = Always()
-    comm.graphs._graphs.kept = graph_cache._Kept(type("Graph", (), {"launch": nothing})(), 0)
+    comm.graphs._graphs.kept = graph_cache._CachedGraph(type("Graph", (), {"launch": nothing})(), 0)
     comm.streams.cuda, comm.streams.last_number = True, 0
 
 
