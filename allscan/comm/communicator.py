@@ -167,7 +167,7 @@ class Communicator(Calls):
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         _communicators[self.handle] = self
-        given, problem = None, ""
+        node_sizes, problem = None, ""
         try:
             self._algorithm = check_algorithm(algorithm)
             most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
@@ -176,12 +176,12 @@ class Communicator(Calls):
             self.invariant = integer("invariant", invariant, 0)  # fixed
             if self.invariant % 64:
                 raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
-            given = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
-            if given is not None and sum(given) != self.size:
-                raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {given}")
+            node_sizes = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
+            if node_sizes is not None and sum(node_sizes) != self.size:
+                raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
         except (TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        chosen = ("nodes", given), ("algorithm", algorithm), ("debug", bool(self.debug)), ("invariant", invariant)
+        chosen = ("nodes", node_sizes), ("algorithm", algorithm), ("debug", bool(self.debug)), ("invariant", invariant)
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, chosen, problem
         transports, reaches, hosts, choices, problems = zip(*store_exchange.exchange(mine, "Communicator"), strict=True)
         if len(set(transports)) > 1:
@@ -190,7 +190,7 @@ class Communicator(Calls):
             raise ValueError(f"wrong arguments: {by_rank(text or 'ok' for text in problems)}")
         if len(set(choices)) > 1:
             raise ValueError(f"ranks differ in {differing(choices)}")
-        self.topology = Topology(reaches, given, hosts, self._algorithm)
+        self.topology = Topology(reaches, node_sizes, hosts, self._algorithm)
         self.mapped = all(self.topology.mapped_links)
         self.order = Order(
             store_exchange.private() if self.size > 1 else store_exchange, self._timeout, self.host_record
@@ -329,26 +329,26 @@ class Communicator(Calls):
             self.streams.synchronize()
         else:
             self._drain()
-        made: tuple[Any, ...] = ()
+        counts: tuple[Any, ...] = ()
         lost: str | None = None
         try:
-            made = self._leave(self.broken)
+            counts = self._leave(self.broken)
         except AllScanOutOfStep as error:
             lost = str(error)
         except StoreGone as error:
             warnings.warn(f"{self!r} is closed without the other ranks: {error}. Its memory stays taken", stacklevel=2)
-        if not made:
+        if not counts:
             desert()
         else:
             self.memory.free()
-        for kept in (self.attributes, self.calls, self.checked, self.agreed, self.tables):
-            kept.clear()
+        for cache in (self.attributes, self.calls, self.checked, self.agreed, self.tables):
+            cache.clear()
         self.graphs.close()
         self._closed = True
         if self.order.has_rejected:
             self.order.store_exchange.take_back("rejected")
-        if len(set(made)) > 1:
-            lost = "the ranks have made different numbers of calls: " + by_rank(made)
+        if len(set(counts)) > 1:
+            lost = "the ranks have made different numbers of calls: " + by_rank(counts)
         if lost is not None and self.order.lost is None:
             raise AllScanOutOfStep(lost)
 
@@ -413,13 +413,13 @@ class Communicator(Calls):
 def check_communicator(comm: object) -> None:
     """Raise TypeError unless it is a Communicator."""
     if not isinstance(comm, Communicator):
-        kind = f"a {type(comm).__name__}"
+        got = f"a {type(comm).__name__}"
         if comm is None:
-            kind = "None"
+            got = "None"
         elif isinstance(comm, dist.ProcessGroup) or hasattr(comm, "get_group"):
-            kind += ", of which one is made"
+            got += ", of which one is made"
         raise TypeError(
-            f"comm must be a Communicator, got {kind}: comm = allscan.Communicator(group_or_mesh), once, for all calls"
+            f"comm must be a Communicator, got {got}: comm = allscan.Communicator(group_or_mesh), once, for all calls"
         )
 
 

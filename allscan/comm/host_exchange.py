@@ -129,9 +129,9 @@ class StoreExchange:
             self._read(store, base, bool(last))
             raise
         self._read(store, base, bool(last))
-        for kind, error_of in ((ABANDONED, Abandoned), (REJECTED, Rejected), (LOST, AllScanOutOfStep)):
-            if decision.startswith(kind):
-                raise error_of(f"{what}: {decision.removeprefix(kind)}")
+        for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, Rejected), (LOST, AllScanOutOfStep)):
+            if decision.startswith(prefix):
+                raise error_of(f"{what}: {decision.removeprefix(prefix)}")
         if decision.startswith(FAILED):
             reason = decision.removeprefix(FAILED)
             raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
@@ -140,9 +140,9 @@ class StoreExchange:
             raise RuntimeError(f"{what}: the answer is of another exchange, {answers[self.rank]} instead of {word}")
         if last or self.ranks[self.rank] == 0:  # which has the store, as a rule
             self._until_read(store, base)
-        kinds, values = zip(*answers, strict=True)
-        if len(set(kinds)) > 1:
-            raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(kinds))
+        names, values = zip(*answers, strict=True)
+        if len(set(names)) > 1:
+            raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(names))
         return list(values)
 
     def abandon(self, topic: str, why: str) -> None:

@@ -213,15 +213,15 @@ class AllScan:
             raise ValueError(f'an AllScan with algorithm="{self.algorithm}" has no channel for kernels of your own')
         if fwd_epoch is not None and adjoint_of is not None:
             raise ValueError("a launch has a forward epoch or is the adjoint of one, not both")
-        given = adjoint_of if fwd_epoch is None else fwd_epoch
-        if given is not None and not isinstance(given, Tensor):
+        epoch = adjoint_of if fwd_epoch is None else fwd_epoch
+        if epoch is not None and not isinstance(epoch, Tensor):
             raise TypeError(
-                f"a forward epoch must be a tensor, such as AllScan.fwd_epoch(), got {type(given).__name__}"
+                f"a forward epoch must be a tensor, such as AllScan.fwd_epoch(), got {type(epoch).__name__}"
             )
-        if given is not None and (given.dtype != torch.int64 or given.device != self.comm.device or not given.numel()):
+        if epoch is not None and (epoch.dtype != torch.int64 or epoch.device != self.comm.device or not epoch.numel()):
             wanted = f"int64 [1] on {self.comm.device}"
             raise ValueError(
-                f"a forward epoch must be {wanted}, got {given.dtype} {list(given.shape)} on {given.device}"
+                f"a forward epoch must be {wanted}, got {epoch.dtype} {list(epoch.shape)} on {epoch.device}"
             )
         if fwd_epoch is not None:
             setattr(fwd_epoch, _DIRECTION, bool(reverse))
@@ -374,10 +374,10 @@ class AllScan:
             return found
 
 
-def _channels_in(given: tuple[Any, ...]) -> list[Any]:
-    """Of what a kernel is given, tuples included; also the method that makes one, see ``_check_channel``."""
+def _channels_in(arguments: tuple[Any, ...]) -> list[Any]:
+    """Of the arguments of a kernel, tuples included; also the method that makes one, see ``_check_channel``."""
     found: list[Any] = []
-    for x in given:
+    for x in arguments:
         if isinstance(x, Channel) or getattr(x, "__func__", None) is AllScan.channel:
             found.append(x)
         elif isinstance(x, tuple):
@@ -387,8 +387,8 @@ def _channels_in(given: tuple[Any, ...]) -> list[Any]:
 
 def _check_channel(channel: object) -> None:
     if not isinstance(channel, Channel):
-        kind = "the method itself: call it" if callable(channel) else type(channel).__name__
-        raise TypeError(f"a channel is what AllScan.channel() returns, got {kind}")
+        got = "the method itself: call it" if callable(channel) else type(channel).__name__
+        raise TypeError(f"a channel is what AllScan.channel() returns, got {got}")
 
 
 def _check_grid(grid: object) -> None:

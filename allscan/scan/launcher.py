@@ -145,14 +145,16 @@ class Launcher:
         found = self._prepared.get(known)
         if found is None:
             self._check(inputs)
-            kind, whole = self._kind(inputs, reverse, adjoint)
-            launch = self._launches.get((kind, of_adjoint))
+            variant, whole = self._select_variant(inputs, reverse, adjoint)
+            launch = self._launches.get((variant, of_adjoint))
             if launch is None:
-                launch = self._launches[kind, of_adjoint] = self._make_launch(kind)
-            found = self._prepared[known] = PreparedScan(self, launch, whole, kind.neighbour_shift, reverse, of_adjoint)
+                launch = self._launches[variant, of_adjoint] = self._make_launch(variant)
+            found = self._prepared[known] = PreparedScan(
+                self, launch, whole, variant.neighbour_shift, reverse, of_adjoint
+            )
         return found
 
-    def _kind(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
+    def _select_variant(self, inputs: ScanInputs, reverse: bool, adjoint: bool) -> tuple[Variant, bool]:
         """(the variant, whether the decay has all rows that a kernel reads)."""
         _, decay, transition, initial_state, _ = inputs
         if isinstance(decay, Shift):
@@ -294,7 +296,7 @@ class PreparedScan:
         comm = self.comm
         state, decay, transition, initial_state, out = inputs
         state = plain(state)
-        given = state if initial_state is None else plain(initial_state)
+        initial = state if initial_state is None else plain(initial_state)
         factor = state
         if transition is not None:
             factor = plain(transition)
@@ -307,7 +309,7 @@ class PreparedScan:
                 raise ValueError("out must be contiguous, and no view of a negative")
         else:
             out = torch.empty_like(state)
-        tensors = state, factor, given, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
+        tensors = state, factor, initial, out, self._fwd_epoch if fwd_epoch is None else fwd_epoch
         addresses = [x.data_ptr() for x in tensors]
         if written:
             # a scan may read its state from where it writes the result

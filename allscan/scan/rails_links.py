@@ -65,7 +65,7 @@ class Rails:
         self.decay_columns = max(1, 32 * self.warps // spec.tile[0])
         self.distances = distances(len(self.nodes)) if spec.algorithm == "recursive_doubling" else []
         self.link = (SIGNAL if spec.protocol == "signal" else SENTINEL).value
-        # [n]: the kind of the rail between this rank's owners on nodes n and n + 1; in rounds one kind for all
+        # [n]: the link of the rail between this rank's owners on nodes n and n + 1; in rounds one for all
         pairs = list(zip(self._line(), self._line()[1:]))
         if self.distances:
             pairs = [(a, b) for a in self._line() for b in self._line() if a < b]
@@ -73,11 +73,11 @@ class Rails:
         if spec.protocol in ("sentinel", "signal") and not all(comm.topology.maps(0, p) for p in range(comm.size)):
             raise RuntimeError(f"protocol {spec.protocol!r} needs mapped peers, and not all ranks map each other")
         if spec.protocol != "auto":
-            self.kinds = [PROTOCOLS[spec.protocol]] * max(1, len(pairs))
+            self.links = [PROTOCOLS[spec.protocol]] * max(1, len(pairs))
         elif self.distances:
-            self.kinds = [(SENTINEL if all(mapped) else PUT).value]
+            self.links = [(SENTINEL if all(mapped) else PUT).value]
         else:
-            self.kinds = [(SENTINEL if yes else PUT).value for yes in mapped]
+            self.links = [(SENTINEL if yes else PUT).value for yes in mapped]
         # arguments of the kernel beside the channel of the node, forward and reverse
         self.further: list[tuple[Any, ...]] = []
         self._nodes: list[Channel] = []  # forward and reverse
@@ -88,7 +88,7 @@ class Rails:
     @property
     def puts(self) -> bool:
         """Whether this rank's kernels call NVSHMEM."""
-        return PUT.value in self.kinds and self.position < self.owners and len(self.nodes) > 1
+        return PUT.value in self.links and self.position < self.owners and len(self.nodes) > 1
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +126,7 @@ class Rails:
         ]
         if position < self.owners and len(self.nodes) > 1:
             for i, message in enumerate(self._messages()):
-                nbytes = workspace_layout(message, PUT.value in self.kinds)[1]
+                nbytes = workspace_layout(message, PUT.value in self.links)[1]
                 sizes.append((f"rail {i}", nbytes // 4, torch.float32))
         return lay_out(sizes)
 
@@ -139,10 +139,10 @@ class Rails:
 
     def make(self, offsets: Sequence[Any]) -> tuple[Channel, Channel]:
         """The channels of the node, forward and reverse. offsets: [rank][direction] in its arena."""
-        made = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]
-        made[1] = made[1]._replace(backwards=made[0].backwards)
+        channels = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]
+        channels[1] = channels[1]._replace(backwards=channels[0].backwards)
         self.reset()
-        return made[0], made[1]
+        return channels[0], channels[1]
 
     def _make(self, direction: int, offsets: list[int]) -> Channel:
         comm, spec, me = self.comm, self.spec, self.comm.rank
@@ -231,7 +231,7 @@ class Rails:
             BD=self.decay_columns,
             LINK=self.link,
             ROUNDS=len(self.distances) if self.position < self.owners else 0,
-            ROUND_LINK=self.kinds[0] if self.kinds else NONE.value,
+            ROUND_LINK=self.links[0] if self.links else NONE.value,
         )
         return {name: tl.constexpr(value) for name, value in values.items()}
 
@@ -248,11 +248,11 @@ class Rails:
         whole, rounds = self.comm.line, list[tuple[kernels.Round, torch.Tensor]]()
         owners = whole._replace(rank=self.node, pes=[whole.pes[rank] for rank in line])
         for i, message in enumerate(self._messages()):
-            layout = workspace_layout(message, PUT.value in self.kinds)[0]
+            layout = workspace_layout(message, PUT.value in self.links)[0]
             spaces = [(offsets[rank] + layouts[rank][f"rail {i}"][0], layout) for rank in line]
             distance = self.distances[i // 2] if self.distances else 1
-            kinds = self.kinds * len(line) if self.distances else self.kinds
-            channel = make_channel(owners, spaces, message, kinds, step * distance)
+            links = self.links * len(line) if self.distances else self.links
+            channel = make_channel(owners, spaces, message, links, step * distance)
             there = self.node - step * distance, self.node + step * distance
             prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
             channel.info.copy_(self._info(prev, following))
@@ -281,8 +281,8 @@ class Rails:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
-        kept: torch.Tensor = self.comm.memory.keep(tensor)
-        return kept
+        held: torch.Tensor = self.comm.memory.keep(tensor)
+        return held
 
     def reset(self) -> None:
         """As if nothing had passed yet. While no kernel of any rank uses it."""

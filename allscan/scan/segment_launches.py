@@ -66,22 +66,22 @@ class SegmentScans:
         return self.comm.rank == (self.comm.size - 1 if reverse else 0)
 
     def run(
-        self, segments: Segments, direction: Direction, fwd_epoch: Tensor | None, given: Tensor | None = None
+        self, segments: Segments, direction: Direction, fwd_epoch: Tensor | None, initial: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(The incoming state of each segment, the outgoing state). In a call of the communicator, of inputs that were
-        checked. ``given``: the initial state, for the first rank; of an adjoint what is added to the gradient that
+        checked. ``initial``: the initial state, for the first rank; of an adjoint what is added to the gradient that
         comes."""
         states, decays, transitions = segments
-        states, kind = plain(states), NOTHING.value
-        if given is not None and (direction.adjoint or self.is_first(direction.reverse)):
-            kind = ADDED.value if direction.adjoint else INITIAL.value
+        states, added = plain(states), NOTHING.value
+        if initial is not None and (direction.adjoint or self.is_first(direction.reverse)):
+            added = ADDED.value if direction.adjoint else INITIAL.value
         strides, factor = (0, 0), states
         if transitions is not None:
             factor = plain(transitions)
         elif decays is not None:
             factor, strides = decay_rows(decays, states.shape, self.comm.device)
         entering, leaving = torch.empty_like(states), states.new_empty(self.shape)
-        key = len(states), direction, strides, decays is not None, transitions is not None, kind
+        key = len(states), direction, strides, decays is not None, transitions is not None, added
         launch = self._launches.get(key)
         if launch is None:
             launch = self._make(*key)
@@ -89,17 +89,17 @@ class SegmentScans:
         adjoint_of = {"adjoint_of" if direction.adjoint else "fwd_epoch": fwd_epoch}
         channel = self.launcher.channel(direction.reverse, **adjoint_of)
         self.launcher.before_launch(launch.kernel, direction.reverse)
-        given = states if given is None else plain(given)
-        self.launcher.after_launch(launch(states, factor, given, entering, leaving, channel))
+        initial = states if initial is None else plain(initial)
+        self.launcher.after_launch(launch(states, factor, initial, entering, leaving, channel))
         if self.comm.debug:
             self.comm.look_for_nan("allscan_segments()", entering=entering, leaving=leaving)
         return entering, leaving
 
     def _make(
-        self, n: int, direction: Direction, strides: tuple[int, int], has_decay: bool, dense: bool, kind: int
+        self, n: int, direction: Direction, strides: tuple[int, int], has_decay: bool, dense: bool, added: int
     ) -> Launch:
         *lead, K, V = self.shape
-        fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, GIVEN=kind)
+        fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, GIVEN=added)
         fixed |= dict(DESCENDING=direction.descending)
         # waiting programs hold their places; on one rank none waits
         programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)

@@ -34,14 +34,14 @@ def two_way_scan(
     """
     for_there, for_back = channels or (None, None)
     state, decay, transition, initial_state, _ = there
-    given = dict(transition=transition, adjoint=adjoint, channel=for_there)
-    prev = scan.scan(state, decay, initial_state=initial_state, **given)
+    arguments = dict(transition=transition, adjoint=adjoint, channel=for_there)
+    prev = scan.scan(state, decay, initial_state=initial_state, **arguments)
     handed = None
     if scan.comm.rank == scan.comm.size - 1:
         handed = leaves(there, prev, adjoint)
     state, decay, transition, *_ = back
-    given = dict(transition=transition, adjoint=adjoint, channel=for_back)
-    return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **given)
+    arguments = dict(transition=transition, adjoint=adjoint, channel=for_back)
+    return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **arguments)
 
 
 def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[Channel, Channel]:

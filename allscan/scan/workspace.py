@@ -88,7 +88,7 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
 
 
 def _links(comm: Communicator, protocol: str) -> list[int]:
-    """[p]: the kind of link that joins rank p and rank p + 1."""
+    """[p]: the link that joins rank p and rank p + 1."""
     if protocol == "auto":
         return [(SENTINEL if mapped else PUT).value for mapped in comm.topology.mapped_links]
     return [PROTOCOLS[protocol]] * len(comm.topology.mapped_links)
@@ -167,7 +167,7 @@ def make_workspace(
     return Workspace(channels, tuple(offsets), min(ctas))
 
 
-def _kinds(line: Line, links: list[int], step: int) -> tuple[int, int]:
+def _links_of(line: Line, links: list[int], step: int) -> tuple[int, int]:
     """The links from the rank before this one and to the next, ``step`` places on; links: [p]: of p and p + 1."""
     prev, next_ = line.rank - step, line.rank + step
     recv = links[min(prev, line.rank)] if 0 <= prev < line.size else NONE.value
@@ -177,7 +177,7 @@ def _kinds(line: Line, links: list[int], step: int) -> tuple[int, int]:
 
 def _fill(line: Line, offset: int, spec: Spec, links: list[int], step: int) -> None:
     """Make this rank's workspace of one direction at ``offset`` of its arena as if nothing had passed yet."""
-    recv, _ = _kinds(line, links, step)
+    recv, _ = _links_of(line, links, step)
     for name, (first, numel, dtype) in workspace_layout(spec, _puts(links, line.rank))[0].items():
         words = line.memory.heap.local(line.pes[line.rank], offset + first, numel, dtype)
         words.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
@@ -211,7 +211,7 @@ def _check_alike(comm: Communicator, specs: Sequence[Any], errors: Sequence[str 
 def make_channel(line: Line, workspaces: list[Any], spec: Spec, links: list[int], step: int) -> Channel:
     """The channel to the rank ``step`` places on. workspaces: (offset in its arena, _layout) of every rank."""
     prev, next_, memory = line.rank - step, line.rank + step, line.memory
-    recv, send = _kinds(line, links, step)
+    recv, send = _links_of(line, links, step)
 
     def words(name: str, rank: int = line.rank, link: int = NONE.value) -> torch.Tensor:
         """Of this rank, or of one that a link goes to."""

@@ -284,8 +284,8 @@ def apart(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
 
 def without_empty(lengths: Sequence[int]) -> tuple[int, ...]:
     """cu_seqlens without sequences that have no tokens; one of these, if there is nothing else."""
-    kept = sorted({*lengths})
-    return tuple(kept) if len(kept) > 1 else (0, 0)
+    distinct = sorted({*lengths})
+    return tuple(distinct) if len(distinct) > 1 else (0, 0)
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
@@ -299,17 +299,17 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 def own_boundaries(cu_seqlens: object) -> torch.Tensor:
     """checks.boundaries of what a caller gives, read once, on the CPU and in memory that nobody writes to: what
     backward reads again is what forward had."""
-    given = boundaries(cu_seqlens)
+    values = boundaries(cu_seqlens)
     if torch.compiler.is_compiling():
-        return cast(torch.Tensor, _traced_copy(given)[0])  # a clone would be made again in backward
-    return _own(given)
+        return cast(torch.Tensor, _traced_copy(values)[0])  # a clone would be made again in backward
+    return _own(values)
 
 
-def _own(given: torch.Tensor) -> torch.Tensor:
-    if given.device.type == "cpu" or type(given) is not torch.Tensor:
-        return given.clone()
+def _own(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu" or type(values) is not torch.Tensor:
+        return values.clone()
     try:
-        return torch.tensor(boundaries_on_host(given), dtype=given.dtype, device="cpu")
+        return torch.tensor(boundaries_on_host(values), dtype=values.dtype, device="cpu")
     except RuntimeError as error:
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
 

@@ -54,25 +54,25 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
 
 
 def partition_start(
-    comm: Communicator, lengths: tuple[int, ...], T: int, given: int | None = None, zigzag: int = False
+    comm: Communicator, lengths: tuple[int, ...], T: int, first_token: int | None = None, zigzag: int = False
 ) -> int:
     """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
     these ``lengths`` is collective, and the partition that it finds is kept, alike on every rank.
-    Where the caller says it, ``given``, no other rank is asked, but in debug mode.
+    Where the caller says it, ``first_token``, no other rank is asked, but in debug mode.
 
     Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
-    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With ``given``:
-    ValueError on a rank that can see that it is wrong.
+    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With
+    ``first_token``: ValueError on a rank that can see that it is wrong.
     """
     halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the whole
-    if given is not None:
-        _check_given(comm, lengths, given, given + T // halves, halves)
-        tokens, first = [T], given
+    if first_token is not None:
+        _check_first_token(comm, lengths, first_token, first_token + T // halves, halves)
+        tokens, first = [T], first_token
     else:
         tokens = partition(comm, lengths, T)
         first = sum(tokens[: comm.rank]) // halves
     if zigzag == PER_DOCUMENT:
-        _check_documents(comm, lengths, tokens, given)
+        _check_documents(comm, lengths, tokens, first_token)
     return first
 
 
@@ -108,12 +108,12 @@ def _check_alike(comm: Communicator, lengths: list[tuple[int, ...]]) -> None:
         raise comm.order.raised_everywhere(ValueError(problem))
 
 
-def compare_values(comm: Communicator, given: object, read: torch.Tensor | None) -> None:
-    """In debug mode, for each call with packed sequences: raise ValueError on every rank if a rank was ``given`` a
-    cu_seqlens that has other values now than were ``read`` of it, or if ranks were given different ones."""
+def compare_values(comm: Communicator, argument: object, read: torch.Tensor | None) -> None:
+    """In debug mode, for each call with packed sequences: raise ValueError on every rank if ``argument``, a
+    cu_seqlens, has other values now than were ``read`` of it on a rank, or if ranks differ in it."""
     if read is None or not comm.debug or torch.compiler.is_compiling():
         return
-    lengths, now = (tuple(boundaries(x).tolist()) for x in (read, given))
+    lengths, now = (tuple(boundaries(x).tolist()) for x in (read, argument))
     answers = comm.order.exchange((lengths, now), "the values of cu_seqlens, in debug mode")
     if any(x[0] != x[1] for x in answers):
         found = by_rank("ok" if x[0] == x[1] else f"{tuple(x[0])}, now {tuple(x[1])}" for x in answers)
@@ -159,7 +159,7 @@ def _rises_from_0(lengths: tuple[int, ...]) -> bool:
     return lengths[0] == 0 and all(a <= b for a, b in zip(lengths, lengths[1:]))
 
 
-def _check_given(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
+def _check_first_token(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
     """``_check_place``; in debug mode ask the others."""
     _check_place(comm, lengths, begin, end, halves)
     if comm.debug:
@@ -220,8 +220,8 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
                 for i, (b, (begins, ends)) in enumerate(places)
             ]
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
-        made = AlignedLayout if aligned and lengths is not None else Layout
-        layout = made(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
+        cls = AlignedLayout if aligned and lengths is not None else Layout
+        layout = cls(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
         if layout.num_chunks > MOST_CHUNKS:  # of segments that do not begin with a sequence
             raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences, got {layout.num_chunks:,}")
         return layout
