@@ -71,7 +71,7 @@ class Before(NamedTuple):
 
     def fields(self) -> str:
         """What all ranks have alike, but lower_bound, as names and values."""
-        given = (
+        values = (
             self.normalize,
             self.gate,
             self.sigmoid,
@@ -80,7 +80,7 @@ class Before(NamedTuple):
             self.dt_bias is None,
             self.state_v_first,
         )
-        return _fields(*given) if torch.compiler.is_compiling() else _kept_fields(*given)
+        return _fields(*values) if torch.compiler.is_compiling() else _cached_fields(*values)
 
     def applied(self, rule: str, x: Inputs, handle: int) -> Inputs:
         """What the rule takes. handle: of the communicator."""
@@ -99,7 +99,7 @@ class Before(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Options of a call as they are given: see ``zeco_kda``."""
+    """Options of a call as its caller passes them: see ``zeco_kda``."""
 
     scale: float | None
     initial_state: Tensor | None
@@ -135,11 +135,11 @@ FIELDS = (
 )
 
 
-def _fields(*given: bool) -> str:
-    return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, given)])
+def _fields(*values: bool) -> str:
+    return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
 
 
-_kept_fields = functools.lru_cache(maxsize=256)(_fields)
+_cached_fields = functools.lru_cache(maxsize=256)(_fields)
 
 
 def zeco_kda(
@@ -318,8 +318,8 @@ def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Aske
         cu_seqlens, options = _checked(rule, before, x, comm, asked)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
-    *given, initial_state = plain_or_traced(*x, initial_state)
-    tensors = *before.applied(rule, Inputs(*given), comm.handle), initial_state
+    *inputs, initial_state = plain_or_traced(*x, initial_state)
+    tensors = *before.applied(rule, Inputs(*inputs), comm.handle), initial_state
     if prepared is None and watched((*tensors, cu_seqlens)):
         o, final_state, *_ = _operator.forward(*tensors, cu_seqlens, final, comm.handle, *options)
     else:
@@ -374,8 +374,8 @@ def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: As
         invariant = check_invariant(comm, comm.invariant if asked.invariant is None else asked.invariant, zigzag)
         if invariant and not isinstance(RULES[rule], OwnChunks):
             raise ValueError(f'with invariant={invariant} chunk must be "allscan", got {before.chunk!r}')
-        given = *x, initial_state, before.A_log, before.dt_bias
-        check_saveable((*given, cu_seqlens), given)
+        inputs = *x, initial_state, before.A_log, before.dt_bias
+        check_saveable((*inputs, cu_seqlens), inputs)
         if not (isinstance(RULES[rule], OwnChunks) or torch.compiler.is_compiling()):
             _import_fla()
     except (TypeError, ValueError, ImportError) as error:
@@ -499,8 +499,8 @@ def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Any, options: Option
 
 
 class PreparedDelta:
-    """Of calls of one kind: what the first of them has worked out, with which the later ones need no checks but those
-    by which they find it; and their backward passes.
+    """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
+    those by which they find it; and their backward passes.
 
     saved: what autograd saves, see ``_saved``. fixed: the operator's last inputs."""
 
@@ -518,7 +518,7 @@ class PreparedDelta:
         self.call = ChunkCall(self.states, scale, local(self.layout))
         self.fixed = comm.handle, *options
         self.state_shape = x.sequences, x.HV, x.K, x.V
-        self._kept = _kept_kinds(x, zigzag)
+        self._state_specs = _state_specs(x, zigzag)
         carrier = AllScanCarrier.of(comm, dense=True)
         self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
 
@@ -528,7 +528,7 @@ class PreparedDelta:
         *tensors, initial_state, _, final = inputs
         x = Inputs(*tensors)
         ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
-        kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._kept))
+        kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
         v_shape = x.v.shape
         if not v_shape[1]:
@@ -610,11 +610,11 @@ def _import_fla() -> None:
 
 def _state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
     rule, zigzag = RULES[options.rule], options.zigzag
-    kind = ChunkPass if isinstance(rule, OwnChunks) else StatePass
-    heads = x.H if rule.scalar or kind is ChunkPass else x.HV
+    cls = ChunkPass if isinstance(rule, OwnChunks) else StatePass
+    heads = x.H if rule.scalar or cls is ChunkPass else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
-    return layout.derived((kind, shape), lambda: kind(comm, layout.tables(), shape))
+    return layout.derived((cls, shape), lambda: cls(comm, layout.tables(), shape))
 
 
 def _in_one(*tensors) -> Iterator[Any]:
@@ -622,7 +622,7 @@ def _in_one(*tensors) -> Iterator[Any]:
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
 
-def _kept_kinds(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+def _state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
     """(dtype, shape) of each of Kept; of more segments than there may be. The first two are saved as integers, see
     WORDS."""
     segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
@@ -676,8 +676,8 @@ def _fake(
     zigzag=False,
     invariant=0,
 ) -> tuple[Tensor | None, ...]:
-    kinds = _kept_kinds(shapes_of(q, v, cu_seqlens, invariant), zigzag)
-    kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in kinds)
+    specs = _state_specs(shapes_of(q, v, cu_seqlens, invariant), zigzag)
+    kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
     final_state = _zeros(q, v, cu_seqlens, final)
     return torch.empty_like(v), final_state, *_sums_and_chunks(RULES[rule], k, v, g), *kept
 
@@ -759,10 +759,10 @@ def _saved(x: Shapes, beta_dtype: torch.dtype, gate_dtype: torch.dtype, rule: st
     keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
     values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
     without = scalar and not isinstance(RULES[rule], OwnChunks)
-    kinds = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
-    kinds += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
-    kinds += (dtype, chunk), *_kept_kinds(x, zigzag), (dtype, values)
-    return [(of, torch.Size(shape), x.device) for of, shape in kinds]
+    specs = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
+    specs += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
+    specs += (dtype, chunk), *_state_specs(x, zigzag), (dtype, values)
+    return [(of, torch.Size(shape), x.device) for of, shape in specs]
 
 
 def _fake_backward(

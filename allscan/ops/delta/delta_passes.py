@@ -144,59 +144,59 @@ class StatePass:
         """The same of the gradient, from the end to the beginning."""
         return self._run(self._total_back, x, d, scale=scale)
 
-    def _run(self, record: Callable[..., Sequence[Buffer | None]], *given: tuple[Any, ...], **fixed: Any) -> list[Any]:
+    def _run(self, record: Callable[..., Sequence[Buffer | None]], *groups: tuple[Any, ...], **fixed: Any) -> list[Any]:
         """Run the plan that ``record(plan, *buffers, **fixed)`` has recorded at the first call with tensors like these
-        (their sizes are the layout's and those of the first), in tuples such as it is ``given``; the tensors of the
-        buffers that it has returned, None for None."""
-        tensors = [x for some in given for x in some]
+        (their sizes are the layout's and those of the first), in tuples, ``groups``; the tensors of the buffers that it
+        has returned, None for None."""
+        tensors = [x for group in groups for x in group]
         key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= KEPT:  # of calls with ever other scales
                 self._plans.clear()
             plan = Plan(self.comm.graphs)
-            inputs = [[x if x is None else plan.input(x) for x in some] for some in given]
-            buffers = record(plan, *map(_like, given, inputs), **fixed)
+            inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
+            buffers = record(plan, *map(_like, groups, inputs), **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
         plan, order = found
-        made = plan.run(self.carrier, *[x for x in tensors if x is not None])
-        return [i if i is None else made[i] for i in order]
+        outputs = plan.run(self.carrier, *[x for x in tensors if x is not None])
+        return [i if i is None else outputs[i] for i in order]
 
     def _forward(self, plan: Plan, x: Between, ends: Ends, kept: Kept) -> tuple:
-        made = self._chunks(plan, x.k, x.u)
+        outputs = self._chunks(plan, x.k, x.u)
         kept = _words(plan, kept)
         leaves = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
             self._summaries(plan, x, kept.transitions, leaves)
         room = self._room(plan.scratch, plan.scratch, False)
         self._carry(plan, kept, leaves, ends.given, False, room)
-        return self._states(plan, x, room.entering(kept.enters), ends.filled, made)
+        return self._states(plan, x, room.entering(kept.enters), ends.filled, outputs)
 
     def _turn(self, plan: Plan, x: Between, d: OfOutput, ends: tuple, kept: Kept, scale: float) -> tuple:
-        made, (dfinal,) = self._chunks(plan, x.k, x.u), ends
+        outputs, (dfinal,) = self._chunks(plan, x.k, x.u), ends
         kept = _words(plan, kept)
         enters, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
         leaves = self._leaves(plan, x, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
             self._carry(plan, kept._replace(enters=enters), leaves, dfinal, True, room)
-        self._states(plan, x, Entering(kept.enters), None, made)
+        self._states(plan, x, Entering(kept.enters), None, outputs)
         plan.join()
-        return *made, *room.entering(enters)
+        return *outputs, *room.entering(enters)
 
     def _backward(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, ends: tuple, scale: float) -> tuple:
         (dinitial,) = ends
-        made = self._chunks(plan, x.k, d.dv)
-        self._adjoint(plan, x, d, entering, (*made, dinitial), scale)
-        return made
+        outputs = self._chunks(plan, x.k, d.dv)
+        self._adjoint(plan, x, d, entering, (*outputs, dinitial), scale)
+        return outputs
 
     def _gradients(self, plan: Plan, x: Between, of: tuple, d: OfOutput, states: tuple, scale: float) -> list[Buffer]:
-        made = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
+        outputs = [plan.output_like(like) for like in (x.w, x.w, x.w, x.g)]
         chunked = {name: value for name, value in self.chunked.items() if name not in ("SCALAR", "TOTALS")}
         grid, table = (self.layout.num_chunks, self.H), plan.constant(self.layout.chunks)
-        tensors = x.q, x.k, *of, x.g, d.do, d.dv, *states, table, *made
+        tensors = x.q, x.k, *of, x.g, d.do, d.dv, *states, table, *outputs
         self._launch(plan, "gradients", scalar_gradient_kernel, grid, *tensors, scale=scale, **chunked)
-        return made
+        return outputs
 
     def _total(self, plan: Plan, x: Between) -> tuple:
         room, kept = self._room(plan.output, plan.scratch, False), self._kept_here(plan)
@@ -286,11 +286,11 @@ class StatePass:
         fixed = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=reverse)
         carrier.record_halves(plan, delta_segments_kernel, buffers, (*leaving, kept.fwd_epoch), **fixed)
 
-    def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, made: tuple) -> tuple:
-        h, v_new = made
+    def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, outputs: tuple) -> tuple:
+        h, v_new = outputs
         tensors = x.k, x.w, x.u, x.g, self._segments(plan), *entering, h, v_new, final
         self._by_segments(plan, "states", delta_states_kernel, *tensors)
-        return made
+        return outputs
 
     def _leaves(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others

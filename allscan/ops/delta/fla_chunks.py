@@ -45,7 +45,7 @@ class _Normalized(Function):
 
         saved = l2norm_fwd(x)
         ctx.save_for_backward(*saved)
-        ctx.given = handle, [described(x) for x in saved]
+        ctx.saved_specs = handle, [described(x) for x in saved]
         return saved[0]
 
     @staticmethod
@@ -60,14 +60,14 @@ class _Gate(Function):
     """The same of KDA's gate."""
 
     @staticmethod
-    def forward(ctx, given, *tensors) -> Tensor:
+    def forward(ctx, options, *tensors) -> Tensor:
         from fla.ops.kda.gate import kda_gate_fwd
 
-        ctx.lower_bound, handle = given
+        ctx.lower_bound, handle = options
         ctx.there = [x is not None for x in tensors]
         saved = [x for x in tensors if x is not None]
         ctx.save_for_backward(*saved)
-        ctx.given = handle, [described(x) for x in saved]
+        ctx.saved_specs = handle, [described(x) for x in saved]
         return kda_gate_fwd(*tensors, ctx.lower_bound)
 
     @staticmethod
@@ -82,10 +82,10 @@ class _Gate(Function):
 
 def _restored(ctx, what: str, names: str) -> Sequence[Tensor]:
     """What autograd has saved, or an error of which the ranks hear that wait for this one's next call."""
-    handle, kinds = ctx.given
+    handle, specs = ctx.saved_specs
     saved = saved_tensors(ctx, lambda: communicator_of(handle), True)
     try:
-        return restored(what, names, saved, kinds)
+        return restored(what, names, saved, specs)
     except RuntimeError:
         with communicator_of(handle).call(True):
             raise

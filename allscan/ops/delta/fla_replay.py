@@ -20,7 +20,7 @@ from ...launch.graph_cache import Graphs
 from ...launch.plan import Buffer, Plan
 
 aten = torch.ops.aten
-KEPT = 256  # functions and kinds of arguments of one FlaReplay
+KEPT = 256  # functions and signatures of one FlaReplay
 ATTEMPTS = 6  # to trace one of them
 MOST_SUMMED = 16  # numbers of a sum: for more torch adds in another order
 UNKNOWN = -1
@@ -41,8 +41,8 @@ _one_at_a_time = threading.Lock()  # traces: each watches all launches of its th
 class FlaReplay:
     """``traced(function, **arguments)`` is ``function(**arguments)``, of tensors and constants, in less host time.
 
-    Where fla's Python takes 100 us for a launch, a plan takes 5. The first call with arguments of one kind - tensors of
-    these shapes and dtypes, these constants - runs the function: Triton compiles, and autotuners choose. The next calls
+    Where fla's Python takes 100 us for a launch, a plan takes 5. The first call of one signature - tensors of these
+    shapes and dtypes, these constants - runs the function: Triton compiles, and autotuners choose. The next calls
     run it, too, and are traced: which kernels it launches, with which grids and constants, on which tensors, and what
     of torch's it calls: new tensors, with zeros or without, views, sums of up to 16 numbers, ``add_``. Once two traces
     in a row are the same, a plan is made of them and compared with the function. In both all new memory is filled with
@@ -70,18 +70,18 @@ class FlaReplay:
             return function(**arguments)
         tensors: list[Tensor] = []
         gradients = torch.is_grad_enabled()
-        kind: list[Any] = [function, torch.is_autocast_enabled("cuda")]
+        signature: list[Any] = [function, torch.is_autocast_enabled("cuda")]
         for name, x in arguments.items():
             if isinstance(x, Tensor):
                 if not x.is_contiguous() or (gradients and x.requires_grad):
                     return function(**arguments)
                 tensors.append(x)
-                kind += name, x.shape, x.dtype, x.device
+                signature += name, x.shape, x.dtype, x.device
             elif isinstance(x, CONSTANTS):
-                kind += name, x, x.__class__  # True is 1 is 1.0 for Python
+                signature += name, x, x.__class__  # True is 1 is 1.0 for Python
             else:
                 return function(**arguments)
-        key, known = tuple(kind), self._known
+        key, known = tuple(signature), self._known
         calls = known.pop(key, None)
         if calls is None and len(known) >= KEPT:
             del known[next(iter(known))]
@@ -89,8 +89,8 @@ class FlaReplay:
         return function(**arguments) if calls is None else calls(function, arguments, tensors)
 
     def plans(self, *others: FlaReplay) -> dict[str, bool]:
-        """Which functions have been traced, here or by others, and whether they have plans for all their kinds of
-        arguments."""
+        """Which functions have been traced, here or by others, and whether they have plans for all their
+        signatures."""
         found: dict[str, bool] = {}
         for traced in (self, *others):
             for (function, *_), calls in [*traced._known.items()]:
@@ -100,7 +100,7 @@ class FlaReplay:
 
 
 class _Calls:
-    """Of one function, with arguments of one kind."""
+    """Of one function and one signature."""
 
     def __init__(self, graphs: Graphs | None) -> None:
         self._graphs = graphs
@@ -166,7 +166,7 @@ class _Calls:
         self._plan = plan = trace.plan(tensors, self._graphs)
         plan.run(None, *tensors)  # by way of Triton, which hands out the compiled kernels
         with _AllOnes():
-            wanted, found = trace.made_of(function(**arguments)), plan.run(None, *tensors)
+            wanted, found = trace.outputs_of(function(**arguments)), plan.run(None, *tensors)
         same = torch.stack([(_bits(a) == _bits(b)).all() for a, b in zip(found, wanted, strict=True)]).all()
         verdict = torch.full((), UNKNOWN, dtype=torch.int8, device="cpu", pin_memory=same.is_cuda)
         self._verdict = verdict.copy_(same.to(torch.int8), non_blocking=True)
@@ -183,10 +183,10 @@ class _AllOnes(TorchDispatchMode):
     """All bits of new memory are ones: NaN, or a number far off."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         if function in EMPTY:
-            _bits(made).fill_(-1)
-        return made
+            _bits(output).fill_(-1)
+        return output
 
 
 class _Place(NamedTuple):
@@ -216,30 +216,30 @@ class _Rejected(Exception):
 class _Trace(TorchDispatchMode):
     """Of one call: its steps; see ``FlaReplay``."""
 
-    def __init__(self, given: list[Tensor]) -> None:
+    def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self._thread = threading.get_ident()
         self.steps: list[_Step] = []
         self.rejected = ""  # why there is no plan of it
         self._memories: dict[int, _Memory] = {}  # by address
-        self._kept: list[Tensor] = []  # so that no address comes twice
+        self._held: list[Tensor] = []  # so that no address comes twice
         self._result: list[_Place | None] = []
         self._alone = False  # whether a tensor is returned, not several
         self._where: list[tuple[int, tuple[int, ...]] | None] = []  # of the result, among a plan's tensors
-        self._given = len(given)
-        for x in given:
+        self._num_inputs = len(inputs)
+        for x in inputs:
             self._add(x)
 
     def _add(self, x: Tensor) -> None:
-        self._memories[x.data_ptr()] = _Memory(len(self._kept), tuple(x.shape), x.dtype)
-        self._kept.append(x)
+        self._memories[x.data_ptr()] = _Memory(len(self._held), tuple(x.shape), x.dtype)
+        self._held.append(x)
 
     def _place(self, x: Tensor) -> _Place:
         """The tensor must be an argument, or one that was made during the trace, whole."""
         memory = self._memories.get(x.data_ptr())
         if memory is None or memory.dtype != x.dtype or not x.is_contiguous():
             raise _Rejected("a tensor that is neither an argument nor made here, or a part of one")
-        if x.numel() != self._kept[memory.number].numel():
+        if x.numel() != self._held[memory.number].numel():
             raise _Rejected("a part of a tensor")
         return _Place(memory.number, tuple(x.shape))
 
@@ -270,26 +270,26 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
-        made = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         with self._watching():
             if function in EMPTY or function in ZEROS:
-                self._add(made)
+                self._add(output)
                 if function in ZEROS:
-                    self._step(_zero, None, {}, [made])
+                    self._step(_zero, None, {}, [output])
             elif function is aten.sum.dim_IntList and {*kwargs} <= {"dtype"}:
                 x, *where = args
-                if x.numel() > MOST_SUMMED * made.numel():
+                if x.numel() > MOST_SUMMED * output.numel():
                     raise _Rejected("a sum of many")
-                self._add(made)
+                self._add(output)
                 keep = len(where) > 1 and where[1]
-                self._step(_sum, None, dict(dims=tuple(where[0]), keepdim=keep, dtype=made.dtype), [x, made])
+                self._step(_sum, None, dict(dims=tuple(where[0]), keepdim=keep, dtype=output.dtype), [x, output])
             elif function is aten.add_.Tensor and not kwargs and isinstance(args[1], Tensor):
-                if self._place(args[0]).memory < self._given:
+                if self._place(args[0]).memory < self._num_inputs:
                     raise _Rejected("an argument that is changed")
                 self._step(_add, None, {}, args)
             elif not function.is_view:
                 raise _Rejected(str(function))
-        return made
+        return output
 
     def returns(self, result: Any) -> None:
         """What the call has returned, a tensor, or tensors and None."""
@@ -304,21 +304,21 @@ class _Trace(TorchDispatchMode):
 
     def _outputs(self) -> list[_Place]:
         """The places that are returned, each memory once, in the order in which a plan makes them."""
-        return [*{x.memory: x for x in self._result if x is not None and x.memory >= self._given}.values()]
+        return [*{x.memory: x for x in self._result if x is not None and x.memory >= self._num_inputs}.values()]
 
-    def made_of(self, result: Any) -> list[Tensor]:
+    def outputs_of(self, result: Any) -> list[Tensor]:
         """Of what another such call has returned: the tensors of ``_outputs``."""
         tensors = [result] if self._alone else result
         by_memory = {place.memory: x for place, x in zip(self._result, tensors, strict=True) if place is not None}
         return [by_memory[place.memory] for place in self._outputs()]
 
-    def plan(self, given: list[Tensor], graphs: Graphs | None) -> Plan:
+    def plan(self, inputs: list[Tensor], graphs: Graphs | None) -> Plan:
         plan = Plan(graphs)
-        buffers: dict[int, Buffer] = {i: plan.input(x) for i, x in enumerate(given)}
+        buffers: dict[int, Buffer] = {i: plan.input(x) for i, x in enumerate(inputs)}
         memories = {memory.number: memory for memory in self._memories.values()}
         for place in self._outputs():
             buffers[place.memory] = plan.output(*place.shape, dtype=memories[place.memory].dtype)
-        order = [*range(len(given)), *(place.memory for place in self._outputs())]
+        order = [*range(len(inputs)), *(place.memory for place in self._outputs())]
         self._where = [None if place is None else (order.index(place.memory), place.shape) for place in self._result]
         for place in (place for step in self.steps for place in step.places):
             if place.memory not in buffers:
@@ -346,7 +346,7 @@ class _Trace(TorchDispatchMode):
 
     def forget(self) -> None:
         """The tensors."""
-        self._kept.clear()
+        self._held.clear()
 
 
 # What is recorded in place of torch's operators: launches, so that plans become graphs. Other sums and additions than

@@ -148,7 +148,7 @@ def zeco_gla(
 
 
 class Asked(NamedTuple):
-    """Options of a call as they are given: see ``zeco_gla``."""
+    """Options of a call as its caller passes them: see ``zeco_gla``."""
 
     scale: float | None = None
     output_final_state: bool = False
@@ -357,9 +357,9 @@ def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
 def _saved(shape: Shape, device) -> list:
     """Dtype, shape and device of q, k, v, g and the buffer of intermediates, which autograd saves, and of do."""
     keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
-    described: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
-    described += [(shape.gate_dtype, keys), (SAVED_DTYPE, (shape.saved_words,)), (shape.dtype, values)]
-    return [(dtype, torch.Size(x), device) for dtype, x in described]
+    specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
+    specs += [(shape.gate_dtype, keys), (SAVED_DTYPE, (shape.saved_words,)), (shape.dtype, values)]
+    return [(dtype, torch.Size(x), device) for dtype, x in specs]
 
 
 def _shape(q, v, gate_dtype, cu_seqlens, how: tuple[int, bool, int], make=shape_of) -> Shape:
