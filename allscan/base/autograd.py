@@ -182,7 +182,7 @@ def _custom_operator(
 
         return call
 
-    def reject(*inputs: Any) -> None:
+    def reject(*inputs: object) -> None:
         raise RuntimeError(f"allscan cannot be compiled with torch {torch.__version__}, which orders no effects")
 
     arguments, results = torch.library.infer_schema(function, mutates_args=()).rsplit(") -> ", 1)

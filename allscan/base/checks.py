@@ -95,7 +95,7 @@ def plain_or_traced(*tensors: Tensor | None) -> Sequence[Any]:
 described = operator.attrgetter("dtype", "shape", "device")  # of a tensor, to be compared by restored()
 
 
-def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> Sequence[Any]:
+def restored(what: str, names: str, tensors: Sequence[Tensor], wanted: list[tuple[Any, ...]]) -> Sequence[Tensor]:
     """The ``tensors`` that autograd has saved for the backward pass of ``what``, ``plain``; a word of ``names`` for
     each. A saved_tensors_hook may give back others than were saved: raises RuntimeError, before anything is launched,
     unless they are ``described`` by ``wanted``. Strides and negative bits may be others."""
@@ -114,10 +114,10 @@ def others_than_saved(what: str, name: str, x: Tensor, saved: str) -> RuntimeErr
     )
 
 
-def signature_of(*inputs: object) -> tuple[Any, ...]:
+def signature_of(*inputs: object) -> tuple[object, ...]:
     """What checks of tensors look at, and whether other inputs are None or of which type. Hashable. Tangents are looked
     for by Communicator.call; see ``plain`` of negative bits and strides."""
-    found: list[Any] = []
+    found: list[object] = []
     for x in inputs:
         if isinstance(x, Tensor):
             found += type(x), x.shape, x.dtype, x.device, x.layout
@@ -126,11 +126,11 @@ def signature_of(*inputs: object) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def call_key(inputs: Sequence[object]) -> tuple[Any, ...]:
+def call_key(inputs: Sequence[object]) -> tuple[object, ...]:
     """Of which variant a call with these inputs is: ``signature_of`` them, with whether a number is 0; and at the
     end whether a gradient is wanted, 1, or 2 if torch could not save for one what was made in torch.inference_mode."""
     grad, inference, wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), False
-    found: list[Any] = []
+    found: list[object] = []
     for x in inputs:
         if x is None:
             found.append(None)
@@ -173,7 +173,7 @@ def _way_out(tensor: Tensor) -> str:
     return "of a DTensor: to_local()"
 
 
-def check_transition(transition: Any, decay: object, shape: Sequence[int], device: torch.device) -> None:
+def check_transition(transition: object, decay: object, shape: Sequence[int], device: torch.device) -> None:
     """Raise TypeError or ValueError unless ``transition`` goes with a state of ``shape``, in place of a decay."""
     check_tensor("transition", transition, (*shape[:-1], shape[-2]), device)
     if decay is not None:

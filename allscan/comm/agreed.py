@@ -8,14 +8,14 @@ from typing import Any
 KEPT = 256  # partitions of cu_seqlens, calls that were checked
 
 
-class Agreement(dict[Any, Any]):
+class Agreement(dict[Hashable, Any]):
     """Values that are equal on all ranks, of one kind. An entry is made by an exchange, which succeeds on all ranks or
     fails on all, so all have the same ones. A rank that finds an entry asks nobody: one that has dropped it alone would
     wait for the others for ever. Hence two rules drop entries, all at once and on all ranks at the same call: when
     ``most`` are there, the next one that is agreed upon does, and ``resync`` does. ``local``: what follows from
     entries, emptied with them."""
 
-    def __init__(self, most: int, *local: dict[Any, Any]) -> None:
+    def __init__(self, most: int, *local: dict[Hashable, Any]) -> None:
         super().__init__()
         self.most, self._local = most, local
 
@@ -30,7 +30,7 @@ class Agreement(dict[Any, Any]):
             found.clear()
 
 
-class Recent(dict[Any, Any]):
+class Recent(dict[Hashable, Any]):
     """What this rank has worked out: the last ``most`` entries that were remembered, since nobody else has to know."""
 
     def __init__(self, most: int) -> None:
@@ -48,7 +48,7 @@ class Agreed:
     until the communicator is closed. arguments: what calls must have alike. partitions: the tokens of every rank, by
     cu_seqlens."""
 
-    def __init__(self, *local: dict[Any, Any]) -> None:
+    def __init__(self, *local: dict[Hashable, Any]) -> None:
         self.scans: dict[Hashable, Any] = {}
         self.arguments = Agreement(16 * KEPT, *local)
         self.partitions = Agreement(KEPT)

@@ -35,7 +35,7 @@ class Calls:
         for those with forward-mode derivatives, and inside of torch.func's transforms."""
         return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
 
-    def _before_launch(self, describe: Callable[..., str], *what: Any) -> None:
+    def _before_launch(self, describe: Callable[..., str], *what: object) -> None:
         """Raise if broken or closed; in debug mode compare what is launched, ``describe(*what)``; order it behind what
         was launched on another stream."""
         if self._closed or self.host_record[_SET] or self.order.lost is not None:

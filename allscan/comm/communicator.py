@@ -40,7 +40,7 @@ class Collective(Protocol):
     number: int  # in the order in which this process has made them
 
     @property
-    def spec(self) -> tuple[Any, ...]:
+    def spec(self) -> tuple[object, ...]:
         """Alike on all ranks."""
 
     @property
@@ -161,7 +161,7 @@ class Communicator(Calls):
         self.streams.synchronize()  # these words are there before any stream counts in them
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # that are free, see fwd_epochs.py
-        self.attributes: dict[Any, Any] = {}  # what users of the communicator keep with it (MPI: attribute caching)
+        self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
         self.calls, self.checked = Recent(KEPT), Recent(16 * KEPT)  # what runs calls that were checked; signatures
         self.agreed = Agreed(self.calls, self.checked)  # by which calls are found that ask nobody
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
@@ -329,7 +329,7 @@ class Communicator(Calls):
             self.streams.synchronize()
         else:
             self._drain()
-        counts: tuple[Any, ...] = ()
+        counts: tuple[str, ...] = ()
         lost: str | None = None
         try:
             counts = self._leave(self.broken)
@@ -352,7 +352,7 @@ class Communicator(Calls):
         if lost is not None and self.order.lost is None:
             raise AllScanOutOfStep(lost)
 
-    def _leave(self, broken: bool) -> tuple[Any, ...]:
+    def _leave(self, broken: bool) -> tuple[str, ...]:
         """Tell the other ranks that this one leaves, and wait for them unless it is broken. What calls each of them has
         made; nothing if any is broken. Raises AllScanOutOfStep if a rank does not come after a fault, and StoreGone."""
         order = self.order

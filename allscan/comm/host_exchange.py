@@ -46,12 +46,12 @@ class StoreGone(RuntimeError):
     """The store does not answer, or is of a job that has ended."""
 
 
-def by_rank(values: Iterable[Any]) -> str:
+def by_rank(values: Iterable[object]) -> str:
     """One line that shows a value of every rank."""
     return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
-def differing(answers: Sequence[Iterable[tuple[str, Any]]]) -> str:
+def differing(answers: Sequence[Iterable[tuple[str, object]]]) -> str:
     """One line that shows what differs between ranks, of every rank's (name, value) pairs, and which have which value.
     Where the first that differs is named "call", that alone: what others follow from it."""
     fields, lines = [dict(answer) for answer in answers], []

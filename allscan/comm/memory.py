@@ -9,7 +9,7 @@ import torch
 
 from ..shmem_kernels import wait
 
-_kept_alive: list[Any] = []  # what kernels of communicators that were not closed may still write to
+_kept_alive: list[object] = []  # what kernels of communicators that were not closed may still write to
 
 
 class Memory:

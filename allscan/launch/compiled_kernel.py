@@ -43,7 +43,7 @@ def with_nvshmem(kernel: Any) -> nvshmem_module.Kernel:
     return nvshmem_module.Kernel(kernel)
 
 
-_preferring: set[Any] = set()  # compiled kernels; they are held, or a number could be another function's
+_preferring: set[object] = set()  # compiled kernels; they are held, or a number could be another function's
 
 
 def prefer_shared_memory_carveout(compiled: Any) -> None:

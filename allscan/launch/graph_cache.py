@@ -57,8 +57,8 @@ class Graphs:
         self.most_bytes = most_bytes
         self.bytes = self.built = self.launched = self.declined = self.failed = 0
         self.why = ""
-        self._graphs: dict[tuple[Any, ...], _CachedGraph] = {}  # that was used last is last
-        self._seen: dict[tuple[Any, ...], int] = {}  # when addresses without a graph came last
+        self._graphs: dict[tuple[int, ...], _CachedGraph] = {}  # that was used last is last
+        self._seen: dict[tuple[int, ...], int] = {}  # when addresses without a graph came last
         self._now = 0  # counts the launches
 
     def counts(self) -> GraphCounts:
@@ -115,7 +115,7 @@ class Graphs:
             self._gone(self._graphs.popitem()[1])
         self._seen.clear()
 
-    def _build(self, key: tuple[Any, ...], plan: Buildable, context: Any, places: Sequence[int]) -> _CachedGraph | None:
+    def _build(self, key: tuple[int, ...], plan: Buildable, context: Any, places: Sequence[int]) -> _CachedGraph | None:
         """None if these addresses are new, or no graph can be built."""
         last = self._seen.pop(key, None)
         nbytes = plan.num_nodes * NODE_BYTES

@@ -65,7 +65,7 @@ class Plan:
         self._num_inputs = 0
         self._lent: dict[int, int] = {}  # bytes of outputs in which empty buffers lie, by number of the output
         self._launches: list[Launch] = []
-        self._steps: list[Callable[[PlanExecution], None]] = []
+        self._steps: list[Callable[[PlanExecution], object]] = []
         self._checks: list[Callable[[], None]] = []
         self._builds: list[Callable[[Builder], None]] | None = []  # of the steps; None where one is more than nodes
         self._graphs, self.number, self.num_nodes, self.failures = graphs, next(_numbers), 0, 0
@@ -133,7 +133,7 @@ class Plan:
         self,
         launch: Launch,
         buffers: Sequence[Buffer],
-        call: Callable[..., Any],
+        call: Callable[..., object],
         arguments: Callable[[list[int]], Sequence[Any]] = list,
         check: Callable[[], None] | None = None,
     ) -> None:
@@ -172,7 +172,10 @@ class Plan:
         self._add(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))
 
     def _add(
-        self, step: Callable[[PlanExecution], Any], build: Callable[[Builder], None] | None = None, num_nodes: int = 0
+        self,
+        step: Callable[[PlanExecution], object],
+        build: Callable[[Builder], None] | None = None,
+        num_nodes: int = 0,
     ) -> None:
         self._steps.append(step)
         self.num_nodes += num_nodes
@@ -265,7 +268,7 @@ class PlanExecution:
         places: list[int] | None = None,
     ) -> None:
         self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
-        self._beside: list[AbstractContextManager[Any]] = []  # streams that it is in, the innermost last
+        self._beside: list[AbstractContextManager[object]] = []  # streams that it is in, the innermost last
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
         self._empty: dict[int, Tensor] = {}  # by offset
         if places is None:

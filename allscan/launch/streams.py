@@ -32,7 +32,7 @@ class Streams:
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        self.later: list[tuple[Beside, tuple[Any, ...]]] = []  # what is released behind a capture, and its memory
+        self.later: list[tuple[Beside, tuple[object, ...]]] = []  # what is released behind a capture, and its memory
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -56,7 +56,7 @@ class Streams:
             torch.cuda.synchronize(self.device)
             self.later.clear()
 
-    def release_later(self, beside: Beside, memory: tuple[Any, ...]) -> None:
+    def release_later(self, beside: Beside, memory: tuple[object, ...]) -> None:
         """With the first launch that is not captured."""
         self.later.append((beside, memory))
 
@@ -196,7 +196,7 @@ class Beside:
         if self._side is not None:
             self._side.__exit__(*error)
 
-    def wait(self, memory: tuple[Any, ...]) -> None:
+    def wait(self, memory: tuple[object, ...]) -> None:
         """Put the current stream behind it, and release ``memory``. Raises RuntimeError in a capture, which goes on, if
         it was launched outside."""
         if self._side is None:
@@ -206,7 +206,7 @@ class Beside:
         if not self.release(memory):
             self._streams.current().wait_event(self._done)
 
-    def release(self, memory: tuple[Any, ...]) -> bool:
+    def release(self, memory: tuple[object, ...]) -> bool:
         """``memory``, which it uses, may be given back behind it: the stream that was current when it was launched
         waits, and the current one. False if they must not, since one is captured and the graph would wait for what is
         none of its own: then the memory is kept until behind the capture."""

@@ -80,7 +80,7 @@ class StateCarrier(Protocol):
 
 def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
     """Record a call of ``carry``."""
-    buffers: dict[str, Any] = {name: x for name, x in carried._asdict().items() if isinstance(x, Buffer)}
+    buffers: dict[str, Buffer] = {name: x for name, x in carried._asdict().items() if isinstance(x, Buffer)}
 
     def carry(carrier: StateCarrier, *tensors: Tensor) -> None:
         carrier.carry(Carried(**carried._asdict() | dict(zip(buffers, tensors, strict=True))), reverse, zigzag)

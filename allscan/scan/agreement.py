@@ -22,7 +22,7 @@ CHAIN = ScanKind()
 
 
 def ask_all(
-    comm: Communicator, fields: tuple[tuple[str, Any], ...] | None, deferred: DeferredError | None, what: str
+    comm: Communicator, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str
 ) -> None:
     """Raise on every rank unless all have the same (name, value) pairs and no error: what is different, and
     where. Collective; ``what``: for."""

@@ -374,7 +374,7 @@ class AllScan:
             return found
 
 
-def _channels_in(arguments: tuple[Any, ...]) -> list[Any]:
+def _channels_in(arguments: tuple[object, ...]) -> list[Any]:
     """Of the arguments of a kernel, tuples included; also the method that makes one, see ``_check_channel``."""
     found: list[Any] = []
     for x in arguments:

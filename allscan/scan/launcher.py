@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,8 +73,8 @@ class Launcher:
             for adjoint, channels in enumerate((self.channels, self._adjoint_channels)):
                 addresses = [channel_addresses(channel) for channel in channels]
                 self._addresses[adjoint] = [(x[:_FWD_EPOCH], x[_FWD_EPOCH + 1 :]) for x in addresses]
-        self._launches: dict[tuple[Any, ...], Any] = {}
-        self._prepared: dict[tuple[Any, ...], PreparedScan] = {}
+        self._launches: dict[tuple[Variant, bool], Any] = {}
+        self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
     def reset(self) -> None:
         """As if no scan had been made. While no kernel of any rank uses the channels."""
@@ -137,7 +137,12 @@ class Launcher:
             check_tensor("out", out, self.shape, self.comm.device)
 
     def prepare(
-        self, key: tuple[Any, ...], inputs: ScanInputs, reverse: bool, adjoint: bool = False, of_adjoint: bool = False
+        self,
+        key: tuple[object, ...],
+        inputs: ScanInputs,
+        reverse: bool,
+        adjoint: bool = False,
+        of_adjoint: bool = False,
     ) -> PreparedScan:
         """What runs scans of inputs with this ``call_key``, after all checks. of_adjoint: a launch that belongs to
         the forward launch of its forward epoch."""
@@ -171,7 +176,7 @@ class Launcher:
             transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
         ), whole
 
-    def launch(self, prepared: PreparedScan, tensors: tuple[Any, ...], addresses: list[int]) -> None:
+    def launch(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
@@ -187,7 +192,7 @@ class Launcher:
         before, behind = self._addresses[adjoint][reverse]
         return (*addresses[:-1], (*before, addresses[-1], *behind))
 
-    def _with_tensors(self, launch: Any, reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
+    def _with_tensors(self, launch: Callable[..., object], reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
         """The same with tensors, in a launch."""
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
         self.after_launch(launch(*tensors[:-1], _with_fwd_epoch(channel, tensors[-1])))
@@ -348,7 +353,7 @@ def check_out(inputs: ScanInputs) -> None:
     _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)
 
 
-def _check_apart(tensors: tuple[Any, ...], addresses: list[int], in_place: bool) -> None:
+def _check_apart(tensors: tuple[Tensor, ...], addresses: list[int], in_place: bool) -> None:
     """Raise ValueError if a kernel would read what another of its programs has written: ``tensors`` are (state, decay
     or transition or state, initial_state or state, out, ...), at ``addresses``. in_place: the state may be there."""
     state, begin = tensors[0], addresses[3]

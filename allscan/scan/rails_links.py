@@ -137,7 +137,7 @@ class Rails:
         widths = [columns, self.decay_columns] * len(self.distances) or [columns]
         return [Spec((self.slice, rows, width), (rows, width), self.spec.depth, "auto") for width in widths]
 
-    def make(self, offsets: Sequence[Any]) -> tuple[Channel, Channel]:
+    def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
         """The channels of the node, forward and reverse. offsets: [rank][direction] in its arena."""
         channels = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]
         channels[1] = channels[1]._replace(backwards=channels[0].backwards)
@@ -240,7 +240,9 @@ class Rails:
         ranks = other, other if following is None else following
         return info_words(self.comm.line, ranks, [self.comm.line.pes[rank] if rank >= 0 else -1 for rank in ranks])
 
-    def _rail(self, direction: int, offsets: Any, layouts: Any, infos: int) -> tuple[Channel | None, list[Any]]:
+    def _rail(
+        self, direction: int, offsets: Sequence[int], layouts: dict[int, Parts], infos: int
+    ) -> tuple[Channel | None, list[tuple[kernels.Round, torch.Tensor]]]:
         """(The channel of a chain over the nodes, of rounds [(row of the table, info)] for states and decays)."""
         if self.position >= self.owners or len(self.nodes) == 1:
             return None, []

@@ -123,7 +123,7 @@ def row_sums(x: Tensor, y: Tensor | None = None) -> Tensor:
     """[...] of x [..., W], or of x * y: the same bits for a row, whatever stands beside it."""
     sums, W = x.new_empty(x.shape[:-1]), x.shape[-1]
     if sums.numel():
-        fixed: dict[str, Any] = dict(W=W, BW=min(128, next_power_of_2(W)), PRODUCT=y is not None, num_warps=1)
+        fixed: dict[str, int] = dict(W=W, BW=min(128, next_power_of_2(W)), PRODUCT=y is not None, num_warps=1)
         row_sums_kernel[(sums.numel(),)](x, x if y is None else y, sums, **fixed)
     return sums
 

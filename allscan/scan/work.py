@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..comm.communicator import Communicator
@@ -22,7 +20,7 @@ class Work:
         >>> prev = work.wait()
     """
 
-    def __init__(self, comm: Communicator, result: Tensor, beside: Beside, read: tuple[Any, ...]) -> None:
+    def __init__(self, comm: Communicator, result: Tensor, beside: Beside, read: tuple[object, ...]) -> None:
         self._comm, self.result, self._beside, self._read = comm, result, beside, read
 
     def of(self, result: Tensor) -> Work:

@@ -56,7 +56,7 @@ class Layout(Protocol):
     def nbytes(self) -> int:
         """Symmetric memory of one direction on this rank."""
 
-    def make(self, offsets: Sequence[Any]) -> tuple[Channel, Channel]:
+    def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
         """The channels, of [rank][direction]: where the memory lies in each rank's arena."""
 
 
@@ -183,7 +183,9 @@ def _fill(line: Line, offset: int, spec: Spec, links: list[int], step: int) -> N
         words.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
 
 
-def make_channels(line: Line, offsets: Any, spec: Spec, links: list[int]) -> tuple[Channel, Channel]:
+def make_channels(
+    line: Line, offsets: Sequence[Sequence[int]], spec: Spec, links: list[int]
+) -> tuple[Channel, Channel]:
     """Between neighbours, forward and reverse, of workspaces that are filled or will be. offsets: [rank][direction] in
     its arena."""
     channels = []
@@ -208,7 +210,9 @@ def _check_alike(comm: Communicator, specs: Sequence[Any], errors: Sequence[str 
         raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
 
 
-def make_channel(line: Line, workspaces: list[Any], spec: Spec, links: list[int], step: int) -> Channel:
+def make_channel(
+    line: Line, workspaces: Sequence[tuple[int, Parts]], spec: Spec, links: list[int], step: int
+) -> Channel:
     """The channel to the rank ``step`` places on. workspaces: (offset in its arena, _layout) of every rank."""
     prev, next_, memory = line.rank - step, line.rank + step, line.memory
     recv, send = _links_of(line, links, step)
@@ -260,7 +264,7 @@ def info_words(line: Line, ranks: Sequence[int], pes: Sequence[int]) -> torch.Te
     return info
 
 
-def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict[Any, Any]:
+def constants(spec: Spec, num_tiles: int, recv: int, send: int) -> dict[str, Any]:
     """The constants of a Channel."""
     values = dict(
         num_tiles=num_tiles,

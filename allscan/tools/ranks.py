@@ -162,7 +162,7 @@ class JobRanks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._control: Any = dist.new_group(backend="gloo")
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 0.0) -> list:
+    def run(self, function: Callable[..., Any], *arguments: object, timeout: float = 0.0) -> list:
         """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed.
 
         timeout: not used, since torchrun ends the job when a process fails.
@@ -180,7 +180,7 @@ class JobRanks:
             self._send(None)
         dist.destroy_process_group()
 
-    def _send(self, work: Any) -> Any:
+    def _send(self, work: object) -> Any:
         box = [work]
         dist.broadcast_object_list(box, 0, group=self._control)
         return box[0]

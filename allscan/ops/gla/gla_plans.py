@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...base.tiling import cdiv, default_tile, next_power_of_2
 from ...launch.plan import WORD, Buffer, Plan
@@ -139,10 +140,10 @@ shape_of = functools.lru_cache(4096)(Shape)  # one object for a shape, so that i
 class Inputs(NamedTuple):
     """Of the operator."""
 
-    q: Any
-    k: Any
-    v: Any
-    g: Any
+    q: Buffer
+    k: Buffer
+    v: Buffer
+    g: Buffer
 
 
 class Chunks(NamedTuple):
@@ -324,7 +325,7 @@ class GLAPlan(Plan):
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
         BK, BV = default_tile(K, V, CARRY_WORDS[self.shape.device])
         grid = cdiv(K, BK), cdiv(V, BV), self.shape.states * H
-        blocks: dict[str, Any] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
+        blocks: dict[str, int] = dict(H=H, K=K, V=V, BK=BK, BV=BV, REVERSE=reverse, num_warps=1)
         tables = self.segments, self.first_segments
         self._ends = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
@@ -385,7 +386,7 @@ class GLAPlan(Plan):
         each segment's incoming state, whichever rank that comes from, and nothing is added to it."""
         (states, gates, _), (outside, final), halves = entering, ends, 1 + bool(self.shape.zigzag)
         leaving = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
-        fixed: dict[str, Any] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
+        fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
         self._enters = self._joins_last = False
         outputs = None
         with self.side_stream(lambda carrier: carrier.stream()):
@@ -576,7 +577,7 @@ class GLAPlan(Plan):
         return parts[0], Entering(*parts[1:4]), Chunks(*intermediates)
 
 
-def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
+def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) -> GLAPlan:
     """For runs with these ``tensors``: q, k, v, g, initial, final, saved_buffer, of which initial and final may be
     None. Makes o."""
     plan = GLAPlan(carrier, shape, scale, layout, False)
@@ -599,7 +600,7 @@ def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan
     return plan
 
 
-def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Any) -> GLAPlan:
+def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) -> GLAPlan:
     """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, saved_buffer, of which dfinal and
     dinitial may be None. Makes dv, dq, dk, dg.
 
