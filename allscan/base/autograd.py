@@ -259,7 +259,7 @@ class PreparedCalls(Protocol):
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """The outputs, of the inputs before ``fixed``."""
 
-    def pending(self) -> Any:
+    def pending(self) -> Callable[..., Any]:
         """For the backward that a call is to have."""
 
 

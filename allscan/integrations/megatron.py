@@ -31,7 +31,7 @@ with needing(__name__, "megatron-core", "flash-linear-attention"):
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-_communicators: dict[Any, Communicator] = {}  # by process group
+_communicators: dict[object, Communicator] = {}  # by process group
 
 
 def sequence_parallel(

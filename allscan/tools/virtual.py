@@ -256,7 +256,7 @@ class VirtualRanks:
             {device: torch.zeros(2, dtype=torch.int64, device=device) for device in different} for _ in range(2)
         )
         self._ready: set[tuple] = set()
-        self._held: list[Any] = []  # until the current streams wait for what reads it
+        self._held: list[object] = []  # until the current streams wait for what reads it
 
     def _make_gates(self, devices: list[torch.device]) -> dict[int, dict[torch.device, torch.Tensor]]:
         """By what they say and by device."""
@@ -331,7 +331,7 @@ class VirtualRanks:
                 self._launch(rank, scan, (self._gates[SKIP][device], self._zeros[device], self._unread[device]))
         self._synchronize()
 
-    def _on(self, rank: int) -> Any:
+    def _on(self, rank: int) -> contextlib.AbstractContextManager[object]:
         """The rank's stream is the current one."""
         stream = self.ranks[rank].stream
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -343,7 +343,7 @@ class VirtualRanks:
                 torch.cuda.current_stream(device).wait_stream(rank.stream)
         self._held.clear()
 
-    def _launch(self, rank: int, scan: _Scan, behind: tuple[Any, ...]) -> None:
+    def _launch(self, rank: int, scan: _Scan, behind: tuple[torch.Tensor, ...]) -> None:
         """The rank's kernel, with what it takes for its gate."""
         states, decays, initial, outs, reverse = scan
         given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]

@@ -492,7 +492,7 @@ def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, invariant:
     return Shapes(B, T, H, HV, K, V, boundaries, v.dtype, v.device, invariant)
 
 
-def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Any, options: Options) -> Layout:
+def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options) -> Layout:
     packed = bool(options.zigzag) or cu_seqlens is not None  # as fla takes both halves
     tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
     return find_layout(comm, tokens, x.segment_length(), packed, bool(x.invariant))
@@ -504,7 +504,7 @@ class PreparedDelta:
 
     saved: what autograd saves, see ``_saved``. fixed: the operator's last inputs."""
 
-    def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Any, options: Options, saved: list) -> None:
+    def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved: list) -> None:
         rule, scale, *_, zigzag, _ = options
         self.comm, self.rule, self.name, self.saved, self.zigzag = (
             comm,
@@ -567,7 +567,7 @@ class PreparedDelta:
         return grads
 
 
-def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Any, options: Options) -> PreparedDelta:
+def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, options: Options) -> PreparedDelta:
     """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
     ranks. tensors: q, k, v, g, beta, initial_state."""
     q, _, v, g, beta, initial_state = tensors
@@ -617,7 +617,7 @@ def _state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options)
     return layout.derived((cls, shape), lambda: cls(comm, layout.tables(), shape))
 
 
-def _in_one(*tensors) -> Iterator[Any]:
+def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
     """[B, T, ...] as [1, B * T, ...]: packed, as the halves of the zigzag layout are for fla."""
     return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
 
@@ -682,7 +682,7 @@ def _fake(
     return torch.empty_like(v), final_state, *_sums_and_chunks(RULES[rule], k, v, g), *kept
 
 
-def _zeros(q, v, cu_seqlens, wanted) -> Any:
+def _zeros(q, v, cu_seqlens, wanted) -> Tensor | None:
     """States, or None."""
     x = shapes_of(q, v, cu_seqlens)
     return q.new_zeros((x.sequences, x.HV, x.K, x.V), dtype=torch.float32) if wanted else None

@@ -70,7 +70,7 @@ class FlaReplay:
             return function(**arguments)
         tensors: list[Tensor] = []
         gradients = torch.is_grad_enabled()
-        signature: list[Any] = [function, torch.is_autocast_enabled("cuda")]
+        signature: list[object] = [function, torch.is_autocast_enabled("cuda")]
         for name, x in arguments.items():
             if isinstance(x, Tensor):
                 if not x.is_contiguous() or (gradients and x.requires_grad):
@@ -110,7 +110,7 @@ class _Calls:
         self._trace: _Trace | None = None  # the last one; with a plan, the one that it was made of
         self._verdict: Tensor | None = None  # on the host
 
-    def __call__(self, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def __call__(self, function: Callable[..., Any], arguments: dict[str, object], tensors: list[Tensor]) -> Any:
         if not self.accepted:
             if capturing():
                 return function(**arguments)
@@ -131,7 +131,7 @@ class _Calls:
                 self.attempts, self._plan, self._trace = ATTEMPTS, None, None
         return self.accepted
 
-    def _attempt(self, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _attempt(self, function: Callable[..., Any], arguments: dict[str, object], tensors: list[Tensor]) -> Any:
         addresses = [x.data_ptr() for x in tensors]
         distinct = len({*addresses}) == len(addresses) and all(x.numel() for x in tensors)  # else: which one was it?
         if not distinct or not launchable(addresses) or not _one_at_a_time.acquire(blocking=False):
@@ -160,7 +160,7 @@ class _Calls:
             _one_at_a_time.release()
 
     def _compare(
-        self, trace: _Trace, function: Callable[..., Any], arguments: dict[str, Any], tensors: list[Tensor]
+        self, trace: _Trace, function: Callable[..., Any], arguments: dict[str, object], tensors: list[Tensor]
     ) -> None:
         """Make a plan of the trace; ``_verdict`` becomes 1 when the GPU finds that it gives the same bits, else 0."""
         self._plan = plan = trace.plan(tensors, self._graphs)
@@ -205,7 +205,7 @@ class _Memory(NamedTuple):
 class _Step(NamedTuple):
     kernel: Any  # of Triton, or what records the step: a function (plan, *buffers)
     grid: tuple[int, ...] | None
-    fixed: tuple[tuple[str, Any], ...]
+    fixed: tuple[tuple[str, object], ...]
     places: tuple[_Place, ...]
 
 
@@ -375,11 +375,11 @@ def _add(plan: Plan, x: Buffer, y: Buffer) -> None:
         plan.call(_torch_add, x, y)
 
 
-def _torch_sum(dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, _: Any, x: Tensor, out: Tensor) -> None:
+def _torch_sum(dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, _: object, x: Tensor, out: Tensor) -> None:
     torch.sum(x, dims, keepdim, dtype=dtype, out=out)
 
 
-def _torch_add(_: Any, x: Tensor, y: Tensor) -> None:
+def _torch_add(_: object, x: Tensor, y: Tensor) -> None:
     x.add_(y)
 
 

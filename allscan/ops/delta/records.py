@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...launch.plan import Buffer
+
 
 class Inputs(NamedTuple):
     """Of a rule, [B, T, heads, ...]; or gradients of them. In backward of fla's rules g are the sums of the gates."""
@@ -80,12 +82,12 @@ class Room(NamedTuple):
     """Of a rank: local state; transition from its entry to each segment; incoming state; by which matrix that leaves
     it. None where there is no such thing."""
 
-    own: Any
-    through: Any
-    prev: Any
-    dense: Any
+    own: Buffer | None
+    through: Buffer | None
+    prev: Buffer | None
+    dense: Buffer | None
 
-    def entering(self, states: Any) -> Entering:
+    def entering(self, states: Buffer) -> Entering:
         return Entering(states, self.through, self.prev)
 
 
