@@ -75,6 +75,7 @@ class ThreadRank(StoreExchange):
     def __init__(self, rank, size, store):
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.name, self.store, self.counts = "name", store, {}
+        self._prefix = "allscan/name/"
 
     def _store(self):
         return self.store
