@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -36,13 +35,14 @@ def examples(names: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _run(path: str, rank: int, size: int, port: int) -> None:
+def _run(path: str, rank: int, size: int, port: int | None) -> None:
     """In the example's own process, which begins as a copy of this one: what main() imports is there."""
     folder = os.path.dirname(path)
     os.chdir(folder)
     if size > 1:
         torchrun = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
-        os.environ |= {name: str(value) for name, value in torchrun.items()} | {"MASTER_ADDR": "localhost"}
+        os.environ |= {name: str(value) for name, value in torchrun.items()}
+        os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with open(f"output{rank}", "w", encoding="utf-8", buffering=1) as output:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
@@ -52,21 +52,19 @@ def _run(path: str, rank: int, size: int, port: int) -> None:
                 sys.exit(1)
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return listening.getsockname()[1]
-
-
 def run(program: str) -> tuple[bool, str]:
     """(whether it has ended well on all its ranks, their output)."""
     said = re.match(r"# runs on (\d) ranks", program)
-    size, port, end = int(said[1]) if said else 1, _free_port(), time.monotonic() + TIMEOUT_S
+    size, end = int(said[1]) if said else 1, time.monotonic() + TIMEOUT_S
+    import torch.distributed as dist
+
+    # as torchrun's: it outlives every rank
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if size > 1 else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "example.py")  # Triton reads the source of a kernel, so it must lie in a file
         path.write_text(program, encoding="utf-8")
         fork = multiprocessing.get_context("fork").Process
-        processes = [fork(target=_run, args=(str(path), rank, size, port)) for rank in range(size)]
+        processes = [fork(target=_run, args=(str(path), rank, size, store and store.port)) for rank in range(size)]
         for process in processes:
             process.start()
         for process in processes:
