@@ -47,6 +47,7 @@ RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
     "own_kda": OwnChunks(scalar=False),
     "own_gated_delta_rule": OwnChunks(scalar=True),
 }
+TITLES = {rule: "zeco_" + rule.removeprefix("own_") for rule in RULES}  # what users call them
 CHUNKS = "fla", "allscan"  # whose kernels work inside of the chunks
 
 
@@ -216,7 +217,7 @@ def zeco_kda(
     Source:
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    chunk = _chunk(chunk, comm, invariant)
+    chunk = _default_chunk(comm, invariant) if chunk is None else chunk
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
@@ -276,7 +277,7 @@ def zeco_gated_delta_rule(
     Source:
         Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    chunk = _chunk(chunk, comm, invariant)
+    chunk = _default_chunk(comm, invariant) if chunk is None else chunk
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
@@ -284,15 +285,8 @@ def zeco_gated_delta_rule(
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
 
 
-def _title(rule: str) -> str:
-    """What users call it."""
-    return "zeco_" + rule.removeprefix("own_")
-
-
-def _chunk(chunk: Any, comm: Any, invariant: Any) -> Any:
-    """Who computes inside of chunks."""
-    if chunk is not None:
-        return chunk
+def _default_chunk(comm: Any, invariant: int | None) -> str:
+    """Who computes inside of chunks where the caller does not say it."""
     invariant = getattr(comm, "invariant", 0) if invariant is None else invariant
     on_cpus = isinstance(comm, Communicator) and comm.device.type == "cpu"
     return "allscan" if invariant or on_cpus else "fla"
@@ -303,7 +297,7 @@ def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked
         check_communicator(comm)
     if torch.compiler.is_compiling():
         return _delta(rule, before, x, comm, asked)
-    with comm.call(False, _title(rule), (*x, asked.initial_state, before.A_log, before.dt_bias)):
+    with comm.call(False, TITLES[rule], (*x, asked.initial_state, before.A_log, before.dt_bias)):
         return _delta(rule, before, x, comm, asked)
 
 
@@ -509,7 +503,7 @@ class PreparedDelta:
         self.comm, self.rule, self.name, self.saved, self.zigzag = (
             comm,
             RULES[rule],
-            _title(rule),
+            TITLES[rule],
             saved,
             bool(zigzag),
         )
@@ -652,7 +646,7 @@ def _forward(
     invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
-    with comm.call(False, _title(rule), tensors):
+    with comm.call(False, TITLES[rule], tensors):
         options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
         prepared = _prepare(comm, tensors, cu_seqlens, options)
         return prepared.forward(*tensors, cu_seqlens, final)
@@ -729,10 +723,10 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
     *tensors, initial, beta_dtype, handle, rule, scale, first_token, zigzag, invariant = inputs
     q, k, v, beta, cu_seqlens, sums, *others = tensors
     comm = communicator_of(handle)
-    with comm.call(True, f"the backward of {_title(rule)}", (do, dfinal)):
+    with comm.call(True, f"the backward of {TITLES[rule]}", (do, dfinal)):
         reject_second_derivative("a delta rule")
         if q.ndim != 4:
-            raise others_than_saved(_title(rule), "q", q, "[B, T, H, K]")
+            raise others_than_saved(TITLES[rule], "q", q, "[B, T, H, K]")
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # gates like q
             shapes = shapes_of(q, do, cu_seqlens, invariant)
@@ -743,7 +737,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
             "q k v beta sums scores solved transitions enters fwd_epoch do",
             (q, k, v, beta, sums, *others, do),
         )
-        q, k, v, beta, sums, scores, solved, *kept, do = restored(_title(rule), names, given, saved)
+        q, k, v, beta, sums, scores, solved, *kept, do = restored(TITLES[rule], names, given, saved)
         if prepared is None:
             options = Options(rule, scale, "", None, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
