@@ -202,7 +202,7 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
     node, constants = channel_type(RAILS.value, RAILS.value, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     rails, of_rails = channel_type(rail.value, rail.value, num_tiles=8, BK=tile[0], BV=tile[1], ADJOINT=adjoint)
     arguments = pointers("p_state p_decay p_initial p_out", "*fp32")
-    arguments |= pointers("p_gate p_delay p_start p_end", "*i64")
+    arguments |= pointers("p_gate p_delay p_times", "*i64")
     arguments |= pointers("stride_g stride_k", "i32") | {"node": node, "rail": rails}
     warps = warps_of(tile)
     BD = max(1, 32 * warps // tile[0])
