@@ -1,23 +1,26 @@
 """All-Scan inside your own ``@triton.jit`` kernel.
 
     scan = allscan.AllScan(comm, state.shape, tile=(K, BV))     # once; collective
-    scan.launch(my_kernel, (scan.num_tiles,), state, out, scan.channel(), ...)
+    programs = min(scan.num_tiles, comm.max_ctas)
+    scan.launch(my_kernel, (programs,), state, out, scan.channel(), ...)
 
     @triton.jit
     def my_kernel(p_state, p_out, channel, ...):
         tile = tl.program_id(0)
-        b_state = ...                                           # [channel.BK, channel.BV] float32
-        b_prev, b_inclusive = device.allscan(channel, tile, b_state, b_decay, b_first)
+        while tile < channel.num_tiles:
+            b_state = ...                                       # [channel.BK, channel.BV] float32
+            b_prev, b_inclusive = device.allscan(channel, tile, b_state, b_decay, b_first)
+            tile += tl.num_programs(0)
 
-``allscan``   receive, combine ``b_decay * prev + b_state``, send; returns (prev, inclusive)
-``recv``      wait for the tile from the previous rank; ``b_first`` on the first rank
-``send``      send the tile to the next rank; put any combine you like between the two
-``shift``     both at once for a value that does not depend on what comes: one hop, the neighbours alone are waited for
-``begin``, ``send_ahead``, ``allscan_begun``   for a program with several tiles: begin once, send those that wait for
-              nothing, then take all in ascending order (``shift_ahead``, ``shift_begun`` likewise)
-``fold``      the step of ``allscan.allscan_segments`` over one segment, ``b_prev = fold(b_state, b_decay, b_prev)``:
-              the same bits in a kernel that goes through segments of its own between ``recv`` and ``send``
-``wait_signal``, ``set_signal``   the signals underneath, for words of your own in mapped memory
+* ``allscan``: receive, combine ``b_decay * prev + b_state``, send; returns (prev, inclusive).
+* ``recv``: wait for the tile from the previous rank; ``b_first`` on the first rank.
+* ``send``: send the tile to the next rank; put any combine you like between the two.
+* ``shift``: both at once for a value that does not depend on what comes; the neighbours alone are waited for.
+* ``begin``, ``send_ahead``, ``allscan_begun``: for a program with several tiles: begin once, send those that wait for
+  nothing, then take all in ascending order (``shift_ahead``, ``shift_begun`` likewise).
+* ``fold``: the step of ``allscan.allscan_segments`` over one segment, ``b_prev = fold(b_state, b_decay, b_prev)``: the
+  same bits in a kernel that goes through segments of its own between ``recv`` and ``send``.
+* ``wait_signal``, ``set_signal``: the signals underneath, for words of your own in mapped memory.
 
 ``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
 ``my_kernel[grid](...)`` does as well.
@@ -29,17 +32,10 @@ float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is wh
 initial state). The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs
 tiles of at least 32 * num_warps words where it receives by sentinel stores.
 
-Programs that wait hold their place on the GPU, and whoever they wait for may himself be waiting for NCCL, whose blocks
-need a whole multiprocessor. So launch at most ``comm.max_ctas`` programs (by default half the multiprocessors) and let
-each take several tiles, in ascending order:
-
-    scan.launch(my_kernel, (min(scan.num_tiles, comm.max_ctas),), ...)
-    tile = tl.program_id(0)
-    while tile < channel.num_tiles:
-        ...
-        tile += tl.num_programs(0)
-
-A kernel with more programs is right as long as no collective of another library is under way beside it.
+Programs that wait hold their place on the GPU, and the rank that they wait for may itself be waiting for NCCL, whose
+blocks need a whole multiprocessor. So launch at most ``comm.max_ctas`` programs (by default half the multiprocessors),
+each of which takes its tiles in ascending order. A kernel with more programs is right as long as no collective of
+another library is under way beside it.
 """
 
 from .shmem_kernels.channel import (
