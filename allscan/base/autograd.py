@@ -259,7 +259,7 @@ class PreparedCalls(Protocol):
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """The outputs, of the inputs before ``fixed``."""
 
-    def pending(self) -> Callable[..., Any]:
+    def pending(self) -> list[Any]:
         """For the backward that a call is to have."""
 
 
@@ -283,7 +283,7 @@ class Operator(CustomOperator):
         passes: Passes,
         save: Callable[..., None],
         gradient: Made,
-        pending: Callable[..., Any],
+        pending: Callable[..., list[Any]],
         backward: Made,
     ) -> None:
         count = len(inspect.signature(passes.forward).parameters)

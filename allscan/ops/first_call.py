@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,8 @@ class FirstCall(NamedTuple):
     shape. tokens: as for ``check_gates``."""
 
     signature: Hashable
-    shape: Any
-    agree: Any
+    shape: tuple[int, ...] | None
+    agree: tuple[object, ...] | None
     tokens: int | None = None
 
 

@@ -43,7 +43,7 @@ def ask_all(
 def get_or_create_scan(
     comm: Communicator,
     shape: Any,
-    agree: Any = None,
+    agree: tuple[Any, ...] | None = None,
     deferred: DeferredError | None = None,
     at_first: bool = False,
     kind: ScanKind = CHAIN,
