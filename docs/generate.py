@@ -2,7 +2,7 @@
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``. NAME is one of
 
-    table X        a table of measurements, from bench/results/*.csv: a function below
+    table X        a table, from bench/results/*.csv or tests/gpu/last_run.json: a function below
     api X [a b]    signature and docstring of the public name X, read from its source; a, b: members of a class
     program P N    the text of README.md's or a docs page's N-th block of Python, so that it stands in one place
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import re
 import sys
 from pathlib import Path
@@ -328,8 +329,18 @@ def gated_delta_rule_cp() -> str:
     return _delta_cp("gated_delta_rule")
 
 
+def last_run() -> str:
+    """docs/status.md: tests/gpu/last_run.json."""
+    run = json.loads((ROOT / "tests" / "gpu" / "last_run.json").read_text(encoding="utf-8"))
+    failed = [f"`{x.removeprefix('tests/gpu/')}`" for x in run["tests_that_failed"]]
+    counts = [str(run[name]) for name in ("passed", "failed", "error", "skipped")]
+    gpus = f"{len(run['gpus'])} x {run['gpus'][0]}"
+    head = ["GPUs", "date", "sources", "passed", "failed", "errors", "skipped", "which failed"]
+    return _table(head, [[gpus, run["date"], run["sha256"][:12], *counts, ", ".join(failed) or "none"]])
+
+
 _MEASURED = headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory, alternatives
-_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp
+_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, last_run
 TABLES = {f.__name__: f for f in _MEASURED}
 
 
