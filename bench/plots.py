@@ -1,6 +1,6 @@
 """Pictures of the committed results; needs no GPU.
 
-    python -m bench.plots               # draws scan.png, operator.png, delta.png, host.png and hybrid_*.png
+    python -m bench.plots               # draws scan.png, operator.png, delta.png and hybrid_*.png
 
 They are of the files in bench/results that are called alike, as far as they are there.
 """
@@ -15,8 +15,6 @@ import os
 import sys
 
 from bench.harness import results
-
-KEYS = ("rule", "T", "H", "ranks", "gates")
 
 
 def rows(path: str) -> list:
@@ -38,83 +36,106 @@ def scan(table, path):
                 if row["method"] == method and int(row["ranks"]) == ranks
             )
             style = dict(color="black", linestyle="--") if method == "peer copy" else dict(color=f"C{i}", marker="o")
-            axes.plot(*zip(*points), label=method, markersize=3, **style)
+            axes.plot(*zip(*points), label=NAMES.get(method, method), markersize=3, **style)
         axes.set(xscale="log", yscale="log", xlabel="state, MiB", title=f"{ranks} ranks")
         axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.supylabel("us, slowest rank")
+    figure.suptitle(conditions(table, "latency of a scan in a CUDA graph"), fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
+NAMES = {  # of methods, as the pictures have them
+    "zeco": "All-Scan",
+    "sentinel": "All-Scan",
+    "signal": "All-Scan, stores with a signal",
+    "put": "All-Scan, NVSHMEM puts",
+    "all_gather": "NCCL all-gather",
+    "all_gather overlapped": "NCCL all-gather, overlapped",
+    "all_gather (fused fold)": "NCCL all-gather and fused fold",
+    "all_gather (no fold)": "NCCL all-gather alone",
+    "ring": "NCCL ring, rank to rank",
+    "peer copy": "copy of a state to the next rank",
+    "fla cp_context": "fla's context parallelism",
+    "fla cp_context, All-Scan": "the same with fla_cp.enable()",
+    "zeco, zigzag": "All-Scan, zigzag",
+    "zeco, tokens moved": "tokens moved out of zigzag and back",
+}
+
+
+def conditions(table, *more) -> str:
+    gpus = ", ".join(sorted({row["gpu"].removeprefix("NVIDIA ") for row in table}))
+    return ", ".join([gpus, *more, "less is better"])
+
+
 def operator(table, path):
-    """What each method takes more than one rank, in percent, a panel a shape and pass; bars by number of ranks."""
+    """What each method takes more than one rank, in percent, the worst of all gates; a panel a pass."""
     from matplotlib.figure import Figure
 
     methods = [m for m in dict.fromkeys(row["method"] for row in table) if m not in ("all_to_all", "fla, one rank")]
-    panels = list(dict.fromkeys((row["T"], row["H"], row["gates"], row["pass"]) for row in table))
-    columns = (len(panels) + 1) // 2
-    figure = Figure(figsize=(3.6 * columns, 6), layout="constrained")
-    for axes, panel in zip(figure.subplots(2, columns, squeeze=False).T.flat, panels):
-        some = [row for row in table if (row["T"], row["H"], row["gates"], row["pass"]) == panel]
-        counts = sorted({int(row["ranks"]) for row in some})
-        for i, method in enumerate(methods):
-            more = {int(r["ranks"]): 1e4 / float(r["percent_of_ideal"]) - 100 for r in some if r["method"] == method}
-            at = [counts.index(ranks) + 0.2 * i for ranks in more]
-            axes.bar(at, list(more.values()), width=0.18, label=method, color=f"C{i}")
-        axes.set_xticks([i + 0.1 * (len(methods) - 1) for i in range(len(counts))], [f"{c} ranks" for c in counts])
-        axes.set_title("T={} a rank, H={}, gates {}\n{}".format(*panel), fontsize="small")
-        axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize="small")
-    figure.supylabel("% more than one rank")
+    passes = list(dict.fromkeys(row["pass"] for row in table))
+    counts = sorted({int(row["ranks"]) for row in table})
+    figure = Figure(figsize=(10, 1.2 + 0.32 * len(counts) * (len(methods) + 1)), layout="constrained")
+
+    def more(ranks, method, what) -> float:
+        some = [r for r in table if (int(r["ranks"]), r["method"], r["pass"]) == (ranks, method, what)]
+        return max((1e4 / float(row["percent_of_ideal"]) - 100 for row in some), default=float("nan"))
+
+    for axes, what in zip(figure.subplots(1, len(passes), sharey=True, squeeze=False)[0], passes):
+        lines = [(ranks, method) for ranks in counts for method in methods]
+        at = [n + n // len(methods) for n in range(len(lines))]  # a gap between numbers of ranks
+        values = [more(*line, what) for line in lines]
+        bars = axes.barh(at, values, color=[f"C{methods.index(method)}" for _, method in lines])
+        axes.bar_label(bars, [f"{x:+.1f} %" for x in values], padding=3, fontsize="small")
+        axes.set_yticks(at, [f"{NAMES.get(m, m)}, {ranks} ranks" for ranks, m in lines])
+        axes.set(title=what, xlim=(min(0.0, *values), 1.25 * max(values)))
+        far = ", ".join(f"{more(ranks, 'all_to_all', what):+.0f} % on {ranks}" for ranks in counts)
+        axes.set_xlabel(f"% more time than one rank\n(heads by all-to-all: {far})", fontsize="small")
+        axes.grid(alpha=0.3, axis="x")
+        if not axes.yaxis_inverted():
+            axes.invert_yaxis()
+    shapes = sorted({f"{int(row['T']):,} tokens a rank, H={row['H']}, K=V={row['D']}" for row in table})
+    title = conditions(table, "zeco_gla in CUDA graphs", "; ".join(shapes), "worst of three kinds of gates")
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
 def delta(table, path):
-    """Time over that of one rank, a panel a pass; bars by tokens and heads: called, and as a graph."""
+    """Time of a call over that of fla's operator on one rank with as many tokens; a panel a rule and pass."""
     from matplotlib.figure import Figure
 
-    figure, passes = Figure(figsize=(9, 4.2), layout="constrained"), ("forward", "forward+backward")
-    for axes, kind in zip(figure.subplots(1, 2, sharey=True, squeeze=False)[0], passes):
-        some = [row for row in table if row["pass"] == kind]
-        alone = {tuple(row[k] for k in KEYS): row for row in some if "one rank" in row["method"]}
-        methods = [m for m in dict.fromkeys(row["method"] for row in some) if "one rank" not in m]
-        width = 0.4 / max(2, len(methods))  # of a bar
-        for i, method in enumerate(methods):
-            for column, alpha in (("p50_us", 1.0), ("graph_us", 0.4)):
-                bars = {
-                    n + 2 * width * i + 0.9 * width * (alpha < 1): float(row[column]) / float(alone[point][column])
-                    for n, point in enumerate(alone)
-                    for row in some
-                    if row["method"] == method and row[column] and all(row[k] == v for k, v in zip(KEYS, point))
-                }
-                label = f"{method}, {'called' if alpha == 1 else 'as a graph'}"
-                axes.bar(list(bars), list(bars.values()), width=0.85 * width, color=f"C{i}", alpha=alpha, label=label)
-        names = [f"{rule} {T}\nH={H}" for rule, T, H, *_ in alone]
-        axes.set_xticks([n + 0.29 for n in range(len(names))], names, fontsize="small")
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set(title=kind, ylim=(0.7, None))
-        axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize="x-small")
-    figure.supylabel("time over one rank's")
-    figure.savefig(path, dpi=120)
-
-
-def host(table, path):
-    """Time of a call from Python over its tokens: what it keeps the host (solid), and until the GPU is done."""
-    from matplotlib.figure import Figure
-
-    figure, passes = Figure(figsize=(9, 4.2), layout="constrained"), ("forward", "forward+backward")
-    for axes, kind in zip(figure.subplots(1, 2, squeeze=False)[0], passes):
-        some = [row for row in table if row["T"] and row["method"].endswith(f", {kind}")]
-        for i, method in enumerate(dict.fromkeys(row["method"] for row in some)):
-            for column, line in (("host_us", "-"), ("total_us", ":")):
-                points = sorted((int(r["T"]), float(r[column])) for r in some if r["method"] == method)
-                label = method.split(",")[0] if line == "-" else None
-                axes.plot(*zip(*points), line, color=f"C{i}", marker="o", markersize=3, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="tokens of a rank", title=kind)
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.supylabel("us a call; dotted: until the GPU is done")
+    methods = [m for m in NAMES if any(row["method"] == m for row in table)]
+    passes, rules = ("forward", "forward+backward"), list(dict.fromkeys(row["rule"] for row in table))
+    table = [row for row in table if row["gates"] != "0"]
+    points = {rule: list(dict.fromkeys((r["T"], r["H"]) for r in table if r["rule"] == rule)) for rule in rules}
+    height = 1.6 + 0.16 * sum(len(x) for x in points.values()) * (len(methods) + 1)
+    figure = Figure(figsize=(11, height), layout="constrained")
+    ratios = [len(points[rule]) for rule in rules]
+    panels = figure.subplots(len(rules), 2, squeeze=False, gridspec_kw=dict(height_ratios=ratios))
+    for rule, line in zip(rules, panels):
+        for axes, what in zip(line, passes):
+            some = [row for row in table if (row["rule"], row["pass"]) == (rule, what)]
+            one = {
+                (r["T"], r["H"]): float(r["p50_us"]) for r in some if r["method"] in ("fla, one rank", "zeco, one rank")
+            }
+            for i, method in enumerate(methods):
+                times = {(r["T"], r["H"]): float(r["p50_us"]) for r in some if r["method"] == method}
+                at = [n + i / (len(methods) + 1) for n, point in enumerate(points[rule]) if point in times]
+                values = [times[point] / one[point] for point in points[rule] if point in times]
+                bars = axes.barh(at, values, 0.8 / len(methods), color=f"C{i}", label=NAMES[method])
+                axes.bar_label(bars, [f"{x:.2f}" for x in values], padding=2, fontsize=6)
+            axes.set_yticks([n + 0.2 for n in range(len(points[rule]))], [f"T={T}, H={H}" for T, H in points[rule]])
+            axes.set_xlim(0, 1.12 * axes.dataLim.xmax)
+            axes.axvline(1, color="black", linewidth=0.8)
+            axes.set(title=f"{rule}, {what}")
+            axes.grid(alpha=0.3, axis="x")
+            axes.invert_yaxis()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    ranks = ", ".join(sorted({f"{row['ranks']} ranks" for row in table}))
+    figure.suptitle(
+        conditions(table, ranks, "called eagerly", "K=V=128, gates near 1", "time over one rank's with T tokens"),
+        fontsize="medium",
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -141,7 +162,7 @@ def hybrid(found, path):
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    for name, draw in (("scan", scan), ("operator", operator), ("delta", delta), ("host", host)):
+    for name, draw in (("scan", scan), ("operator", operator), ("delta", delta)):
         if not os.path.exists(results(f"{name}.csv")):
             continue
         draw(rows(results(f"{name}.csv")), results(f"{name}.png"))
