@@ -17,6 +17,7 @@ import functools
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -393,6 +394,10 @@ def _docstring(found) -> str:
             told.append("Example:\n\n```\n" + "\n".join(text for _, text in section.value) + "\n```")
         else:
             title = {"parameters": "Arguments"}.get(kind, kind.capitalize())
+            if kind == "returns":  # a text; griffe takes each line for a value with a name
+                lines = re.search(r"^Returns:\n((?: .*\n?|\n)+)", found.docstring.value, re.M)[1]
+                told.append("Returns:\n\n" + textwrap.dedent(lines).strip())
+                continue
             items = []
             for x in section.value:
                 name = getattr(x, "name", "") or str(getattr(x, "annotation", "") or "")
