@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allscan.tools.ranks import Ranks
 from bench.harness import Table, results
-from bench.operator import ZIGZAG, over
+from bench.operator import INVARIANT, ZIGZAG, over
 
 TOKENS = (16384, 32768)
 STEPS = 11
@@ -94,7 +94,7 @@ def text(tokens, vocabulary, device, seed):
 def chosen(methods, size) -> dict:
     """Of bench.operator's methods those that train; plain data parallelism, which does without other ranks, first.
     On one rank that is all there is."""
-    left_out = "one rank", "fla, one rank", *ZIGZAG  # the model's tokens are in rank order
+    left_out = "one rank", "fla, one rank", *INVARIANT, *ZIGZAG  # the model's tokens are in rank order
     others = {name: call for name, call in methods.items() if name not in left_out}
     return {"data parallel": methods["one rank"]} | (others if size > 1 else {})
 

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 WRONG = """
 import sys, torch, allscan
-from allscan.bindings.arena import check_nodes
 from allscan.tools import network_check
-from support.network import compiler
 def check_what_is_wrong(comm, epochs):
     network_check._compare(torch.full((2,), float(comm.rank)), torch.zeros(2), "a sum")
 network_check.CHECKS = {network_check.check_halo: 1.0, check_what_is_wrong: 1.0, network_check.check_zigzag: 1.0}
