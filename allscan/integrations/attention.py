@@ -528,8 +528,8 @@ class _Others(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, shared, how, q, o, lse, *keys) -> torch.Tensor:
-        ctx.shared, (ctx.kernel, ctx.scale, ctx.rows) = shared, how
-        ctx.more = _add(ctx.kernel, ctx.scale, ctx.rows, _Queries(q, o, lse), keys)
+        ctx.shared, (kernel, ctx.scale, ctx.rows) = shared, how
+        ctx.more = _add(kernel, ctx.scale, ctx.rows, _Queries(q, o, lse), keys)
         o = o.detach()
         ctx.save_for_backward(q, o, lse, *keys)
         return o
@@ -540,7 +540,7 @@ class _Others(torch.autograd.Function):
         q, o, lse, *keys = ctx.saved_tensors
         do = _like(do, o)
         blocks = list(zip(ctx.rows, ctx.more, strict=True))
-        parts, sums = _gradients(ctx.kernel, ctx.scale, blocks, do, _Queries(q, o, lse), keys)
+        parts, sums = _gradients(ctx.scale, blocks, do, _Queries(q, o, lse), keys)
         ctx.shared.merged, ctx.shared.parts = (o, lse), parts
         return None, None, None, do, None, *sums
 
@@ -554,22 +554,23 @@ class _Queries(NamedTuple):
 
 
 def _add(kernel, scale, rows, of: _Queries, keys) -> list:
-    """Let o and lse be over these keys, too; what the kernel's backward is to get of each block."""
-    (q, o, lse), kept = of, []
+    """Let o and lse be over these keys, too: (kernel, what its backward is to get) of each block. A block may be too
+    small for the ``kernel`` of the own one."""
+    (q, o, lse), blocks = of, []
     for mine, seen in rows:
-        *found, more = kernel.forward(q[:, :, mine], *(x[:, :, seen] for x in keys), False, scale)
+        tensors = q[:, :, mine], *(x[:, :, seen] for x in keys)
+        fitting = kernel if kernel.fits(*tensors) else kernel_for(*tensors) or kernel
+        *found, more = fitting.forward(*tensors, False, scale)
         _merge(o[:, :, mine], lse[:, :, mine], *found)
-        kept.append(more)
-    return kept
+        blocks.append((fitting, more))
+    return blocks
 
 
-def _gradients(
-    kernel, scale, blocks, do, of: _Queries, keys
-) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
-    """([(rows, dq)], [dk, dv]). blocks: (rows, what the kernel's backward is to get) of each."""
+def _gradients(scale, blocks, do, of: _Queries, keys) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
+    """([(rows, dq)], [dk, dv]). blocks: (rows, what ``_add`` gave) of each."""
     parts: list[tuple[slice, torch.Tensor]] = []
     sums: list[torch.Tensor] | None = None
-    for (mine, seen), more in reversed(blocks):  # the first sees all keys
+    for (mine, seen), (kernel, more) in reversed(blocks):  # the first sees all keys
         dy, q, o, lse = (some[:, :, mine] for some in (do, *of))
         some = (x[:, :, seen] for x in keys)
         dq, *found = kernel.backward(dy, q, *some, o, lse.contiguous(), more, False, scale)
@@ -668,7 +669,7 @@ class _Steps(torch.autograd.Function):
                     keys = _keys(found, plan.project, q.dtype)
                 given = [x.detach() for x in keys]
                 blocks = list(zip(rows, ctx.kept[step], strict=True))
-                parts, gradients = _gradients(plan.kernel, plan.scale, blocks, do, _Queries(q, o, lse), given)
+                parts, gradients = _gradients(plan.scale, blocks, do, _Queries(q, o, lse), given)
                 for mine, dq in parts:
                     total[:, :, mine] += dq
                 leaves = [*found, *(x for x in sources if x.requires_grad)]

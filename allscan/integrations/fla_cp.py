@@ -31,7 +31,7 @@ _TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
 _communicators: dict[Any, Communicator] = {}  # by process group
-_made: dict[Any, None] = {}  # groups of those communicators that enable() has made, in that order
+_made: list[Communicator] = []  # those communicators that enable() has made, in that order
 _every_group = False  # whether enable() was called
 
 
@@ -67,11 +67,17 @@ def disable() -> None:
     global _every_group
     _every_group = False
     _replace(_ours(), _fla)
-    made = [_communicators[group] for group in _made if group in _communicators]
+    made = list(_made)
     _communicators.clear()
     _made.clear()
-    for comm in made:
-        comm.close()
+    errors = []
+    for comm in made:  # all of them: other ranks may be in the next one's close
+        try:
+            comm.close()
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def context_parallel(comm: Communicator) -> None:
@@ -146,10 +152,12 @@ def _communicator(group) -> Communicator | None:
     comm = _communicators.get(group)
     if comm is not None and comm.closed:
         del _communicators[group]
+        if comm in _made:
+            _made.remove(comm)
         comm = None
     if comm is None and _every_group and group is not None:
         comm = _communicators[group] = Communicator(group)
-        _made[group] = None
+        _made.append(comm)
     return comm
 
 

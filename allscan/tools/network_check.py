@@ -22,6 +22,7 @@ from allscan.reference import allscan_reference, gla_reference
 
 from ..bindings import versions
 from ..comm.host_exchange import StoreExchange
+from .ranks import take_local_gpu
 from .timing import replay_us
 
 Check = Callable[[Any, int], str]  # of a Communicator and a number of epochs: what it has found to say
@@ -69,7 +70,7 @@ def _join() -> None:
             "the first node and a free port"
         )
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        take_local_gpu()
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "cpu:gloo,cuda:nccl")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -147,28 +148,36 @@ class Ranks:
         self.close()
 
 
+def take_local_gpu() -> None:
+    """Make the GPU of this process, one of a job's on this node, torch's current one: LOCAL_RANK, or srun's
+    SLURM_LOCALID; of those that the process sees, where it sees one alone that one."""
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    count = torch.cuda.device_count()
+    if local is None and count > 1:
+        raise ValueError(f"which of {count} GPUs is this process's? Set LOCAL_RANK, as torchrun does")
+    torch.cuda.set_device(0 if count == 1 else int(local or 0))
+
+
 class JobRanks:
     """The ranks of a job that torchrun or srun has started, in each of its processes.
 
     Rank 0 calls ``run``, as of Ranks; the others ``serve``. Functions and arguments are sent by pickle from rank 0.
+    What a function raises ends its process, and torchrun then ends the others, which may wait for it.
     """
 
     def __init__(self) -> None:
         on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1"
         self.device = "cuda" if on_gpu else "cpu"
         if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            take_local_gpu()
         dist.init_process_group("nccl" if on_gpu else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._control: Any = dist.new_group(backend="gloo")
+        self._control: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))  # rank 0 may take long
 
-    def run(self, function: Callable[..., Any], *arguments: object, timeout: float = 0.0) -> list:
-        """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed.
-
-        timeout: not used, since torchrun ends the job when a process fails.
-        """
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 0.0) -> list:
+        """The values of ``function(*arguments)`` by rank. timeout: not used."""
         self._send((function, arguments))
-        return _values(self._gather(function, arguments))
+        return self._gather(function, arguments)
 
     def serve(self) -> None:
         """Run what rank 0 asks for, until ``close``."""
@@ -180,20 +189,15 @@ class JobRanks:
             self._send(None)
         dist.destroy_process_group()
 
-    def _send(self, work: object) -> Any:
+    def _send(self, work: Any) -> Any:
         box = [work]
         dist.broadcast_object_list(box, 0, group=self._control)
         return box[0]
 
     def _gather(self, function: Callable[..., Any], arguments: tuple) -> list:
-        answer: tuple[Any, Exception | None]
-        try:
-            answer = (function(*arguments), None)
-        except Exception as error:
-            answer = (None, _portable(error))
-        answers: list = [None] * self.size
-        dist.gather_object(answer, answers if self.rank == 0 else None, 0, group=self._control)
-        return answers
+        values: list = [None] * self.size
+        dist.gather_object(function(*arguments), values if self.rank == 0 else None, 0, group=self._control)
+        return values
 
 
 def launch(main: Callable[[Ranks | JobRanks], int], count: int | None = None) -> int:
@@ -204,14 +208,13 @@ def launch(main: Callable[[Ranks | JobRanks], int], count: int | None = None) ->
     GPU, or 4 processes in Triton's interpreter on a machine with fewer than 2 GPUs.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        job = JobRanks()
-        try:
-            if job.rank == 0:
-                return main(job)
+        job, status = JobRanks(), 0
+        if job.rank == 0:
+            status = main(job)
+        else:
             job.serve()
-            return 0
-        finally:
-            job.close()
+        job.close()
+        return status
     gpus = torch.cuda.device_count()
     with Ranks(count or gpus, "cuda") if gpus > 1 else Ranks(count or 4, "cpu") as ranks:
         return main(ranks)
