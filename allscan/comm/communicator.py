@@ -168,12 +168,13 @@ class Communicator(Calls):
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
         _communicators[self.handle] = self
         node_sizes, problem = None, ""
+        self.invariant = 0  # fixed
         try:
             self._algorithm = check_algorithm(algorithm)
             most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
             self.graphs = Graphs(MOST_BYTES * most if isinstance(most, bool) else integer("cuda_graphs", most, 0))
             self.replay = switch("ALLSCAN_REPLAY") if replay is None else bool(replay)
-            self.invariant = integer("invariant", invariant, 0)  # fixed
+            self.invariant = integer("invariant", invariant, 0)
             if self.invariant % 64:
                 raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")
             node_sizes = None if nodes is None else tuple(integer("a size of nodes", n) for n in nodes)
@@ -181,8 +182,9 @@ class Communicator(Calls):
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
         except (TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        chosen = ("nodes", node_sizes), ("algorithm", algorithm), ("debug", bool(self.debug)), ("invariant", invariant)
-        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, chosen, problem
+        chosen = ("nodes", node_sizes), ("algorithm", algorithm), ("debug", bool(self.debug))
+        choices_here = *chosen, ("invariant", self.invariant)
+        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, choices_here, problem
         transports, reaches, hosts, choices, problems = zip(*store_exchange.exchange(mine, "Communicator"), strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")

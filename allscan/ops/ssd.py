@@ -293,8 +293,9 @@ def _prepare(
         how = ("dt_softplus", bool(steps.softplus)), ("dt_limit", tuple(map(float, dt_limit)))
         are_none = initial_states is None, cu_seqlens is None, first_token is None
         common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
+        invariant = check_invariant(comm, invariant, zigzag)
         agree = ("zeco_ssd", ("groups", groups), *common, *absent, *how, ("invariant", invariant))
-        check_cut(comm, x.shape[1], check_invariant(comm, invariant, zigzag), zigzag)
+        check_cut(comm, x.shape[1], invariant, zigzag)
         if zigzag:
             check_halves(x.shape[1])
         if cu_seqlens is not None and x.shape[0] != 1:
@@ -410,7 +411,7 @@ def _spans(comm, x, lengths, first_token, zigzag) -> tuple[list[TokenRange], Ten
         numbers = torch.repeat_interleave(torch.tensor([s.tokens for s in spans], device="cpu"))
         return Tables([numbers.to(torch.int32).expand(batch, -1).contiguous()], comm.device)
 
-    several = sum(s.tokens for s in spans) > 1
+    several = sum(s.tokens > 0 for s in spans) > 1
     return spans, cached_table(comm, key, make).tensors[0] if several else None
 
 

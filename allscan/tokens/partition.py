@@ -209,7 +209,7 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
         if lengths is not None:
             pieces = CUTS[zigzag](lengths, first, T, comm.rank == 0)
             tokens = {comm.rank: T} if first_token is not None else dict(enumerate(partition(comm, lengths, T)))
-            _check_chunks(lengths, first, tokens, zigzag)
+            _check_chunks(lengths, first, tokens, zigzag, aligned)
         else:
             begins, ends = comm.rank == 0, comm.rank == (0 if zigzag else comm.size - 1)
             halves = ((begins, False), (False, ends)) if zigzag else ((begins, ends),)
@@ -229,16 +229,20 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
     return cached_table(comm, (B, T, first, lengths, segment, zigzag, fla, aligned), make)
 
 
-def _check_chunks(lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int) -> None:
+def _check_chunks(
+    lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int, aligned: bool = False
+) -> None:
     """Raise ValueError if a rank has more chunks of packed sequences than kernels take, an empty one counted as one.
-    tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin."""
-    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * (1 + (zigzag == PER_DOCUMENT)) + 1 <= MOST_CHUNKS:
+    tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin. A segment that is
+    ``aligned`` may begin inside of a chunk of its sequence, which is one chunk more."""
+    pieces_of_one = 1 + (zigzag == PER_DOCUMENT) + aligned
+    if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * pieces_of_one + 1 <= MOST_CHUNKS:
         return
     found = {}
     begin = first if len(tokens) == 1 else 0
     for rank, T in tokens.items():
         pieces = CUTS[zigzag](lengths, begin, T, rank == 0)
-        found[rank] = sum(max(1, cdiv(piece.end - piece.start, CHUNK_TOKENS)) for piece in pieces)
+        found[rank] = sum(max(1, cdiv(piece.end - piece.start, CHUNK_TOKENS)) + aligned for piece in pieces)
         begin += T // (1 + bool(zigzag))
     if max(found.values()) > MOST_CHUNKS:
         most = ", ".join(f"rank {rank} {number:,}" for rank, number in found.items() if number > MOST_CHUNKS)

@@ -581,7 +581,7 @@ def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, opti
             _check(comm, tensors, cu_seqlens, rule, zigzag)
             check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
             check_cut(comm, q.shape[1], invariant, zigzag)
-            if invariant and not q.shape[1] and comm.rank in (0, comm.size - 1):
+            if invariant and not q.shape[1] and comm.rank in ((0,) if zigzag else (0, comm.size - 1)):
                 raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
 
         summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # ours take gates of -inf, too
