@@ -23,12 +23,12 @@ from allscan.shmem_kernels.blocks import (
     ONWARD,
     cast,
     exp2,
-    high_half,
     load,
     lower,
     product,
     tf32_product,
     upper,
+    weighted_by,
 )
 from allscan.shmem_kernels.delta_chunks import LIMIT, gates_at, inverse, state_tile, tile, weighted
 
@@ -65,19 +65,6 @@ def table(p_tables, i, BT: tl.constexpr):
     """One of many matrices [BT, BT]."""
     t = tl.arange(0, BT)
     return tl.load(p_tables + i * BT * BT + t[:, None] * BT + t[None, :])
-
-
-@triton.jit
-def weighted_by(b_weights, b_x, b_sum, PRECISION: tl.constexpr):
-    """sum + weights x, exact but for the rounding of sums: in bfloat16 x is the sum of three parts. As sums_of, with
-    weights from memory and so fewer registers."""
-    if PRECISION == "bf16":
-        b_high = high_half(b_x)
-        b_middle = high_half(b_x - b_high)
-        b_sum = product(b_weights, b_x - b_high - b_middle, b_sum, PRECISION)
-        b_sum = product(b_weights, b_middle, b_sum, PRECISION)
-        return product(b_weights, b_high, b_sum, PRECISION)
-    return product(b_weights, b_x, b_sum, PRECISION)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import os
 
 import numpy as np
@@ -159,6 +160,22 @@ def sample(call, count: int = STEP_REPLAYS) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / count
+
+
+def both_passes(leaves, do, call, packed: bool, samples: int) -> dict:
+    """Median microseconds of forward and of both passes, and the MiB that the latter need: of a CUDA graph's replays,
+    of packed sequences of calls."""
+    row = {}
+    for backward, column in ((False, "forward_us"), (True, "forward_backward_us")):
+        if packed:
+            replay = functools.partial(step, leaves, do, call, backward)
+            row["extra_mib"] = extra_mib(replay)
+        else:
+            graph, _, row["extra_mib"] = capture(leaves, do, call, backward)
+            replay = graph.replay
+        replay()
+        row[column] = sorted(sample(replay) for _ in range(samples))[samples // 2]
+    return row
 
 
 _groups: dict = {}

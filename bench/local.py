@@ -14,7 +14,6 @@ second products that keep precision) over the tensor cores' rate; "of floor" is 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from allscan.base.tiling import multiprocessors
 from allscan.reference import gla_reference
 from allscan.tokens.packing import CHUNK_TOKENS, segment_length
 from bench import local_delta
-from bench.harness import Table, capture, checked, extra_mib, inputs, results, sample, step
+from bench.harness import Table, both_passes, capture, checked, inputs, results, step
 from bench.tuning import Job, compile_ahead
 
 # B, T, H, K, V: two of the paper's sizes, then others that users have, at last that of fla's GLA models by default
@@ -148,16 +147,7 @@ def first_calls(shape) -> list:
 def measure(name, comm, shape, packed) -> dict:
     seconds, (leaves, do, call) = first_call(comm, name, shape, packed)
     row = {"first_call_s": seconds, "second_process_s": "", "max_error": check(name, comm, shape, packed)}
-    for backward, column in ((False, "forward_us"), (True, "forward_backward_us")):
-        if packed:
-            replay = functools.partial(step, leaves, do, call, backward)
-            row["extra_mib"] = extra_mib(replay)
-        else:
-            graph, _, row["extra_mib"] = capture(leaves, do, call, backward)
-            replay = graph.replay
-        replay()
-        row[column] = sorted(sample(replay) for _ in range(SAMPLES))[SAMPLES // 2]
-    return row
+    return row | both_passes(leaves, do, call, packed, SAMPLES)
 
 
 def kernels(call, shape) -> list:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import allscan
 from allscan.reference import delta_reference
-from bench.harness import capture, checked, extra_mib, sample, step
+from bench.harness import both_passes, checked, step
 from bench.proof import kernels, ran
 
 K, SAMPLES, CHECKED = 128, 15, 512
@@ -90,16 +90,7 @@ def measure(name: str, comm, shape: Shape) -> dict:
     call = method(name, comm, shape.boundaries(shape.T))
     step(leaves, do, call, True)
     row["proof"] = ran(name, kernels(functools.partial(step, leaves, do, call, True)), *SEEN[name])
-    for backward, column in ((False, "forward_us"), (True, "forward_backward_us")):
-        replay = functools.partial(step, leaves, do, call, backward)
-        if shape.packed:
-            row["extra_mib"] = extra_mib(replay)
-        else:
-            graph, _, row["extra_mib"] = capture(leaves, do, call, backward)
-            replay = graph.replay
-        replay()
-        row[column] = sorted(sample(replay) for _ in range(SAMPLES))[SAMPLES // 2]
-    return row
+    return row | both_passes(leaves, do, call, shape.packed, SAMPLES)
 
 
 def rows(comm, names):

@@ -163,15 +163,21 @@ def load_weights(p_weights, i: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def sums_of(b_where, b_x, PRECISION: tl.constexpr):
-    """Row by row the sum of those rows of b_x that b_where selects, nothing else added and taken away again: exact but
-    for the rounding of sums in float32 ("bf16": b_x as the sum of three)."""
-    b_ones = cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16)
-    b_sum = tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32)
+def weighted_by(b_weights, b_x, b_sum, PRECISION: tl.constexpr):
+    """sum + weights x, exact but for the rounding of sums in float32, where the weights are 0 and 1: in bfloat16 x is
+    the sum of three parts."""
     if PRECISION == "bf16":
         b_high = high_half(b_x)
         b_middle = high_half(b_x - b_high)
-        b_sum = product(b_ones, b_x - b_high - b_middle, b_sum, PRECISION)
-        b_sum = product(b_ones, b_middle, b_sum, PRECISION)
-        return product(b_ones, b_high, b_sum, PRECISION)
-    return product(b_ones, b_x, b_sum, PRECISION)
+        b_sum = product(b_weights, b_x - b_high - b_middle, b_sum, PRECISION)
+        b_sum = product(b_weights, b_middle, b_sum, PRECISION)
+        return product(b_weights, b_high, b_sum, PRECISION)
+    return product(b_weights, b_x, b_sum, PRECISION)
+
+
+@triton.jit
+def sums_of(b_where, b_x, PRECISION: tl.constexpr):
+    """Row by row the sum of those rows of b_x that b_where selects, nothing else added and taken away again: exact as
+    weighted_by is."""
+    b_ones = cast(tl.where(b_where, 1.0, 0.0), tl.bfloat16)
+    return weighted_by(b_ones, b_x, tl.zeros([b_where.shape[0], b_x.shape[1]], tl.float32), PRECISION)

@@ -40,7 +40,6 @@ from .blocks import (
     ONWARD,
     cast,
     exp2,
-    high_half,
     load,
     load_gates,
     load_weights,
@@ -51,6 +50,7 @@ from .blocks import (
     sums_of,
     tf32_product,
     upper,
+    weighted_by,
 )
 from .delta import load_entering, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
@@ -100,13 +100,7 @@ def weighted(
     b_weights = load_weights(p_weights, i, BT)
     if TRANSPOSED:
         b_weights = tl.trans(b_weights)
-    if PRECISION == "bf16":
-        b_high = high_half(b_x)
-        b_middle = high_half(b_x - b_high)
-        b_sum = product(b_weights, b_x - b_high - b_middle, b_sum, PRECISION)
-        b_sum = product(b_weights, b_middle, b_sum, PRECISION)
-        return product(b_weights, b_high, b_sum, PRECISION)
-    return product(b_weights, b_x, b_sum, PRECISION)
+    return weighted_by(b_weights, b_x, b_sum, PRECISION)
 
 
 @triton.jit

@@ -182,9 +182,8 @@ class Communicator(Calls):
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
         except (TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        chosen = ("nodes", node_sizes), ("algorithm", algorithm), ("debug", bool(self.debug))
-        choices_here = *chosen, ("invariant", self.invariant)
-        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, choices_here, problem
+        chosen = dict(nodes=node_sizes, algorithm=algorithm, debug=bool(self.debug), invariant=self.invariant)
+        mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem
         transports, reaches, hosts, choices, problems = zip(*store_exchange.exchange(mine, "Communicator"), strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")

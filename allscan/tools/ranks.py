@@ -128,7 +128,14 @@ class Ranks:
         others are then given 30 s more."""
         self.start(function, *arguments)
         answers = self.results(timeout, after_failure=30.0)
-        return _values(answers)
+        failures = [
+            f"rank {rank}: {getattr(error, 'text', error)}"
+            for rank, (_, error) in enumerate(answers)
+            if error is not None
+        ]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [value for value, _ in answers]
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -259,16 +266,6 @@ def _serve(which: tuple[int, int, str, str, int], pipe, path, environment) -> No
         except Exception as error:  # a value that cannot be pickled
             pipe.send((call, (None, RuntimeError(f"{answer!r}: {error}"))))
     dist.destroy_process_group()
-
-
-def _values(answers: list[tuple[Any, Exception | None]]) -> list:
-    """The values of all ranks; RuntimeError with the tracebacks of those that failed."""
-    failures = [
-        f"rank {rank}: {getattr(error, 'text', error)}" for rank, (_, error) in enumerate(answers) if error is not None
-    ]
-    if failures:
-        raise RuntimeError("\n".join(failures))
-    return [value for value, _ in answers]
 
 
 def _portable(error: Exception) -> Exception:
