@@ -94,23 +94,20 @@ def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Ten
 
 
 def _cudnn_fits(q, k, v) -> bool:
-    D, V = q.shape[-1], v.shape[-1]
-    if not _half_on_gpu(q, (9, 0)) or torch.are_deterministic_algorithms_enabled() or not CUDNN_IS_KNOWN:
+    if _capability(q) != CUDNN_GPU or not CUDNN_IS_KNOWN or (torch.backends.cudnn.version() or 0) < CUDNN_LEAST:
         return False
-    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (D, V) not in CUDNN_WIDTHS:
+    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (q.shape[-1], v.shape[-1]) not in CUDNN_WIDTHS:
         return False
-    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    if not hopper and (k.shape[1] < 8 or D == 256):  # few heads of keys are reported to be wrong there
-        return False
-    return torch.backends.cuda.cudnn_sdp_enabled()
+    return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
 
 
 def _triangles_fit(q, k, v) -> bool:
-    return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES and torch.cuda.get_device_capability(q.device)[0] == 9
+    return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES
 
 
-# Of keys and values, with which tests/gpu/test_attention_gpu.py has passed. With 128 and 96 o was wrong by 0.08 in it,
-# by cuDNN 9.19.
+# Compute capability, cuDNN's version and widths of keys and values with which tests/gpu/test_attention_gpu.py has
+# passed: other GPUs and older versions were not tested. With 128 and 96 o was wrong by 0.08 in it.
+CUDNN_GPU, CUDNN_LEAST = (9, 0), 91900
 CUDNN_WIDTHS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
 cudnn = operator(
@@ -127,13 +124,10 @@ SQUARE = 4096  # tokens; smaller squares in triangles were not measured
 CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
 
 
-def _half_on_gpu(x, capability) -> bool:
-    return (
-        x.device.type == "cuda"
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(x.device) >= capability
-    )
+def _capability(x) -> tuple[int, int]:
+    """Compute capability of NVIDIA's GPU that holds x in half precision, else (0, 0)."""
+    half = x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+    return torch.cuda.get_device_capability(x.device) if half and torch.version.hip is None else (0, 0)
 
 
 # FlashAttention 2 as PyTorch has it
@@ -154,7 +148,7 @@ def _flash_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Ten
 
 def _flash_fits(q, k, v) -> bool:
     width = max(q.shape[-1], v.shape[-1])
-    return FLASH_IS_KNOWN and _half_on_gpu(q, (8, 0)) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
+    return FLASH_IS_KNOWN and _capability(q) >= (8, 0) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
 
 
 flash = operator("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale")

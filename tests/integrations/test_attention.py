@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,33 @@ def test_sums_in_float32(run, size=8):
 def test_what_the_operators_take(name):
     """The arguments that our calls give are those that this PyTorch's operators have."""
     assert dict(cudnn=attention.CUDNN_IS_KNOWN, flash=attention.FLASH_IS_KNOWN)[name]
+
+
+@pytest.mark.parametrize(
+    "capability, version, widths, chosen",
+    [
+        ((9, 0), 91900, (128, 128), "cudnn"),
+        ((9, 0), 92002, (192, 128), "cudnn, triangles"),
+        ((9, 0), 91802, (128, 128), "flash"),
+        ((9, 0), 91802, (192, 128), "flash"),
+        ((9, 0), None, (128, 128), "flash"),
+        ((10, 0), 91900, (128, 128), "flash"),
+        ((8, 0), 91900, (64, 64), "flash"),
+        ((12, 0), 92002, (192, 128), "flash"),
+        ((7, 5), 91900, (128, 128), None),
+    ],
+)
+def test_cudnn_where_it_was_tested(monkeypatch, capability, version, widths, chosen):
+    """Its kernels are taken on the GPU and from the version on that tests have run with, else FlashAttention's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    D, V = widths
+    q, k, v = (
+        SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 8, 1024, width))
+        for width in (D, D, V)
+    )
+    kernel = attention.kernel_for(q, k, v)
+    assert (kernel and kernel.name) == chosen
 
 
 def packed_on_cpu_case(group, zigzag, kind, per_document):
