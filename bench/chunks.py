@@ -1,13 +1,14 @@
 """Variants of the delta rules' chunk kernels, each checked against float64 and timed beside the kernel that is there.
 
-    python -m bench.chunks                      # one GPU, about 80 s; prints a table
+    python -m bench.chunks                      # one GPU, about 100 s; prints a table
     python -m bench.chunks --only gradient
 
 The others of bench/chunk_kernels.py are the candidates. Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32,
-logsigmoid(normal) / 16 ("weak") and -5 sigmoid(2 normal) ("strong"); states and their gradients are drawn. What a
-chunk's kernels make is compared with the token-by-token recurrence in float64 and its autograd, in a few chunks. A time
-is the mean of calls one after another. Each group runs in a process of its own, so that a kernel that reads where it
-must not ends no other. Kernels are compiled ahead, side by side.
+logsigmoid(normal) / 16 ("weak"), logsigmoid(normal) and -5 sigmoid(2 normal) ("strong"); states and their gradients are
+drawn. What a chunk's kernels make is compared with the token-by-token recurrence in float64 and its autograd, in a few
+chunks. A time is the mean of calls one after another, beside that of the bytes of what the kernel takes and makes at
+3.0 TB/s. Each group runs in a process of its own, so that a kernel that reads where it must not ends no other. Kernels
+are compiled ahead, side by side.
 """
 
 from __future__ import annotations
@@ -127,8 +128,10 @@ class Chunks:
             return torch.randn(shape, generator=generator, device=device)
 
         self.N, self.H, self.scale = T // C, H, K**-0.5
+        mild = gates in ("weak", "logsigmoid")
         q, k = (F.normalize(normal(T, H, K), dim=-1).to(BF16) for _ in "qk")
-        g = F.logsigmoid(normal(T, H, K)) / 16 if gates == "weak" else -5 * (2 * normal(T, H, K)).sigmoid()
+        g = F.logsigmoid(normal(T, H, K)) if mild else -5 * (2 * normal(T, H, K)).sigmoid()
+        g /= 16 if gates == "weak" else 1
         if gates == "mixed":
             g *= torch.tensor([0.0, 1e-4, 1.0, 100.0], device=device)[torch.randint(0, 4, (1, H, K), device=device)]
         states = ((0.3 * normal(self.N, H, K, K)).to(BF16) for _ in "sd")
@@ -158,6 +161,10 @@ class Chunks:
         return variant.kernel[(self.H, self.N) if order else (self.N, self.H)](
             *given, **fixed(variant, self.H), **OPTIONS
         )
+
+    def floor(self, variant: Variant, rate: float = 3.0e9) -> float:
+        """ms for the bytes of what the kernel takes and makes, each once, at 3.0 TB/s."""
+        return sum(self.x[x].nbytes for x in variant.kernel.arg_names if x in TYPES) / rate
 
     def spoil(self, names: str) -> None:
         for name in names.split():
@@ -215,14 +222,15 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
         last.record()
         torch.cuda.synchronize()
         found |= dict(ms=first.elapsed_time(last) / CALLS, registers=compiled.n_regs, spilled=compiled.n_spills)
+        found["floor"] = chunks.floor(variant)
     return found
 
 
 def groups(gates: str) -> list[str]:
     return (
-        ["operands", "operands solved", "pairs", "gradient"]
-        if gates == "weak"
-        else ["operands strong", "gradient strong"]
+        ["operands strong", "gradient strong"]
+        if gates in ("strong", "mixed")
+        else ["operands", "operands solved", "pairs", "gradient"]
     )
 
 
@@ -239,7 +247,7 @@ def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e
         except Exception as error:
             print(f"FAILED: {name}: {error!r}", flush=True)
             return wrong + 1
-        times = [f"{x} {found.pop(x):.4g}" for x in ("ms", "registers", "spilled") if x in found]
+        times = [f"{x} {found.pop(x):.4g}" for x in ("ms", "floor", "registers", "spilled") if x in found]
         print(f"{gates:6} {name:50}", *times, *(f"{x} {y:.2e}" for x, y in found.items()), flush=True)
         wrong += not all(error < limit for error in found.values())
     return wrong
@@ -277,7 +285,7 @@ def main() -> int:
     compiling = [subprocess.Popen([*command, "--compile", *names[i::count]]) for i in range(count)]
     wrong = sum(process.wait() != 0 for process in compiling)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    for gates in ("weak", "strong"):
+    for gates in ("weak", "logsigmoid", "strong"):
         for group in groups(gates):
             if options.only is None or options.only in group:
                 wrong += ended([*command, "--group", gates, group])
