@@ -353,7 +353,7 @@ def test_one_row_is_compared(monkeypatch, of, row, how):
         found = [x * (1 + 1e-3 * torch.randn(x.shape, dtype=x.dtype, generator=noise)) for x in exact(*given)]
         if plant:
             x = found[of]
-            x[0, 1, row] = {"half": x[0, 1, row] / 2, "zero": 0.0, "not a number": torch.nan}.get(how, x.norm() / 60)
+            x[0, 1, row] = {"half": x[0, 1, row] / 2, "zero": 0.0, "not a number": torch.nan}.get(how, x.norm() / 800)
         return tuple(found)
 
     monkeypatch.setattr(triangles, "_in_triangles", in_triangles)
