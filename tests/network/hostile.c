@@ -11,7 +11,7 @@
    A signal without data passes at once, as does a put of one value; an explicit nvshmem_fence() orders no groups.
 
    Besides: the transports of UCX by ALLSCAN_UCX_TLS, since NVSHMEM chooses them by itself; a symmetric heap in host
-   memory is called that; and a name of a node by ALLSCAN_NODE, which gethostname(), uname() and the names of shared
+   memory is called that, unless ALLSCAN_GPU_HEAP is set; and a name of a node by ALLSCAN_NODE, which gethostname(), uname() and the names of shared
    memory follow, so that processes of one host can be several nodes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -35,7 +35,7 @@ struct param {
   int memory_type;
   uint64_t rest[5];
 };
-enum { HAS_FLAGS = 16, HAS_CALLBACK = 2, HAS_USER_DATA = 4, HAS_MEMORY_TYPE = 64, HOST_MEMORY = 0 };
+enum { HAS_FLAGS = 16, HAS_CALLBACK = 2, HAS_USER_DATA = 4, HAS_MEMORY_TYPE = 64, HOST_MEMORY = 0, GPU_MEMORY = 1 };
 
 /* The active message that NVSHMEM's transport makes of an atomic operation */
 struct message {
@@ -81,6 +81,7 @@ static uint64_t argument, numbers, state = 88172645463325252u, counts[COUNTS];
 static int64_t last_due;
 static struct group *open_groups, *held_groups; /* the former have fewer signals than puts */
 static __thread int inside;
+static int heap_memory = HOST_MEMORY;
 
 static void *real(const char *name) {
   static void *ucp; /* may be loaded in a local scope, where RTLD_NEXT does not look */
@@ -132,6 +133,7 @@ __attribute__((constructor)) static void begin(void) {
   pthread_mutexattr_init(&kind);
   pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
   pthread_mutex_init(&lock, &kind);
+  if (getenv("ALLSCAN_GPU_HEAP")) heap_memory = GPU_MEMORY;
   const char *given = getenv("ALLSCAN_NETWORK"); /* such as reorder:2000000 */
   for (int i = 0; given && i < 5; i++) {
     size_t length = strlen(names[i]);
@@ -157,7 +159,7 @@ static void sent(void *request, int status, void *user_data) {
 
 static void pass_put(const struct group *group, const struct put *put) {
   REAL(void *, "ucp_put_nbx", void *, const void *, size_t, uint64_t, void *, const struct param *);
-  struct param param = {.mask = HAS_CALLBACK | HAS_MEMORY_TYPE, .sent = sent, .memory_type = HOST_MEMORY};
+  struct param param = {.mask = HAS_CALLBACK | HAS_MEMORY_TYPE, .sent = sent, .memory_type = heap_memory};
   if (!group->loses) failed(call(group->ep, put->from, put->bytes, put->to, put->rkey, &param));
 }
 
@@ -246,12 +248,18 @@ static struct group **open_to(void *ep) {
   return p;
 }
 
+/* NVSHMEM calls what lies in its heap memory of a GPU, and a single value the host's */
+static struct param of_heap(const struct param *param) {
+  struct param own = *param;
+  if (heap_memory == HOST_MEMORY) own.mask |= HAS_MEMORY_TYPE, own.memory_type = HOST_MEMORY;
+  return own;
+}
+
 void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *rkey, const struct param *param) {
   REAL(void *, "ucp_put_nbx", void *, const void *, size_t, uint64_t, void *, const struct param *);
   if (inside || mode == PASS || (param->mask & HAS_USER_DATA)) { /* the latter: a single value, of a barrier */
-    struct param host = *param;
-    host.mask |= HAS_MEMORY_TYPE, host.memory_type = HOST_MEMORY;
-    return call(ep, from, bytes, to, rkey, &host);
+    struct param own = of_heap(param);
+    return call(ep, from, bytes, to, rkey, &own);
   }
   struct put *put = malloc(sizeof *put);
   pthread_mutex_lock(&lock);
@@ -272,9 +280,8 @@ void *ucp_put_nbx(void *ep, const void *from, size_t bytes, uint64_t to, void *r
 
 void *ucp_get_nbx(void *ep, void *to, size_t bytes, uint64_t from, void *rkey, const struct param *param) {
   REAL(void *, "ucp_get_nbx", void *, void *, size_t, uint64_t, void *, const struct param *);
-  struct param host = *param;
-  host.mask |= HAS_MEMORY_TYPE, host.memory_type = HOST_MEMORY;
-  return call(ep, to, bytes, from, rkey, &host);
+  struct param own = of_heap(param);
+  return call(ep, to, bytes, from, rkey, &own);
 }
 
 void *ucp_am_send_nbx(void *ep, unsigned id, const void *header, size_t header_length, const void *data, size_t length,

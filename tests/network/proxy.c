@@ -19,7 +19,7 @@ struct message {
   uint64_t size, value, compare, return_flag;
   void *address, *return_address;
   int operation;
-  char flags[4];
+  _Alignas(8) char flags[4];
 };
 struct place { /* of a rank, for the others */
   uint64_t base, address_bytes, key_bytes;

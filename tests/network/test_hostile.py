@@ -21,7 +21,7 @@ pytestmark = [
 ]
 PUT, SIGNAL, MESSAGE, FENCE, FLUSH = range(5)
 CALLBACK, USER_DATA, FLAGS, MEMORY_TYPE = 2, 4, 16, 64  # bits of ucp_request_param_t
-CUDA, HOST = 2, 0
+CUDA, HOST = 1, 0
 EP, WORKER = 0x1000, 0x2000
 
 

@@ -16,7 +16,14 @@ from support.call_order import resync_case, shifted_case
 from support.delta import DeltaCase, own_case
 from support.gla import GLACase, check, gla_case
 from support.long_runs import graph_case, long_case, zigzag_case
-from support.network_cases import absent_case, halo_case, lost_case, memory_case, stall_case
+from support.network_cases import (
+    absent_case,
+    halo_case,
+    lost_case,
+    memory_case,
+    memory_of_heaps_case,
+    stall_case,
+)
 from support.scans import ScanCase, gradient_case, scan_case
 from support.values import error, inputs, late
 
@@ -28,13 +35,12 @@ TWO_NODES = {"NVSHMEM_DISABLE_P2P": "1"}  # of one GPU each, as NVSHMEM is to se
 
 class Network:
     """Ranks on two GPUs whose NVSHMEM reaches others by UCX only. names: of the node of each rank; None: of one host,
-    whose GPUs do not map each other."""
+    whose GPUs do not map each other. heap: in which memory NVSHMEM's lies, "host" or "gpu"."""
 
-    def __init__(self, folder, names=None, size=2):
+    def __init__(self, folder, names=None, size=2, heap="host"):
         self.folder, self.size = str(folder), size
-        more = {} if names else TWO_NODES
-        heap = {"ALLSCAN_HEAP": "64M", "NVSHMEM_SYMMETRIC_SIZE": "256M"}
-        with network.variables(network.environment(self.folder) | more | heap):
+        more = {"ALLSCAN_HEAP": "64M", "NVSHMEM_SYMMETRIC_SIZE": "256M"} | ({} if names else TWO_NODES)
+        with network.variables(network.environment(self.folder, heap) | more):
             self.ranks = Ranks(size, "cuda", "gloo", share=True)
         if names:
             assert self.ranks.run(network.enter_node, names) == names
@@ -59,30 +65,35 @@ class Network:
             process.kill()
 
 
+def skip_without(heap):
+    if reason := network.missing() or (heap == "gpu" and network.missing_for_gpu_heap()):
+        pytest.skip(reason)
+
+
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    """networks(): one of two ranks, which the tests share until one of them fails."""
-    if reason := network.missing():
-        pytest.skip(reason)
-    made = []
+    """networks(heap): one of two ranks, which the tests share until one of them fails."""
+    made = {}
 
-    def networks():
-        if not made or made[-1].ranks is None:
-            made.append(Network(tmp_path_factory.mktemp("network")))
-        return made[-1]
+    def networks(heap="host"):
+        skip_without(heap)
+        if heap not in made or made[heap].ranks is None:
+            made[heap] = Network(tmp_path_factory.mktemp("network"), heap=heap)
+        return made[heap]
 
     yield networks
-    for one in made:
+    for one in made.values():
         if one.ranks is not None:
             one.close()
 
 
 @pytest.fixture
 def over(two):
-    """over(function, *arguments, behaves=...): Network.run of two ranks. After a failure others take their place."""
-    one = two()
+    """over(function, *arguments, heap=..., behaves=...): Network.run of two ranks. After a failure others take their
+    place."""
 
-    def run(*arguments, **options):
+    def run(*arguments, heap="host", **options):
+        one = two(heap)
         try:
             return one.run(*arguments, **options)
         except BaseException:
@@ -95,15 +106,14 @@ def over(two):
 
 @pytest.fixture
 def fresh_network(tmp_path):
-    """fresh_network(names, size): ranks of their own."""
-    if reason := network.missing():
-        pytest.skip(reason)
+    """fresh_network(names, size, heap): ranks of their own."""
     made = []
 
-    def start(names=None, size=2):
+    def start(names=None, size=2, heap="host"):
+        skip_without(heap)
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(Network(folder, names, size))
+        made.append(Network(folder, names, size, heap))
         return made[-1]
 
     yield start
@@ -259,6 +269,53 @@ def test_nodes_by_their_names(fresh_network, nodes, algorithm):
     names = [f"node{n}-{os.getpid()}" for n, members in enumerate(nodes) for _ in range(members)]
     found, _ = fresh_network(names, len(names)).run(nodes_case, nodes, algorithm, 100, timeout=200)
     assert max(found) < 1e-6
+
+
+@pytest.mark.parametrize("heap", ["host", "gpu"])
+def test_memory_of_the_heap(over, heap):
+    found, _ = over(memory_of_heaps_case, heap=heap, behaves=("pass", 0))
+    assert [{rank: kind for rank, (kind, _) in mapped.items()} for mapped in found] == [{0: heap}, {1: heap}]
+    if heap == "gpu":
+        assert [mapped[rank][1] for rank, mapped in enumerate(found)] == [0, 1]
+
+
+@pytest.mark.parametrize("behaves", [IN_ORDER, REORDER], ids=lambda x: x[0])
+def test_gpu_heap_scans(two, over, behaves):
+    """300 scans whose states UCX copies out of and into GPU memory, and whose signals the driver writes."""
+    signals = sum(two("gpu").ranks.run(network.gpu_heap_signals))
+    found, counted = over(transport_case, 150, heap="gpu", behaves=behaves, payload=300 * 4 * 16 * 32 * 4)
+    assert max(found) < 1e-6
+    assert network.lanes(two("gpu").folder) == {"tcp/lo"}
+    assert (counted["overtakings"] > 0) == (behaves == REORDER), counted
+    assert sum(two("gpu").ranks.run(network.gpu_heap_signals)) - signals >= counted["passed"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gpu_heap_gradients(over, reverse):
+    for errors in over(gradient_case, (2, 5, 6), (2, 5), reverse, heap="gpu")[0]:
+        assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize("kind", ["decays", "transitions"])
+def test_gpu_heap_with_a_straggler(over, kind):
+    found, counted = over(long_case, 500, "auto", 3, 1, kind, heap="gpu")
+    assert max(found) < 1e-5
+    assert counted["overtakings"] > 250, counted
+
+
+def test_gpu_heap_of_nodes_of_two(fresh_network):
+    """Inside of a node a rank then stores to the memory of the other GPU, by NVLink where that connects them."""
+    names = [f"node{n}-{os.getpid()}" for n in (0, 0, 1, 1)]
+    network_of_four = fresh_network(names, 4, "gpu")
+    found, _ = network_of_four.run(memory_of_heaps_case, behaves=("pass", 0))
+    assert [{rank: kind for rank, (kind, _) in mapped.items()} for mapped in found] == [
+        {0: "gpu", 1: "gpu"},
+        {0: "gpu", 1: "gpu"},
+        {2: "gpu", 3: "gpu"},
+        {2: "gpu", 3: "gpu"},
+    ]
+    for algorithm in ("chain", "rails", "recursive_doubling"):
+        assert max(network_of_four.run(nodes_case, (2, 2), algorithm, 30, timeout=100)[0]) < 1e-6
 
 
 def test_what_is_missing_is_said(monkeypatch):

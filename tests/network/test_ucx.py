@@ -28,13 +28,13 @@ IN_ORDER = "bandwidth", 1 << 40
 
 
 class Network:
-    """Ranks of several nodes. [node]: how many it has."""
+    """Ranks of several nodes. [node]: how many it has; heap: "host", or "gpu", of a GPU that is made up."""
 
-    def __init__(self, folder, nodes):
+    def __init__(self, folder, nodes, heap="host"):
         self.nodes, self.folder = nodes, str(folder)
         self.ranks = Ranks(sum(nodes), "cpu")
         numbers = [n for n, members in enumerate(nodes) for _ in range(members)]
-        assert all(self.ranks.run(ucx_network.enter, numbers, ucx_network.variables(self.folder)))
+        assert all(self.ranks.run(ucx_network.enter, numbers, ucx_network.variables(self.folder, heap)))
 
     def run(self, function, *arguments, behaves=REORDER, timeout=120.0):
         """(Results by rank, what the network has counted meanwhile), which went through lo."""
@@ -52,11 +52,11 @@ class Network:
 
 @pytest.fixture
 def over(tmp_path):
-    """over(nodes): a Network of them."""
+    """over(nodes, heap): a Network of them."""
     made = []
 
-    def start(nodes):
-        made.append(Network(tmp_path, nodes))
+    def start(nodes, heap="host"):
+        made.append(Network(tmp_path, nodes, heap))
         return made[-1]
 
     yield start
@@ -176,3 +176,15 @@ def test_a_stall_and_what_is_lost(over):
         assert 1.5 < seconds < 20 and held == 0 and right
     found, counted = one.run(lost_case)
     assert found == [(None, True), ((1, 0, True), True)] and counted["lost"] > 0
+
+
+@pytest.mark.skipif(bool(network.missing_for_gpu_heap()), reason=str(network.missing_for_gpu_heap()))
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 2)], ids=str)
+def test_gpu_heap(over, nodes):
+    """The CPU does not reach the heap: UCX's cuda_copy and gpu_heap.c bring everything, by the driver."""
+    one = over(nodes, "gpu")
+    for algorithm in ("chain", "rails"):
+        found, counted = one.run(nodes_case, nodes, algorithm, 12, behaves=("reorder", 20_000_000))
+        assert max(found) < 1e-6 and counted["overtakings"] > 12, counted
+    signals, copies = sum(one.ranks.run(network.gpu_heap_signals)), sum(one.ranks.run(ucx_network.fake_copies))
+    assert signals >= counted["passed"] and copies >= 2 * counted["passed"], (signals, copies)

@@ -40,6 +40,12 @@ def ucx_folder() -> str | None:
     )
 
 
+def missing_for_gpu_heap() -> str | None:
+    """What the heap in GPU memory needs besides ``missing``."""
+    module = os.path.join(ucx_folder() or "", "ucx", "libuct_cuda.so.0")
+    return None if os.path.exists(module) else "needs UCX with its module for CUDA, ucx/libuct_cuda.so.0"
+
+
 def transport_folder() -> str | None:
     """Where NVSHMEM has its UCX transport."""
     found = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
@@ -63,21 +69,42 @@ def missing() -> str | None:
     return "needs " + "; ".join(needs) if needs else None
 
 
-def environment(folder: str) -> dict[str, str]:
+def _in_host_memory(folder: str, hostile: str) -> dict[str, str]:
+    return {"LD_PRELOAD": hostile, "ALLSCAN_UCX_TLS": "tcp,self", "NVSHMEM_HEAP_KIND": "SYSMEM"}
+
+
+def _in_gpu_memory(folder: str, hostile: str) -> dict[str, str]:
+    """NVSHMEM's proxy then calls CUDA beside kernels that wait for what it brings: nothing may wait for these kernels
+    while it keeps CUDA's locks, nor stand before its copies in a queue of the hardware."""
+    gpu_heap = build(folder, "gpu_heap.c", "libgpu_heap.so", "-ldl", "-lpthread")
+    return {
+        "LD_PRELOAD": f"{hostile}:{gpu_heap}",
+        "ALLSCAN_GPU_HEAP": gpu_heap,
+        "ALLSCAN_UCX_TLS": "tcp,cuda_copy,self",
+        "NVSHMEM_HEAP_KIND": "DEVICE",
+        "NVSHMEM_DISABLE_CUDA_VMM": "1",  # one piece of cudaMalloc's
+        "UCX_MEMTYPE_CACHE": "n",  # needs hooks in CUDA, which NVSHMEM's libraries may have been loaded before
+        "UCX_CUDA_COPY_DMABUF": "n",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
+
+
+IN_MEMORY = {"host": _in_host_memory, "gpu": _in_gpu_memory}
+
+
+def environment(folder: str, heap: str = "host") -> dict[str, str]:
     """Of processes whose NVSHMEM goes over the loopback only; libraries and UCX's logs lie in ``folder``. For them to
-    have before they start."""
+    have before they start. heap: in which memory NVSHMEM's lies, "host" or "gpu"."""
     hostile = build(folder, "hostile.c", "libhostile.so", "-ldl", "-lpthread")
     build(folder, "gdrcopy.c", "libgdrapi.so.2")
     ucx = ucx_folder()
     assert ucx is not None
     before = [os.environ["LD_LIBRARY_PATH"]] if os.environ.get("LD_LIBRARY_PATH") else []
-    return {
+    return IN_MEMORY[heap](folder, hostile) | {
         "LD_LIBRARY_PATH": os.pathsep.join([folder, ucx, *before]),
-        "LD_PRELOAD": hostile,
         "ALLSCAN_HOSTILE": hostile,
-        "ALLSCAN_UCX_TLS": "tcp,self",
         "NVSHMEM_REMOTE_TRANSPORT": "ucx",
-        "NVSHMEM_HEAP_KIND": "SYSMEM",
         "NVSHMEM_DISABLE_MNNVL": "1",
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
         "UCX_NET_DEVICES": "lo",
@@ -137,6 +164,22 @@ def behave(mode: str, value: int = 0) -> dict[str, int]:
 
 def counts() -> dict[str, int]:
     return {name: hostile().network_count(i) for i, name in enumerate(COUNTS)}
+
+
+def gpu_heap_signals() -> int:
+    """That CUDA's driver has written so far, in place of NVSHMEM."""
+    library = ctypes.CDLL(os.environ["ALLSCAN_GPU_HEAP"])
+    library.gpu_heap_signals.restype = ctypes.c_uint64
+    return library.gpu_heap_signals()
+
+
+def memory_of(address: int) -> tuple[str, int]:
+    """("host" or "gpu", the number of the GPU) as CUDA's driver says."""
+    cuda, kind, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
+    for attribute, found in ((2, kind), (9, device)):  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _DEVICE_ORDINAL
+        error = cuda.cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(address))
+        assert not error, (attribute, error)
+    return {1: "host", 2: "gpu"}[kind.value], device.value
 
 
 def enter_node(names: list[str]) -> str:

@@ -26,6 +26,17 @@ def halo_case(group, epochs):
     return True
 
 
+def memory_of_heaps_case(group):
+    """In which memory the arena of this rank lies, and those that it maps: {rank: ("host" or "gpu", which GPU)}."""
+    with allscan.Communicator(group) as comm:
+        heap, me = comm.memory.heap, comm.rank
+        found = {me: network.memory_of(heap.local(heap.pes[me], 0, 16, torch.uint8).data_ptr())}
+        for rank in set(range(comm.size)) - {me}:
+            if heap.is_mapped(heap.pes[rank]):
+                found[rank] = network.memory_of(heap.view(heap.pes[rank], 0, 16, torch.uint8).data_ptr())
+    return found
+
+
 def absent_case(group):
     """Rank 0 never calls; then all come back."""
     comm = allscan.Communicator(group, timeout=1.0)
