@@ -47,7 +47,7 @@ class StateCarrier(Protocol):
     """An exclusive scan over the ranks, as operators use it."""
 
     comm: Communicator
-    handle: int  # stands for this object where torch wants a number
+    handle: int  # stands for this object where torch wants a number, among carriers of its class; see ``register``
 
     def prepare(self, shape, agree=None, deferred: DeferredError | None = None, *, at_first: bool = False) -> Any:
         """Before the first forward call with tensors like its own; see agreement.get_or_create_scan. Returns what
@@ -67,8 +67,8 @@ class StateCarrier(Protocol):
         would do neither, as on one rank, there is no call."""
 
     def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
-        """Record ``carry`` in a plan whose runs have a carrier of this kind as their context: ``record_call``, or
-        something quicker."""
+        """Record ``carry`` in a plan whose runs have this carrier as their context: ``record_call``, or something
+        quicker."""
 
     def expected_us(self, words: int, zigzag: bool) -> float:
         """About how long ``carry`` takes with states of so many words in all, if it runs beside others: where that is

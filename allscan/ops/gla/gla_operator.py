@@ -184,7 +184,7 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
         known = cu_seqlens is None and not (comm.debug or per_document) and type(scale) in _SCALES and scale == scale
         known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
-        key = key, scale, layout, saves, invariant, type(carrier)
+        key = key, scale, layout, saves, invariant, type(carrier), carrier.handle
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
             cu_seqlens, options = _checked(carrier, tensors, asked, saves)
@@ -273,7 +273,7 @@ class Prepared:
         plan = self._plans.get(variant)
         if plan is None:
             (make, *_), shape, layout, scale = variant, self.shape, self.layout, self.options.scale
-            key = type(self.carrier), shape, scale, *variant
+            key = type(self.carrier), self.carrier.handle, shape, scale, *variant
             plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), self.carrier, *tensors))
             self._plans[variant] = plan
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
@@ -328,7 +328,8 @@ def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
     comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant) = carrier.comm, tensors, options
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, invariant, type(carrier)
+    by = type(carrier), carrier.handle
+    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, invariant, by
     if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:

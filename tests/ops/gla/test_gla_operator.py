@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import re
@@ -21,7 +22,8 @@ import allscan
 from allscan.comm import host_exchange
 from allscan.launch.compiled_kernel import Launch
 from allscan.launch.streams import Streams
-from allscan.ops.gla import gla_operator
+from allscan.ops.carrier import record_call, register
+from allscan.ops.gla import Asked, gla_operator, zeco_gla_by
 from allscan.shmem_kernels.blocks import rounded_to_tf32
 from allscan.tokens import packing
 from support.gla import BF16, F16, F32, LIMIT, NAMES, GLACase, Whole, check, gla_case
@@ -514,6 +516,63 @@ def calls_that_are_known_case(group):
 def test_calls_that_are_known(run, size):
     wanted = ["TypeError"] * 2 + ["ValueError"] * 4 + ["NotImplementedError"]
     assert run(size, calls_that_are_known_case) == [wanted] * size
+
+
+class Filled:
+    """A StateCarrier that brings each rank a state of one value."""
+
+    def __init__(self, comm, value, waits=True):
+        self.comm, self.handle, self.value, self.waits = comm, register(self), value, waits
+
+    def prepare(self, shape, agree=None, deferred=None, *, at_first=False):
+        self.comm.agreed.arguments.remember((shape, agree))
+
+    def stream(self, priority=0):
+        return contextlib.nullcontext(lambda: None)
+
+    def carry(self, carried, reverse, zigzag):
+        carried.out.fill_(self.value)
+
+    def record(self, *of_plan):
+        record_call(*of_plan)
+
+    def neighbours(self, shape, zigzag):
+        return self.waits, True
+
+    def expected_us(self, words, zigzag):
+        return 0.0
+
+    def pending(self, prepared, zigzag):
+        return []
+
+
+def carriers_case(group, recompute):
+    """Outputs and gradients of calls by several carriers of one kind, in turns, and what they are to be."""
+    answers = []
+    with allscan.Communicator(group) as comm, allscan.Communicator(group) as middle:
+        middle.rank, middle.size = 1, 3  # the first rank's sequences begin with zeros
+        q, k, v = (torch.rand(1, 40, 2, 16, device=comm.device) for _ in range(3))
+        carriers = [Filled(middle, 1.0), Filled(middle, 2.0), Filled(middle, 0.0, waits=False)]
+        for carrier in [*carriers, *carriers]:
+            found = []
+            for by_carrier in (True, False):
+                leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+                initial = torch.full((1, 2, 16, 16), carrier.value, device=comm.device)
+                if by_carrier:
+                    o, _ = zeco_gla_by(carrier, (*leaves, -q, None), Asked(recompute=recompute))
+                else:
+                    o, _ = allscan.zeco_gla(*leaves, -q, comm=comm, initial_state=initial)
+                found.append([o, *torch.autograd.grad(o.sum(), leaves[:1])])
+            answers += [relative(a, b) for a, b in zip(*found, strict=True)]
+        middle.rank, middle.size = 0, 1
+    return answers
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_carriers_of_one_kind(run, recompute):
+    """Each call is by the carrier that it was given."""
+    (errors,) = run(1, carriers_case, recompute)
+    assert max(errors) < 1e-5, errors
 
 
 def lives_case(group):
