@@ -263,7 +263,7 @@ def nodes_case(group, wanted, algorithm, epochs):
 
 
 @pytest.mark.parametrize("algorithm", ["chain", "rails", "recursive_doubling"])
-@pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 1, 1, 1), (2, 2), (4, 4), (2, 2, 2, 2)], ids=str)
 def test_nodes_by_their_names(fresh_network, nodes, algorithm):
     """Ranks share GPUs where there are fewer: contexts are then time-sliced, and a hop takes milliseconds."""
     names = [f"node{n}-{os.getpid()}" for n, members in enumerate(nodes) for _ in range(members)]
