@@ -33,11 +33,12 @@ def merge_kernel(
     b_more_lse = tl.load(p_more_lse + (batch * H + head) * T + token, mask=inside, other=0.0)
     largest = tl.maximum(b_lse, b_more_lse)
     b_both = largest + tl.log(tl.exp(b_lse - largest) + tl.exp(b_more_lse - largest))
-    tl.store(p_lse, b_both, mask=inside)
     v = tl.arange(0, BV)
     offsets = row[:, None] * V + v[None, :]
-    inside = inside[:, None] & (v < V)[None, :]
-    b_o = tl.load(p_o + offsets, mask=inside, other=0.0).to(tl.float32)
-    b_more = tl.load(p_more + offsets, mask=inside, other=0.0).to(tl.float32)
+    wide = inside[:, None] & (v < V)[None, :]
+    b_o = tl.load(p_o + offsets, mask=wide, other=0.0).to(tl.float32)
+    b_more = tl.load(p_more + offsets, mask=wide, other=0.0).to(tl.float32)
     b_o = b_o * tl.exp(b_lse - b_both)[:, None] + b_more * tl.exp(b_more_lse - b_both)[:, None]
-    tl.store(p_o + offsets, b_o.to(p_o.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # several warps load the same lse, and one stores it
+    tl.store(p_lse, b_both, mask=inside)
+    tl.store(p_o + offsets, b_o.to(p_o.dtype.element_ty), mask=wide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 
 import pytest
@@ -271,6 +272,9 @@ def test_merge(kind, V):
     arguments |= pointers("rows T H tokens", "i32")
     compiled = Compiled(merge_kernel, arguments, {"V": V, "BV": 128, "ROWS": 32})
     assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+    accesses = re.findall(r"(ld\.global|st\.global|bar\.sync)", compiled.ptx)
+    first_store, barrier = accesses.index("st.global"), accesses.index("bar.sync")
+    assert barrier < first_store and "ld.global" not in accesses[barrier:], accesses  # warps load the same lse
 
 
 @pytest.mark.parametrize("kernel, names", [(reverse_kernel, "p_x p_out"), (fold_kernel, "p_x p_reversed p_out")])
