@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 2, 8], help="MiB of the states that are timed")
     parser.add_argument("--output", help="a file that the first rank writes the report to, too")
     options = parser.parse_args(arguments)
-    _join()
+    _join(options.output)
     report = Report(options.output if dist.get_rank() == 0 else None, dist.get_rank() == 0)
     try:
         right = check_all(report, options.epochs)
@@ -58,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _join() -> None:
-    """The process group, of what torchrun or srun has said."""
+def _join(output: str | None) -> None:
+    """The process group, of what torchrun or srun has said. SystemExit on all ranks if the first one cannot write its
+    report to the file ``output``, before anything is checked."""
     for name, of_slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")):
         if name not in os.environ and of_slurm in os.environ:
             os.environ[name] = os.environ[of_slurm]
@@ -69,9 +70,19 @@ def _join() -> None:
             f"{', '.join(absent)} not set: start this by torchrun, or by srun with MASTER_ADDR and MASTER_PORT set to "
             "the first node and a free port"
         )
+    problem = None
+    if output is not None and os.environ["RANK"] == "0":
+        try:
+            open(output, "a", encoding="utf-8").close()
+        except (OSError, ValueError) as error:
+            problem = f"--output={output}: {error}"
     if torch.cuda.is_available():
         take_local_gpu()
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "cpu:gloo,cuda:nccl")
+    problem, *_ = StoreExchange(range(dist.get_world_size())).exchange(problem, "network_check, --output")
+    if problem is not None:
+        dist.destroy_process_group()
+        raise SystemExit(f"the first rank cannot write its report to {problem}")
 
 
 class Report:
@@ -86,7 +97,11 @@ class Report:
             line = f"{name:<26} {text}"
             print(line, flush=True)
             if self._file:
-                print(line, file=self._file, flush=True)
+                try:
+                    print(line, file=self._file, flush=True)
+                except OSError as error:  # such as of a full disk: the other ranks go on with the checks
+                    print(f"the file has no more lines: {error}", file=sys.stderr, flush=True)
+                    self._file = None
 
     def close(self) -> None:
         if self._file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -25,14 +27,35 @@ sys.exit(network_check.main())
 """
 
 
+VARIABLES = {"TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
 def torchrun(*program, size=2):
     """Its processes on this host."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *program]
-    variables = {"TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=240)
+    command += ["--master-addr", "127.0.0.1", "--master-port", free_port(), *program]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | VARIABLES, capture_output=True, text=True, timeout=240)
+
+
+def one_by_one(*program, size):
+    """The same ranks without a launcher that ends all when one has failed: what each of them gave."""
+    variables = os.environ | VARIABLES | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=str(size))
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [
+        subprocess.Popen([sys.executable, *program], env=variables | dict(RANK=str(rank), LOCAL_RANK="0"), **options)
+        for rank in range(size)
+    ]
+    try:
+        found = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [subprocess.CompletedProcess(program, rank.returncode, *out) for rank, out in zip(ranks, found, strict=True)]
 
 
 def test_a_report(tmp_path):
@@ -56,6 +79,31 @@ def test_a_wrong_result_ends_it(tmp_path):
     assert "FAILED on rank 1: WrongResultError: a sum: off by 1.00e+00" in done.stdout, done.stdout + done.stderr
     assert "halo                       right" in done.stdout and "zigzag" not in done.stdout
     assert "NOT right" in done.stdout
+
+
+@pytest.mark.parametrize("launched", ["torchrun", "one by one"])
+def test_a_report_that_cannot_be_written(tmp_path, launched):
+    """All ranks end before the checks, with the reason; also where nobody stops those behind the first."""
+    path = str(tmp_path / "no such folder" / "report.txt")
+    program = ["-m", "allscan.tools.network_check", "--epochs", "2", "--output", path]
+    if launched == "torchrun":
+        done = [torchrun(*program, size=2)]
+    else:
+        done = one_by_one(*program, size=3)
+    for one in done:
+        assert one.returncode != 0 and "the first rank cannot write its report to --output=" in one.stderr, one
+        assert "No such file or directory" in one.stderr and "right" not in one.stdout
+
+
+def test_a_full_disk():
+    """The report goes on where it is printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
+        report = network_check.Report("/dev/full", True)
+        for name in ("first", "second"):
+            report.line(name, "right")
+        report.close()
+    assert printed.getvalue().count("right") == 2 and errors.getvalue().count("No space left on device") == 1
 
 
 @pytest.mark.skipif(not compiler(), reason="needs a C compiler, cc")
