@@ -3,9 +3,11 @@
     git archive -o before.tgz 32fa03c allscan shmem_kernels bindings
     python -m bench.against before.tgz --kda           # 1 GPU; --kda needs fla, whose kernels are compiled ahead
 
-Each run is a process of its own, of one rank, with no CUDA graphs of the caller's: medians over SAMPLES of CALLS calls
-in a row, behind WARM others, in microseconds of a call. Of RUNS runs each the median, the least and the most are
-printed, in CSV. Without a GPU every method is called, and nothing is timed.
+Each of RUNS runs has two processes of one rank, one with each source, on the same cores and with no CUDA graphs of the
+caller's. They take turns, one sample each, so that both meet the same clock and the same neighbours: a sample is the
+mean of CALLS calls in a row behind WARM others. Printed in CSV, in microseconds of a call: the median, the least and
+the most of the runs' medians; "change" is the median of the samples' ratios within a run, least and most of the runs.
+Without a GPU every method is called, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import tempfile
 import time
 
 RUNS, SAMPLES, WARM, CALLS = 5, 60, 5, 10
-LIMIT_S = 120.0  # of a process; the first one compiles
+CORES = 4  # that both processes of a run have
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 START = "import runpy, sys; sys.path.insert(0, ''); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
@@ -73,8 +75,8 @@ def methods(kda: bool) -> dict:
     return found
 
 
-def one_run(kda: bool) -> dict[str, float]:
-    """{method: microseconds of a call} in this process."""
+def serve(kda: bool) -> None:
+    """Write the methods' names, and then the microseconds of a call for each name that is read."""
     import torch
 
     cuda, calls = torch.cuda.is_available(), methods(kda)
@@ -83,35 +85,62 @@ def one_run(kda: bool) -> dict[str, float]:
             call()
             if cuda:
                 torch.cuda.synchronize()
-    if not cuda:
-        return dict.fromkeys(calls, 0.0)
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(SAMPLES):
-        for name, call in calls.items():
+    print(json.dumps([*calls]), flush=True)
+    for line in sys.stdin:
+        call, spent = calls[line.strip()], 0.0
+        if cuda:
             for _ in range(WARM):
                 call()
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(CALLS):
                 call()
-            found[name].append(1e6 * (time.perf_counter() - begin) / CALLS)
+            spent = 1e6 * (time.perf_counter() - begin) / CALLS
             torch.cuda.synchronize()
-    return {name: statistics.median(samples) for name, samples in found.items()}
+        print(spent, flush=True)
 
 
-def run(tree: str, kda: bool) -> dict[str, float]:
-    """``one_run`` in a process with the sources of ``tree``."""
+def start(tree: str, kda: bool) -> subprocess.Popen:
+    """A process that serves with the sources of ``tree``."""
     import torch
 
     paths = [tree, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FLA_CACHE_RESULTS": "1"}
     environment |= {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", START, os.path.abspath(__file__), "--one", *(["--kda"] if kda else [])]
-    options = dict(cwd=tree, env=environment, timeout=LIMIT_S, text=True)
-    done = subprocess.run(command, check=False, capture_output=True, **options)
-    if done.returncode:
-        raise RuntimeError(f"a run with the sources in {tree} failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", START, os.path.abspath(__file__), "--serve", *(["--kda"] if kda else [])]
+    return subprocess.Popen(
+        command, cwd=tree, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def one_run(trees: dict[str, str], kda: bool) -> dict[str, dict[str, list[float]]]:
+    """{label: {method: its samples}}."""
+    processes = {label: start(tree, kda) for label, tree in trees.items()}
+
+    def answer(label: str) -> str:
+        process = processes[label]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process with the sources in {trees[label]} has ended: {process.wait()}")
+        return line
+
+    try:
+        names = {label: json.loads(answer(label).splitlines()[-1]) for label in processes}["now"]
+        found: dict[str, dict[str, list[float]]] = {label: {name: [] for name in names} for label in trees}
+        for turn in range(SAMPLES):
+            for name in names:
+                for label in (*trees,) if turn % 2 else (*reversed(trees),):
+                    process = processes[label]
+                    assert process.stdin is not None
+                    process.stdin.write(name + "\n")
+                    process.stdin.flush()
+                    found[label][name].append(float(answer(label)))
+        return found
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
 
 
 def main(given: list[str] | None = None) -> int:
@@ -119,10 +148,11 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("archive", nargs="?", help="of other sources; default: these")
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--kda", action="store_true", help="zeco_kda too, which needs fla")
-    parser.add_argument("--one", action="store_true", help="one run of the sources that are imported")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
-    if arguments.one:
-        print(json.dumps(one_run(arguments.kda)))
+    if arguments.serve:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+        serve(arguments.kda)
         return 0
     if arguments.kda:
         from bench.tuning import Job, compile_ahead
@@ -134,18 +164,18 @@ def main(given: list[str] | None = None) -> int:
             with tarfile.open(arguments.archive) as archive:
                 archive.extractall(folder, filter="data")
             trees["before"] = folder
-        found: dict[str, list[dict[str, float]]] = {label: [] for label in trees}
-        for _ in range(arguments.runs):
-            for label, tree in trees.items():
-                found[label].append(run(tree, arguments.kda))
-    print("method,before_us,before_least,before_most,now_us,now_least,now_most,change")
-    for name in found["now"][0]:
-        of = {label: [row[name] for row in rows] for label, rows in found.items()}
-        before, now = (statistics.median(of[label]) for label in trees)
-        values = [f"{x:.1f}" for rows in of.values() for x in (statistics.median(rows), min(rows), max(rows))]
-        print(
-            f'"{name}"', *values, f"{100 * (now / before - 1):+.1f} %" if before else "not timed", sep=",", flush=True
-        )
+        runs = [one_run(trees, arguments.kda) for _ in range(arguments.runs)]
+    print("method,before_us,before_least,before_most,now_us,now_least,now_most,change,change_least,change_most")
+    for name in runs[0]["now"]:
+        values = []
+        for label in trees:
+            of = [statistics.median(run[label][name]) for run in runs]
+            values += [f"{x:.1f}" for x in (statistics.median(of), min(of), max(of))]
+        if runs[0]["now"][name][0]:
+            pairs = [zip(run["now"][name], run["before"][name], strict=True) for run in runs]
+            changes = [statistics.median(100 * (a / b - 1) for a, b in of) for of in pairs]
+            values += [f"{x:+.1f} %" for x in (statistics.median(changes), min(changes), max(changes))]
+        print(f'"{name}"', *values, sep=",", flush=True)
     return 0
 
 
