@@ -294,8 +294,14 @@ class VirtualRanks:
         delays_ns: int64 [P], how long each rank's programs wait before they begin.
         ranks: those that make the call; default all.
         times: int64 [2] of zeros for each rank: when its last program began and ended, by its GPU's clock, in ns. The
-        programs of all ranks then begin together.
+        programs of all ranks then begin together, so all make the call.
+
+        Raises ValueError for other ranks than there are, and for ``times`` of a part of them.
         """
+        if ranks is not None and not set(ranks) <= set(range(self.size)):
+            raise ValueError(f"ranks must be of 0 .. {self.size - 1}, got {[*ranks]}")
+        if times is not None and (len(times) != self.size or (ranks is not None and len({*ranks}) < self.size)):
+            raise ValueError(f"times are of scans of all {self.size} ranks, which begin together")
         if isinstance(states, torch.Tensor):
             outs: Any = torch.full_like(states, float("nan"))
         else:
@@ -316,7 +322,8 @@ class VirtualRanks:
             behind = gate, delays[device][at:], self._unread[device] if times is None else times[rank]
             if stream is not None:
                 self._held.append(behind)
-                stream.wait_stream(torch.cuda.current_stream(device))
+                for other in self._zeros:  # what a rank is given may be made on any of them, ``initial`` for one
+                    stream.wait_stream(torch.cuda.current_stream(other))
             with self._on(rank):
                 self._launch(rank, scan, behind)
         if join:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from unittest import mock
 
@@ -12,6 +13,7 @@ from allscan.reference import allscan_reference
 from allscan.tools import virtual
 from allscan.tools.virtual import VirtualRanks
 from bench import chain, scaling
+from support.values import raised
 
 pytestmark = pytest.mark.cpu
 
@@ -60,6 +62,39 @@ def test_a_device_for_each_rank(run):
     assert max(run(1, devices_case, ["cpu"] * 3)[0]) < 1e-6
     for devices in (["cpu"] * 2, [0, 1, 0]):
         assert "name the cpu device of each" in run(1, devices_case, devices)[0]
+
+
+def streams_case(group):
+    """[(rank, what its stream waits for)], of the devices' current streams, before each launch; and what is rejected.
+    Stand-ins for two GPUs, on which ranks lie in turns."""
+    ranks = VirtualRanks(3, (2, 4, 8), tile=(4, 8))
+    states, decays = inputs(3, (2, 4, 8))
+    ranks.scan(states, decays)  # nothing is loaded behind this
+    gpus = [torch.device("cuda", i) for i in range(2)]
+    ranks.devices = [gpus[i % 2] for i in range(3)]
+    for tables in (*ranks._gates.values(), ranks._zeros, ranks._unread):
+        word = tables.pop(torch.device("cpu"))
+        tables.update(dict.fromkeys(gpus, word))
+    found, waits = [], {}
+    for rank in ranks.ranks:
+        rank.stream = mock.Mock()
+        rank.stream.wait_stream.side_effect = waits.setdefault(rank.rank, []).append
+    launch = mock.patch.object(ranks, "_launch", lambda rank, *_: found.append((rank, sorted(waits[rank]))))
+    on = mock.patch.object(ranks, "_on", lambda rank: contextlib.nullcontext())
+    with launch, on, mock.patch.object(torch.cuda, "current_stream", lambda device: f"of {device}"):
+        ranks.scan(states, decays, join=False)
+    words = [torch.zeros(2, dtype=torch.int64)] * 3
+    return found, [
+        raised(ranks.scan, states, decays, **options)
+        for options in (dict(times=words, ranks=[0, 1]), dict(times=words[:2]), dict(ranks=[1, 3]))
+    ]
+
+
+def test_ranks_on_several_gpus_wait_for_inputs_of_all(run):
+    [(found, answers)] = run(1, streams_case)
+    assert found == [(rank, ["of cuda:0", "of cuda:1"]) for rank in range(3)]
+    assert [kind for kind, _ in answers] == ["ValueError"] * 3
+    assert "of all 3 ranks" in answers[0][1] and "of all 3 ranks" in answers[1][1] and "0 .. 2" in answers[2][1]
 
 
 def timed_case(group):

@@ -15,6 +15,7 @@ import torch
 
 import allscan
 from allscan.reference import allscan_reference
+from allscan.tools import virtual
 from allscan.tools.ranks import Ranks
 from allscan.tools.virtual import VirtualRanks
 from support.scans import Guarded
@@ -108,8 +109,10 @@ def guarded(V):
     ranks = VirtualRanks(3, shape)
     states, decays = draw(torch.Generator("cuda").manual_seed(V), 3, shape, "random")
     outs = [Guarded(shape, "cuda") for _ in range(3)]
+    scan = virtual._Scan(states, decays, None, [out.tensor for out in outs], False)
+    gate = ranks._gates[virtual.OPEN], ranks._zeros, ranks._unread
     for rank in range(3):
-        ranks._launch(rank, states, decays, [out.tensor for out in outs], False, None, None, None)
+        ranks._launch(rank, scan, tuple(x[ranks.device] for x in gate))
     torch.cuda.synchronize()
     ranks.check()
     worst = wrong_by(torch.stack([out.tensor for out in outs]), states, decays).item()
