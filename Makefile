@@ -15,8 +15,10 @@
 # take python3 by themselves where that has all it needs, else an environment with CUDA's packages.
 
 VENV := .venv
-# of test-gpu at once: each has ranks of its own on every GPU, whose memory they fill otherwise (5 were too many for 80 GB)
-JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk 'NR == 1 {n = int($$1 / 20000)} END {print (n > 0 ? n : 1)}')
+# of test-gpu at once: each has ranks of its own on every GPU, of about 2 GB each, beside two tests that take many more
+# (tests/support/gpu_schedule.py), and takes nearly three cores while it compiles
+JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) 'NR == 1 {n = int($$1 / 7000)} END {m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
+FEW_JOBS = $(shell echo $$(($(JOBS) > 2 ? 2 : $(JOBS))))
 ifdef PYTHON
   GIVEN := $(PYTHON)
   READY :=
@@ -76,16 +78,18 @@ peer-on-gpu:
 OTHER := PYTHONPATH=$(TRITON):$(CURDIR) $(PYTHON)
 triton-on-gpu:
 	@test -d "$(TRITON)/triton" || { echo 'make test-triton TRITON=/folder, of pip install --no-deps --target /folder triton==3.9.0'; exit 2; }
-	$(OTHER) -m pytest --gpu -m kernels -n $(JOBS) --dist worksteal $(OPTIONS)
+	$(OTHER) -m pytest --gpu -m kernels -n $(JOBS) $(OPTIONS)
 	mkdir -p build
 	$(PYTHON) -m bench.versions --no-fla --json build/usual.json
 	$(OTHER) -m bench.versions --no-fla --json build/other.json
 	$(PYTHON) -m bench.versions --compare build/usual.json build/other.json
 
-# First, several at once with ranks of their own on the same GPUs, all but what others would disturb
+# First, many at once with ranks of their own on the same GPUs, all but what others would disturb; then what has failed
+# among them, as where memory ran out; then the others. GO_ON=--go-on: only what has not passed since the last change
 on-gpu:
-	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) --dist worksteal; first=$$?; \
-	$(PYTHON) -m pytest --gpu -m alone && exit $$first
+	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) $(GO_ON); first=$$?; \
+	if test $$first = 1; then $(PYTHON) -m pytest --gpu -m 'not alone' -n $(FEW_JOBS) --go-on; first=$$?; fi; \
+	$(PYTHON) -m pytest --gpu -m alone $(GO_ON) && exit $$first
 
 # Without GPUs, what runs on CPU ranks
 test-network:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from allscan.tools import ranks
-from support import gpu_record
+from support import gpu_record, gpu_schedule
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OF_GPU = os.path.join(ROOT, "tests", "gpu")
 ranks.PRELOAD = [*ranks.PRELOAD, "support.fresh_memory"]
 
 
@@ -28,13 +29,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    worker = getattr(config, "workerinput", None)  # of pytest-xdist
+    if worker and config.getoption("--gpu") and torch.cuda.device_count() > 1:
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(worker["workerid"], devices.split(","))
+        os.environ.setdefault("NCCL_MAX_NCHANNELS", "8")  # each has buffers on the GPU, in every process
     if config.getoption("--share"):
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     elif config.option.markexpr == "kernels":
         pass  # with another Triton: no record
-    elif config.getoption("--gpu") and not hasattr(config, "workerinput"):  # of pytest-xdist
-        tests = os.path.join(ROOT, "tests")
-        record = gpu_record.Record(os.path.join(tests, "gpu"), gpu_record.what_runs(tests))
+    elif config.getoption("--gpu") and not worker:
+        record = gpu_record.Record(OF_GPU, gpu_record.what_runs(os.path.join(ROOT, "tests")))
         config.pluginmanager.register(record, "gpu record")
 
 
@@ -44,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
     sharing = on_gpu and config.getoption("--share")
     kept, dropped = [], []
     go_on = on_gpu and not sharing and config.getoption("--go-on")
-    before = gpu_record.read(os.path.join(ROOT, "tests", "gpu"))[1] if go_on else {}
+    before = gpu_record.read(OF_GPU)[1] if go_on else {}
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "quick" and mark.args]:
             if not item.callspec.id.startswith(mark.args):
@@ -63,7 +68,24 @@ def pytest_collection_modifyitems(config, items):
     for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():
         ranks.PRELOAD = [*ranks.PRELOAD, *vars(module).get("PRELOAD", ())]
     config.hook.pytest_deselected(items=dropped)
-    items[:] = sorted(kept, key=lambda item: "sanitizer" not in item.nodeid)  # what takes longest is first
+    items[:] = kept
+    if on_gpu and hasattr(config, "workerinput"):
+        order = gpu_schedule.longest_first([item.nodeid for item in kept], gpu_schedule.seconds(OF_GPU))
+        place = {test: i for i, test in enumerate(order)}
+        items.sort(key=lambda item: place[item.nodeid])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return gpu_schedule.scheduler(config, log, gpu_schedule.seconds(OF_GPU)) if config.getoption("--gpu") else None
+
+
+@pytest.fixture(autouse=True)
+def free_cached_memory():
+    """Of this process, which runs some tests of GPUs itself, for the ranks of others."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class Pool:
@@ -189,3 +211,5 @@ def pytest_sessionfinish(session, exitstatus):
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
     if ended and parts and not session.shouldfail:  # the last but one after --exitfirst
         record.whole(parts)
+    if options.go_on and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK  # all have passed

@@ -143,6 +143,7 @@ def direction_case(group):
         return found, raised(scan.channel, fwd_epoch=3)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_adjoint_in_the_direction_of_its_forward_launch(run, size):
     """The forward epoch of a launch is rejected as adjoint_of in the same direction."""

@@ -28,6 +28,7 @@ def test_example(command, tmp_path):
     run_example([sys.executable], command, tmp_path)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("command", ["own_kernel.py", "prefill_decode.py --tokens 4"])
 def test_example_under_torchrun(command, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

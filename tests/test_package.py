@@ -25,6 +25,7 @@ import allscan.reference
 from allscan.bindings import nvshmem_device
 from support import gpu_record
 
+pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Folders of the package, and single files at its top. Each imports only what is in its own line's folder or above
 ROOMS = """
@@ -201,7 +202,6 @@ def test_import_is_quick_and_needs_no_gpu():
     assert min(times) < 1, times
 
 
-@pytest.mark.cpu
 def test_installed_package_imports_outside_the_checkout(tmp_path):
     target = str(tmp_path / "site")
     command = [
@@ -233,7 +233,6 @@ def test_installed_package_imports_outside_the_checkout(tmp_path):
     assert here == there
 
 
-@pytest.mark.cpu
 @pytest.mark.skipif(not os.path.exists(os.path.join(ROOT, ".git")), reason="needs git")
 def test_a_checkout_without_symbolic_links(tmp_path):
     """It imports where it lies, and has the sources of one with links."""
@@ -298,7 +297,6 @@ def test_a_missing_package_is_named(module, missing, package, tmp_path):
     assert f"needs {package}" in done.stdout and f"pip install '{package}" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.cpu
 def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     """Processes that torchrun has started are not ranks of one, each by itself."""
     code = "import allscan; allscan.Communicator(transport='shm')"
@@ -307,7 +305,6 @@ def test_a_forgotten_init_process_group_is_rejected(tmp_path):
     assert done.returncode != 0 and "torch.distributed.init_process_group first" in done.stderr
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize(
     "first, then, value, words",
     [
@@ -324,7 +321,6 @@ def test_triton_interpret_that_is_set_too_late(first, then, value, words, tmp_pa
     assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
-@pytest.mark.cpu
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="needs flash-linear-attention")
 def test_delta_rules_run_on_cpu_ranks_without_patches(tmp_path):
     """By themselves and in a model of fla's, forward and backward, with the environment of a user."""
@@ -397,7 +393,6 @@ def functions(node, compiled=False):
 
 
 @pytest.mark.quick
-@pytest.mark.cpu
 def test_every_function_says_what_it_returns():
     """But for those that Triton compiles, which would read it."""
     missing = []
@@ -434,7 +429,6 @@ def uncounted(path, tree):
 
 
 @pytest.mark.quick
-@pytest.mark.cpu
 def test_functions_take_few_parameters():
     """Not counted: what Triton compiles, public functions, functions of custom operators, and those in place of
     another library's, which take whatever that is called with (``**options``)."""
@@ -453,14 +447,12 @@ def test_functions_take_few_parameters():
 
 
 @pytest.mark.quick
-@pytest.mark.cpu
 def test_types_are_consistent():
     pytest.importorskip("mypy")
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.cpu
 def test_doctor():
     done = subprocess.run(
         [sys.executable, "-m", "allscan", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -475,7 +467,6 @@ def test_doctor():
         assert done.returncode == 0 and words in done.stdout
 
 
-@pytest.mark.cpu
 def test_the_record_of_gpu_tests(tmp_path):
     """Its two parts add up; results of a part that was cut, or of other tests, count once all of it have run."""
     folder = tmp_path / "gpu"
@@ -493,7 +484,7 @@ def test_the_record_of_gpu_tests(tmp_path):
             )
         empty = dict(keyword="", file_or_dir=[], collectonly=False)
         config = types.SimpleNamespace(
-            option=types.SimpleNamespace(markexpr=marks, **empty | options),
+            option=types.SimpleNamespace(markexpr=marks, go_on=False, **empty | options),
             pluginmanager=types.SimpleNamespace(get_plugin=lambda name: made),
         )
         conftest.pytest_sessionfinish(types.SimpleNamespace(config=config, shouldfail=shouldfail), exitstatus)
@@ -511,6 +502,8 @@ def test_the_record_of_gpu_tests(tmp_path):
     assert session("not alone", dict(b="error"), exitstatus=1) == (["not alone"], [1, 0, 1, 1], ["b"])
     assert session("alone", dict(e="passed")) == (["not alone", "alone"], [2, 0, 1, 1], ["b"])
     assert session("not alone", dict(b="passed"))[1:] == ([3, 0, 0, 1], [])
+    assert json.loads((folder / "last_run.json").read_text())["tests_that_passed_again"] == ["b"]
+    assert json.loads((folder / "seconds.json").read_text()) == dict(a=1.0, b=1.0, e=1.0)
     of_each = {test: outcome for test, (outcome, _) in gpu_record.read(str(folder))[1].items()}
     assert of_each == dict(a="passed", b="passed", c="skipped", e="passed")
     others = of | dict(sha256="others")
@@ -520,17 +513,18 @@ def test_the_record_of_gpu_tests(tmp_path):
     assert session("", dict(e="failed"), 1, of=others) == (["not alone", "alone"], [0, 1, 0, 0], ["e"])
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize("first, second", [(0, 0), (1, 0), (0, 1)])
-def test_make_test_gpu_fails_where_either_part_does(tmp_path, first, second):
+@pytest.mark.parametrize("first, again, second", [(0, 1, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0), (0, 1, 1)])
+def test_make_test_gpu_fails_where_a_part_does(tmp_path, first, again, second):
+    """What has failed beside many others runs again beside few, and that counts."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *"not alone"*) exit {first};; esac\necho second\nexit {second}\n')
+    cases = f'*"not alone"*--go-on*) echo again; exit {again};; *"not alone"*) exit {first};;'
+    python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\necho second\nexit {second}\n')
     python.chmod(0o755)
     made = subprocess.run(["make", "-s", "test-gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
-    assert "second" in made.stdout and bool(made.returncode) == bool(first or second)
+    assert "second" in made.stdout and ("again" in made.stdout) == (first == 1)
+    assert bool(made.returncode) == bool(second or (again if first == 1 else first))
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("has_all", [True, False])
 def test_make_test_gpu_finds_its_python(tmp_path, has_all):
     """python3 where that has what GPU tests need; else an environment with CUDA's packages is made."""
@@ -553,7 +547,6 @@ def test_make_test_gpu_finds_its_python(tmp_path, has_all):
     assert "-m pytest --gpu -m alone" in lines[-1]
 
 
-@pytest.mark.cpu
 def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
     """It has all tests and what they need: the quick ones are found, and some of each kind pass."""
     code = f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"
@@ -585,7 +578,6 @@ def test_pytest_runs_in_an_unpacked_sdist(tmp_path):
     assert lie.stdout.startswith(str(folder))
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("url", ["", "https://example.org/allscan"])
 def test_the_readme_on_the_package_index(url, monkeypatch):
     """It is rendered there, without a link or a picture that is relative to a checkout."""

@@ -584,6 +584,7 @@ def transforms_case(group):
         return found, allscan.allscan(x[0, 0], comm=comm).mean().item() == comm.rank
 
 
+@pytest.mark.cpu
 def test_functorch(run):
     for found, right in run(2, transforms_case):
         assert right and len(found) == 12
@@ -605,5 +606,6 @@ def forward_mode_case(group):
         return first[0], second[0]
 
 
+@pytest.mark.cpu
 def test_forward_mode_derivatives_are_rejected(run):
     assert run(1, forward_mode_case) == [("NotImplementedError", "NotImplementedError")]

@@ -730,11 +730,13 @@ def pickled_case(group):
         return copy.deepcopy(module).comm is comm, raised(pickle.dumps, module)
 
 
+@pytest.mark.cpu
 def test_a_communicator_is_not_pickled_but_copied(run):
     ((same, (kind, text)),) = run(1, pickled_case)
     assert same and kind == "TypeError" and "state_dict" in text
 
 
+@pytest.mark.cpu
 def test_the_store_of_ranks_listens_on_the_loopback_address_only(pool):
     listening = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

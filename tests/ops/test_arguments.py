@@ -200,7 +200,22 @@ def differ_case(group, i):
         return found, launched
 
 
-@pytest.mark.parametrize("i", range(len(DIFFER)), ids=lambda i: f"{DIFFER[i][0].__name__}-{DIFFER[i][1]}")
+def host(*values):
+    """A case that shows what the host does, alike on GPUs, where other cases of the test run."""
+    return pytest.param(*values, marks=pytest.mark.cpu)
+
+
+def first_of_each_call(i):
+    """Whether the case is the first of its call, or of a tensor on the device."""
+    call, name, *_ = DIFFER[i]
+    return call not in [case[0] for case in DIFFER[:i]] or name == "use_gate_in_kernel"
+
+
+@pytest.mark.parametrize(
+    "i",
+    [i if first_of_each_call(i) else host(i) for i in range(len(DIFFER))],
+    ids=[f"{call.__name__}-{name}" for call, name, *_ in DIFFER],
+)
 def test_what_must_be_alike(run, i):
     """An argument that one rank has otherwise: named, with its values and who has them, on every rank, and nothing is
     launched; then both ways of calling work."""
@@ -279,6 +294,7 @@ def many_scales_case(group):
         return torch.equal(o, expected), len(agreements)
 
 
+@pytest.mark.cpu
 def test_agreements_are_forgotten_together(run):
     assert run(2, many_scales_case) == [(True, 3)] * 2
 
@@ -291,6 +307,7 @@ def communicators_case(group):
     ]
 
 
+@pytest.mark.cpu
 def test_communicators_name_what_differs(run):
     for debug, algorithm in run(2, communicators_case):
         assert "debug: False on rank 0; True on rank 1" in debug[1] and "nodes" not in debug[1]
@@ -308,6 +325,12 @@ BAD = {
     "-1e9": (-1e9, "at least -1,048,576"),
 }
 WAYS = {"contiguous": {}, "zigzag": dict(layout="zigzag"), "packed": PACKED}
+ON_GPUS_TOO = (
+    ("NaN", "contiguous", False),
+    ("positive", "zigzag", False),
+    ("-inf", "packed", False),
+    ("-1e9", "contiguous", True),
+)
 
 
 def gates_case(group, call, value, how, debug):
@@ -336,7 +359,10 @@ def gates_case(group, call, value, how, debug):
 @pytest.mark.parametrize("call", [kda, gdn, ssd, gla, own_kda, own_gdn], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(
     "name, how, debug",
-    [(name, how, False) for name in BAD for how in WAYS] + [(name, "contiguous", True) for name in BAD],
+    [
+        case if case in ON_GPUS_TOO else host(*case)
+        for case in [(name, how, False) for name in BAD for how in WAYS] + [(name, "contiguous", True) for name in BAD]
+    ],
 )
 def test_gates_that_are_rejected(run, name, call, how, debug):
     """Gates that kernels make NaN or noise of, in every operator that has any; zeco_gla and chunk
@@ -481,7 +507,9 @@ def moved_case(group, which):
         return first, good
 
 
-@pytest.mark.parametrize("which", ["tokens", "odd tokens", "width", "dtype", "direction", "no tensor"])
+@pytest.mark.parametrize(
+    "which", ["tokens", *map(host, ("odd tokens", "width", "dtype")), "direction", host("no tensor")]
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_moves_that_differ(run, size, which):
     for rank, (first, good) in enumerate(run(size, moved_case, which)):
@@ -516,7 +544,7 @@ def compiled_move_case(group):
         return all(map(torch.equal, *answers))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [host(1), 2])
 def test_compiled_moves(run, size):
     assert all(run(size, compiled_move_case))
 

@@ -199,5 +199,6 @@ def wrong_case(group):
             allscan.halo(x, 1, comm=comm, cu_seqlens=[0, 9])
 
 
+@pytest.mark.cpu
 def test_wrong_arguments(run):
     run(2, wrong_case)

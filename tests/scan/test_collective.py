@@ -425,6 +425,7 @@ def wrong_transition_case(group):
             scan.scan(state, transition=dense)
 
 
+@pytest.mark.cpu
 def test_wrong_transitions(run):
     run(2, wrong_transition_case)
 
@@ -645,6 +646,7 @@ def channel_case(group):
         assert torch.equal(scan.scan(state, channel=scan.channel(fwd_epoch=fwd_epoch)), comm.rank * state)
 
 
+@pytest.mark.cpu
 def test_channels_of_others(run):
     run(2, channel_case)
 

@@ -138,6 +138,7 @@ def _rejected(group, wrong_on):
     return texts
 
 
+@pytest.mark.cpu
 def test_bad_input_is_rejected_on_every_rank(run, size=2):
     for texts in zip(*run(size, _rejected, 1)):
         assert all(texts), texts
@@ -150,6 +151,7 @@ def _with_algorithm(group, algorithm):
         return raised(lambda: allscan.allscan_segments(states, comm=comm))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("algorithm, rejected", [("recursive_doubling", True), ("rails", True), ("chain", False)])
 def test_algorithms_that_add_in_another_order(run, algorithm, rejected, size=2):
     for text in run(size, _with_algorithm, algorithm):

@@ -1,19 +1,28 @@
 """What the GPU tests gave: each result as it comes, so that a run that was cut can go on, and a record of whole parts.
 
 ``tests/gpu/results.jsonl``, which git does not keep: first what the results are of (GPUs, versions, sources, tests),
-then [test, outcome, part, seconds], and [None, "whole", part, 0] for a part of the suite of which all have run.
-``tests/gpu/last_run.json``, which it keeps: of which parts all have run, how many of them passed and which failed.
+then [test, outcome, part, seconds], and [None, "whole", part, 0] for a part of the suite of which all have run. Of a
+test that has run again the last outcome counts.
+``tests/gpu/last_run.json``, which it keeps: of which parts all have run, how many of them passed, which failed, and
+which passed only when they ran again, with fewer others beside them.
+``tests/gpu/seconds.json``, which it keeps: how long a case of each function took, for the order of the next run.
 """
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
 import platform
+import statistics
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+from .gpu_schedule import function_of
 
 PARTS = {"not alone", "alone"}  # of the tests, as make test-gpu has them
 OUTCOMES = "passed", "failed", "error", "skipped"
@@ -45,19 +54,24 @@ def what_runs(tests: str) -> dict:
     }
 
 
-def read(folder: str) -> tuple[dict, dict[str, tuple[str, str]], set[str]]:
-    """(what the results in tests/gpu, ``folder``, are of, the outcome and part of each test, whole parts)."""
-    of, results, parts = {}, {}, set()
+def read_lines(folder: str) -> Iterator[Any]:
+    """Those of the results in tests/gpu, ``folder``."""
     try:
         with open(os.path.join(folder, "results.jsonl")) as file:
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return of, results, parts
+        return
     for text in lines:
         try:
-            line = json.loads(text)
+            yield json.loads(text)
         except ValueError:  # a run was cut here
             continue
+
+
+def read(folder: str) -> tuple[dict, dict[str, tuple[str, str]], set[str]]:
+    """(what the results in tests/gpu, ``folder``, are of, the outcome and part of each test, whole parts)."""
+    of, results, parts = {}, {}, set()
+    for line in read_lines(folder):
         if isinstance(line, dict):
             of = line
         elif line[0] is None:
@@ -106,6 +120,17 @@ class Record:
             "tests_that_failed": sorted(test for test, what in outcomes.items() if what in ("failed", "error")),
         }
         del record["tests"]
-        with open(os.path.join(self._folder, "last_run.json"), "w") as file:
+        results_of = [line for line in read_lines(self._folder) if isinstance(line, list) and line[0] in outcomes]
+        failed = {test for test, what, *_ in results_of if what in ("failed", "error")}
+        record["tests_that_passed_again"] = sorted(test for test in failed if outcomes[test] == "passed")
+        self._write("last_run.json", record)
+        spent = collections.defaultdict(list)
+        for test, what, _, seconds in results_of:
+            if what == "passed":
+                spent[function_of(test)].append(seconds)
+        self._write("seconds.json", {name: round(statistics.mean(spent[name]), 1) for name in sorted(spent)})
+
+    def _write(self, name: str, record: dict) -> None:
+        with open(os.path.join(self._folder, name), "w") as file:
             json.dump(record, file, indent=1)
             file.write("\n")

@@ -109,6 +109,7 @@ def _rejected(group):
     return texts
 
 
+@pytest.mark.cpu
 def test_what_is_not_possible_is_rejected_on_all_ranks(run, size=2):
     for texts in zip(*run(size, _rejected)):
         assert all(texts) and all("invariant" in text[1] for text in texts), texts

@@ -157,6 +157,7 @@ def _rejected(group):
     return texts, fine
 
 
+@pytest.mark.cpu
 def test_other_boundaries_are_rejected_on_all_ranks(run, size=2):
     answers = run(size, _rejected)
     assert [fine for _, fine in answers] == [None] * size
@@ -170,6 +171,7 @@ def _with_algorithm(group, algorithm):
         return raised(lambda: allscan.zeco_gla(*tensors, comm=comm, invariant=S))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("algorithm, rejected", [("recursive_doubling", True), ("rails", True), ("auto", False)])
 def test_algorithms(run, algorithm, rejected, size=2):
     for text in run(size, _with_algorithm, algorithm):
@@ -184,6 +186,7 @@ def _communicators(group):
     ]
 
 
+@pytest.mark.cpu
 def test_communicators_are_alike(run, size=2):
     for texts in zip(*run(size, _communicators)):
         assert all(texts) and all("invariant" in text for _, text in texts), texts

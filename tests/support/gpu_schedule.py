@@ -1,0 +1,147 @@
+"""How the GPU tests share a machine: what takes longest is first, and few tests that take much memory run at once.
+
+Each worker of pytest-xdist has ranks of its own on the same GPUs. It is given cases of one test function together, a
+unit, since they launch the same kernels, which a process has to compile or load.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Iterable
+
+UNIT_S = 45.0  # what the cases of a unit take together, about
+WHOLE = ("test_frameworks.py",)  # functions that are one unit each: a fixture of the module takes longer than its cases
+# Functions whose tests take several GB on a GPU: references token by token in float64, ten processes at once
+LARGE = (
+    "test_zeco_gla_at_size",
+    "test_packed_at_size",
+    "test_many_rows_of_16_bits",
+    "test_kda_is_as_near_as_flas",
+    "test_own_chunks_are_near_flas",
+    "test_gated_delta_rule",
+    "test_error_is_no_larger_than_flas",
+    "test_peaks_are_those_estimated",
+    "test_transformers",
+    "test_ten_steps_of_training",
+    "test_megatron",
+)
+LARGE_AT_ONCE = 2
+# Before tests/gpu/seconds.json says it: those of a test of which nothing is known, and of these in its name
+GUESS_S, GUESSES_S = (
+    3.0,
+    {"test_sanitizer": 300.0, "test_fla_models": 15.0, "test_examples": 30.0, "test_frameworks": 10.0},
+)
+
+
+def function_of(test: str) -> str:
+    """The test without its parameters."""
+    return test.partition("[")[0]
+
+
+def seconds(folder: str) -> dict[str, float]:
+    """What a case of each test function took in the last whole run: seconds.json in tests/gpu, ``folder``."""
+    try:
+        with open(os.path.join(folder, "seconds.json")) as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {}
+
+
+def expected(test: str, known: dict[str, float]) -> float:
+    """Seconds of a test."""
+    guess = next((guess for name, guess in GUESSES_S.items() if name in test), GUESS_S)
+    return known.get(function_of(test), guess)
+
+
+def units_of(tests: Iterable[str], known: dict[str, float]) -> dict[str, str]:
+    """The unit of each test, in whatever order they are given."""
+    cases = collections.defaultdict(list)
+    for test in sorted(tests):
+        cases[function_of(test)].append(test)
+    found = {}
+    for function, of_function in cases.items():
+        size = max(1, int(UNIT_S / max(expected(function, known), 0.01)))
+        size = len(of_function) if any(name in function for name in WHOLE) else size
+        found |= {test: f"{function}, {i // size}" for i, test in enumerate(of_function)}
+    return found
+
+
+def longest_first(tests: list[str], known: dict[str, float]) -> list[str]:
+    """The tests unit by unit."""
+    units, total = units_of(tests, known), collections.Counter()
+    for test in tests:
+        total[units[test]] += expected(test, known)
+    return sorted(tests, key=lambda test: (-total[units[test]], units[test]))
+
+
+def is_large(test: str) -> bool:
+    return function_of(test).rpartition("::")[2] in LARGE
+
+
+def scheduler(config, log, known: dict[str, float]):
+    """pytest-xdist's, which gives each worker a unit of the tests at a time, in the order of ``longest_first``."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        removing = False
+
+        def schedule(self) -> None:
+            if self.collection is None:
+                self.units = units_of(next(iter(self.registered_collections.values())), known)
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            return self.units[nodeid]
+
+        def waiting(self, node) -> list[str]:
+            """Tests that the worker has and has not ended."""
+            return [test for unit in self.assigned_work[node].values() for test, ended in unit.items() if not ended]
+
+        def next_unit(self, node) -> str | None:
+            """What takes longest, but behind a long test what takes shortest: a worker begins a test once it has the
+            next one. And no large tests where enough workers have some."""
+            with_large = sum(any(map(is_large, self.waiting(other))) for other in self.nodes if other is not node)
+            fitting = [
+                u for u, tests in self.workqueue.items() if with_large < LARGE_AT_ONCE or not is_large([*tests][0])
+            ]
+            long = sum(expected(test, known) for test in self.waiting(node)) > UNIT_S / 2
+            return fitting[-1 if long else 0] if fitting else None
+
+        def _assign_work_unit(self, node) -> None:
+            if (unit := self.next_unit(node)) is not None:
+                self.workqueue.move_to_end(unit, last=False)
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node) -> None:
+            if self.removing:
+                return
+            if self.workqueue and not node.shutting_down and self.next_unit(node) is None:
+                node.shutdown()  # others have the large tests that are left; it ends the last test that it has
+            else:
+                super()._reschedule(node)
+
+        def remove_node(self, node) -> str | None:
+            """Of a worker that died: the test in which it did is not run again, the others of its unit are."""
+            self.removing = True
+            crashed = super().remove_node(node)
+            self.removing = False
+            if crashed is None:
+                return None
+            for unit, tests in [*self.workqueue.items()]:
+                tests |= {crashed: True} if crashed in tests else {}
+                if all(tests.values()):
+                    del self.workqueue[unit]
+            for other in self.nodes:
+                self._reschedule(other)
+            return crashed
+
+    config.option.loadscopereorder = False
+    return Units(config, log)
+
+
+def turned(worker: str, devices: list[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of worker "gw3": each has another GPU first, of which tests with few ranks use no other."""
+    by = int(worker.removeprefix("gw")) % len(devices)
+    return ",".join(devices[by:] + devices[:by])
