@@ -134,8 +134,8 @@ def beyond(fits, P: int, m: float, node: int, net_us: float, net_gbps: float):
 
 
 def choices(fits, node: int, net_us: float, net_gbps: float) -> tuple:
-    """allscan.comm.topology.TABLE: the most bytes, a power of two, for which recursive doubling is the fastest of SCANS
-    with so many nodes, and then rails."""
+    """A table of allscan.comm.topology: the most bytes, a power of two, for which recursive doubling is the fastest of
+    SCANS with so many nodes, and then rails."""
     sizes = [1 << i for i in range(14, 31)]
     found = {}
     for nodes in (128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2):
@@ -243,7 +243,7 @@ def main(arguments=None) -> int:
                     lines.setdefault(method, ([], []))
                     lines[method][0].append(P)
                     lines[method][1].append(us)
-    print("EXTRAPOLATED: allscan.comm.topology.TABLE (nodes at least, bytes at most):")
+    print("EXTRAPOLATED: the fastest algorithm (nodes at least, bytes at most):")
     for least, most, method in choices(fits, options.node, options.net_us, options.net_gbps):
         print(f"  {least:4d}  {'any size' if most == ANY_SIZE else f'{most / MIB:g} MiB':>9}  {method}")
     print(

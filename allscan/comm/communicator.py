@@ -90,8 +90,8 @@ class Communicator(Calls):
         nodes: how many ranks each node has, in rank order, such as (8, 8, 8); default by host names. The ranks of a
             node must reach each other by loads and stores. The same on every rank.
         algorithm: how allscan(), zeco_gla(), zeco_ssd() and ``AllScan`` go over several nodes: "chain", "rails",
-            "recursive_doubling" (docs/rails.md), or "auto": by the number of nodes and the size of the state, from a
-            table that a model has made. The same on every rank.
+            "recursive_doubling" (docs/rails.md), or "auto": a chain, until the others were timed on a network. The same
+            on every rank.
         cuda_graphs: whether launches that come again with the same addresses become CUDA graphs, which nothing is
             captured for; or the most bytes of GPU memory that they may take, 256 MiB by default. They are freed by
             ``close``. Default: unless the environment has ALLSCAN_CUDA_GRAPHS=0. Each rank may choose for itself.

@@ -10,16 +10,10 @@ ALGORITHMS = ("chain", "rails", "recursive_doubling")
 
 ANY_SIZE = 1 << 62
 
-# (nodes at least, bytes of the state at most, algorithm), the first that fits; else the chain. What `python -m
-# bench.scaling` finds fastest, from measurements on one host and an assumed network: see there. All of it is
-# extrapolated. tests/bench/test_bench.py compares the two.
-TABLE: tuple[tuple[int, int, str], ...] = (
-    (64, 16 << 20, "recursive_doubling"),
-    (32, 8 << 20, "recursive_doubling"),
-    (12, 4 << 20, "recursive_doubling"),
-    (4, 1 << 20, "recursive_doubling"),
-    (2, ANY_SIZE, "rails"),
-)
+# (nodes at least, bytes of the state at most, algorithm), the first that fits; else the chain
+Table = tuple[tuple[int, int, str], ...]
+# What was measured between nodes: nothing. `python -m bench.scaling` has a table of a model, all of it extrapolated.
+MEASURED: Table = ()
 
 
 class Topology:
@@ -95,10 +89,10 @@ def runs(hosts: Sequence[str]) -> tuple[int, ...] | None:
     return tuple(n for _, n in found) if len({host for host, _ in found}) == len(found) else None
 
 
-def choose(nodes: Sequence[int] | None, nbytes: int) -> str:
+def choose(nodes: Sequence[int] | None, nbytes: int, table: Table = MEASURED) -> str:
     """The algorithm for a state of ``nbytes``: the same on every rank and at every call. With one node, or a node of
     one rank, a chain."""
     if nodes is None or len(nodes) == 1 or min(nodes) == 1:
         return "chain"
-    fitting = (algorithm for least, most, algorithm in TABLE if len(nodes) >= least and nbytes <= most)
+    fitting = (algorithm for least, most, algorithm in table if len(nodes) >= least and nbytes <= most)
     return next(fitting, "chain")

@@ -72,9 +72,8 @@ class AllScan:
         tile: (BK, BV) rows and columns of a tile, powers of two; by default chosen for speed with ``comm.max_ctas``
             programs. Kernels that need whole rows or columns at a time choose themselves.
         max_ctas: most programs of a launch; default ``comm.max_ctas``.
-        algorithm: "chain", "rails" or "recursive_doubling" (docs/rails.md), for several nodes, or "auto", by the number
-            of nodes and the size of the state; default ``comm.algorithm``. Kernels of one's own (``channel``,
-            ``launch``) and transitions need a chain.
+        algorithm: "chain", "rails" or "recursive_doubling" (docs/rails.md), for several nodes, or "auto", a chain;
+            default ``comm.algorithm``. Kernels of one's own (``channel``, ``launch``) and transitions need a chain.
 
     Raises:
         ValueError: arguments; ranks that differ.

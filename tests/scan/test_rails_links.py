@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.comm.topology import choose, runs
+from allscan.comm.topology import ANY_SIZE, choose, runs
 from allscan.reference import allscan_reference
 from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
@@ -204,7 +204,7 @@ def arguments_case(group):
         assert (prev == comm.rank).all()
         pair = allscan.allscan((torch.ones(2, 4), torch.ones(2, 4)), comm=comm, layout="zigzag")
         assert [x.mean().item() for x in pair] == [comm.rank, 7 - comm.rank]
-        with allscan.Communicator(group, nodes=(2, 2)) as other:
+        with allscan.Communicator(group, nodes=(2, 2), algorithm="rails") as other:
             assert other.topology.algorithm_for(64) == "rails" and other.topology.algorithm_for(64, "chain") == "chain"
         kinds = sorted(scan.algorithm for scan in comm.collectives)
         free = comm.memory.heap.arena.free_bytes
@@ -230,8 +230,11 @@ def test_arguments_of_ranks(run):
 @pytest.mark.quick
 def test_the_choice():
     assert runs(["a", "a", "b"]) == (2, 1) and runs(["a", "b", "a"]) is None
-    assert {choose(nodes, 1 << 21) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
-    assert [choose((8,) * n, 1 << 21) for n in (2, 4, 16)] == ["rails", "rails", "recursive_doubling"]
+    table = (12, 4 << 20, "recursive_doubling"), (4, 1 << 20, "recursive_doubling"), (2, ANY_SIZE, "rails")
+    assert {choose(nodes, 1 << 21, table) for nodes in (None, (8,), (1, 1, 1), (8, 8, 1))} == {"chain"}
+    assert [choose((8,) * n, 1 << 21, table) for n in (2, 4, 16)] == ["rails", "rails", "recursive_doubling"]
+    assert choose((8,) * 4, 1 << 20, table) == "recursive_doubling"
+    assert {choose((8,) * n, 1 << 21) for n in (1, 2, 64)} == {"chain"}  # nothing was measured between nodes
     assert [distances(n) for n in (1, 2, 3, 4, 5, 7, 8, 32)] == [
         [],
         [1],
