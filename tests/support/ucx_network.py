@@ -68,6 +68,8 @@ def _paths(name: str) -> list[str]:
 def fake_gpu_memory(address: int, nbytes: int) -> int:
     """The address on the GPU of fake_cuda.c of memory of this process."""
     driver = ctypes.CDLL("libcuda.so.1")  # which everybody finds who asks for the driver
+    if not hasattr(driver, "fake_gpu_memory"):
+        raise RuntimeError("this process has loaded CUDA's driver before the one that is made up")
     driver.fake_gpu_memory.restype = ctypes.c_void_p
     there = driver.fake_gpu_memory(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
     assert there
