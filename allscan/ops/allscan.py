@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
@@ -284,14 +285,16 @@ class _AllScan(Function):
         pending = (
             None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, fwd_epoch, fwd_epochs)
         )
-        ctx.given = prepared, fwd_epoch, number, pending, decay is not None, None if factor is None else factor.shape
+        shape = None if factor is None else factor.shape
+        ctx.given = weakref.ref(prepared), comm.handle, fwd_epoch, number, pending, decay is not None, shape
         return prev
 
     @staticmethod
     def backward(ctx, dprev) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
-        prepared, fwd_epoch, number, pending, has_decay, shape = ctx.given
+        reference, handle, fwd_epoch, number, pending, has_decay, shape = ctx.given
+        prepared = of_open(reference, handle)
         comm, reverse = prepared.comm, prepared.reverse
         if pending is not None:
             pending.run()

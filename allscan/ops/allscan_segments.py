@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import weakref
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..base.autograd import Function, check_saveable, reject_second_derivative, 
 from ..base.checks import check_tensor, decay_target, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
@@ -205,12 +206,13 @@ class _AllScanSegments(Function):
         ctx.set_materialize_grads(False)
         pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
-        ctx.given = scans, number, direction, fwd_epoch, pending, decays is not None, shapes
+        ctx.given = weakref.ref(scans), comm.handle, number, direction, fwd_epoch, pending, decays is not None, shapes
         return entering, leaving
 
     @staticmethod
     def backward(ctx: Any, dentering: Any, dleaving: Any) -> tuple[Tensor | None, ...]:
-        scans, number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
+        reference, handle, number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
+        scans = of_open(reference, handle)
         comm = scans.comm
         if pending is not None:
             pending.run()

@@ -278,6 +278,7 @@ class PreparedScan:
         "_neighbour_shift",
         "_fwd_epoch",
         "backward",
+        "__weakref__",
     )
 
     def __init__(

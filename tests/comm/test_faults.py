@@ -12,6 +12,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 
 import conftest
@@ -813,6 +814,39 @@ def dropped_case():
 
 def test_the_thread_that_looks_keeps_no_communicator(fresh):
     assert all(fresh(2).run(dropped_case, timeout=100))
+
+
+def graphs_case(group, ends):
+    """Whether a communicator that is closed, or dropped, goes before the graphs of its calls; what backward says."""
+    with allscan.Communicator(group) as comm, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        own, device = allscan.Communicator(group, timeout=20), comm.device
+        x, tokens = (torch.ones(shape, device=device, requires_grad=True) for shape in ((2, 4, 8), (1, 6, 2, 16)))
+        results = [
+            allscan.allscan(x, comm=own),
+            allscan.allscan((x, x), comm=own, layout="zigzag")[0],
+            allscan.halo(tokens, 2, comm=own),
+            allscan.allscan_segments(x[None], comm=own)[0],
+            allscan.zeco_gla(*[tokens] * 3, -tokens, comm=own)[0],
+        ]
+        there = weakref.ref(own)
+        answers = []
+        if ends == "closed":
+            own.close()
+            answers = [raised(result.sum().backward, retain_graph=True) for result in results]
+        del own
+        gc.collect()
+        answers += [raised(result.sum().backward) for result in results]
+        comm.barrier()
+        return there() is None, answers
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_graphs_keep_no_communicator(run, ends):
+    for gone, answers in run(2, graphs_case, ends):
+        assert gone and {kind for kind, _ in answers} == {"RuntimeError"}, answers
+        assert all("closed" in why for _, why in answers[:-5][:4]), answers
+        assert all("gone" in why for _, why in answers[-5:]), answers
 
 
 def cold_cache_case(cold, timeout):
