@@ -33,7 +33,6 @@ def pytest_configure(config):
     if worker and config.getoption("--gpu") and torch.cuda.device_count() > 1:
         devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(worker["workerid"], devices.split(","))
-        os.environ.setdefault("NCCL_MAX_NCHANNELS", "8")  # each has buffers on the GPU, in every process
     if config.getoption("--share"):
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     elif config.option.markexpr == "kernels":

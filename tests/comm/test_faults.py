@@ -868,7 +868,6 @@ def cold_cache_case(cold, timeout):
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 def test_a_rank_with_a_cold_cache(fresh):
     """The others, whose cache is warm, wait for it longer than their time-out."""
     fresh(2).run(cold_cache_case, None, 60.0, timeout=300)

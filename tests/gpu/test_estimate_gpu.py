@@ -40,7 +40,6 @@ def peaks_case(group, rule, T, H, D):
         return result
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("T", [4096, 16384])
 @pytest.mark.parametrize("rule", OPERATORS)
