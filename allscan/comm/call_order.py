@@ -74,6 +74,10 @@ class Order:
             return self.told(different_tags(rank, neighbour, tile, expected, seen, others, job_ranks))
         return self.told(AllScanTimeout(rank, neighbour, tile, expected, seen, self._timeout, others, job_ranks))
 
+    def unsaid(self) -> Exception | None:
+        """What the fault record says, if this rank has raised nothing of it."""
+        return self._found() if self._record[_SET] and not self._told else None
+
     @property
     def has_rejected(self) -> bool:
         """Whether this rank has posted a rejection, settled or not."""

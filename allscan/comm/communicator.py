@@ -323,6 +323,8 @@ class Communicator(Calls):
             AllScanOutOfStep: after it has closed, where this rank has not raised it before: on every rank if they
                 have not made equally many calls, and if one of them has raised it, or AllScanTimeout, and does not
                 come.
+            AllScanTimeout: and whatever else ``check`` raises, after it has closed, if a kernel has given up and
+                nothing has said so on this rank before.
         """
         if self._closed:
             return
@@ -330,6 +332,7 @@ class Communicator(Calls):
             self.streams.synchronize()
         else:
             self._drain()
+        unsaid = self.order.unsaid()
         counts: tuple[str, ...] = ()
         lost: str | None = None
         try:
@@ -350,6 +353,8 @@ class Communicator(Calls):
             self.order.store_exchange.take_back("rejected")
         if len(set(counts)) > 1:
             lost = "the ranks have made different numbers of calls: " + by_rank(counts)
+        if unsaid is not None:
+            raise unsaid
         if lost is not None and self.order.lost is None:
             raise AllScanOutOfStep(lost)
 

@@ -609,3 +609,22 @@ def forward_mode_case(group):
 @pytest.mark.cpu
 def test_forward_mode_derivatives_are_rejected(run):
     assert run(1, forward_mode_case) == [("NotImplementedError", "NotImplementedError")]
+
+
+def heard_at_the_end_case(group):
+    """What close() raises on a rank whose last kernel has given up, where no call has said so yet, as on a GPU."""
+    comm = allscan.Communicator(group, timeout=1)
+    x = torch.ones(2, 16, 16, device=comm.device)
+    allscan.allscan(x, comm=comm)
+    if comm.rank == 0:
+        return raised(comm.close)
+    raised(allscan.allscan, x, comm=comm)  # rank 0 makes none
+    comm.streams.synchronize()
+    assert comm.broken
+    comm.order._told = False
+    return raised(comm.close), raised(comm.close)
+
+
+def test_close_says_that_a_kernel_has_given_up(run):
+    error, again = run(2, heard_at_the_end_case)[1]
+    assert error[0] == "AllScanTimeout" and "rank 0" in error[1] and again is None, error
