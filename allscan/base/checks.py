@@ -6,7 +6,7 @@ import numbers
 import operator
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,20 +173,11 @@ def _way_out(tensor: Tensor) -> str:
     return "of a DTensor: to_local()"
 
 
-def check_transition(transition: object, decay: object, shape: Sequence[int], device: torch.device) -> None:
-    """Raise TypeError or ValueError unless ``transition`` goes with a state of ``shape``, in place of a decay."""
-    check_tensor("transition", transition, (*shape[:-1], shape[-2]), device)
-    if decay is not None:
-        raise ValueError("a scan has a decay or a transition, not both")
-
-
-def decay_target(decay: object, shape: Sequence[int], device: torch.device) -> tuple[int, ...] | None:
-    """The part of ``shape`` that a decay is to be expanded to: [..., K], [...], or () for a number; None without one.
-
-    Raises TypeError or ValueError unless it is a number, None, or a tensor broadcastable to one of these.
-    """
+def check_decay(decay: object, shape: Sequence[int], device: torch.device) -> None:
+    """Raise TypeError or ValueError unless ``decay`` goes with a state of ``shape``: None, a number, or a tensor that
+    is broadcastable to [..., K] or [...]."""
     if decay is None or isinstance(decay, Shift):
-        return None
+        return
     if not isinstance(decay, Tensor):
         if not isinstance(decay, numbers.Real):
             raise TypeError(f"decay must be a number or a tensor, got {type(decay).__name__}")
@@ -194,46 +185,45 @@ def decay_target(decay: object, shape: Sequence[int], device: torch.device) -> t
             float(decay)
         except OverflowError as error:
             raise ValueError(f"decay must be a float: {error}") from error
-        return ()
+        return
     check_tensor("decay", decay, None, device)
-    return _target(decay, shape)
-
-
-def _target(decay: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor. Raises ValueError for its shape."""
-    if decay.ndim == 0:
-        return ()
     rows, heads = tuple(shape[:-1]), tuple(shape[:-2])
-    target = rows if decay.ndim == len(rows) else heads
+    target = rows if decay.ndim == len(rows) else heads if decay.ndim else ()
     if decay.ndim != len(target) or any(d not in (1, t) for d, t in zip(decay.shape, target, strict=True)):
         raise ValueError(f"decay must be broadcastable to {rows} or {heads}, got {tuple(decay.shape)}")
-    return target
 
 
-@overload
-def decay_rows(decay: None, shape: Sequence[int], device: torch.device) -> tuple[None, tuple[int, int]]: ...
+def check_scan(inputs: ScanInputs, shape: Sequence[int] | None, device: torch.device) -> None:
+    """Raise TypeError or ValueError for inputs of a scan of states of this shape, None: any that a scan can have."""
+    state, decay, transition, initial_state, out = inputs
+    check_tensor("state", state, shape, device)
+    if state.ndim < 2 or min(state.shape) < 1:
+        raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
+    check_decay(decay, state.shape, device)
+    if transition is not None:
+        check_tensor("transition", transition, (*state.shape[:-1], state.shape[-2]), device)
+        if decay is not None:
+            raise ValueError("a scan has a decay or a transition, not both")
+    for name, x in (("initial_state", initial_state), ("out", out)):
+        if x is not None:
+            check_tensor(name, x, state.shape, device)
 
 
-@overload
-def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device) -> tuple[Tensor, tuple[int, int]]: ...
-
-
-def decay_rows(
-    decay: Tensor | float | None, shape: Sequence[int], device: torch.device
-) -> tuple[Tensor | None, tuple[int, int]]:
-    """What a kernel gets of a decay that ``decay_target`` has seen: (float32 tensor or None, (stride of a matrix,
-    stride of a row))."""
-    if decay is None:
-        return None, (0, 0)
+def decay_rows(decay: Tensor | float, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The float32 tensor that a kernel gets of a decay that ``check_decay`` has seen, without strides of 0."""
     if not isinstance(decay, Tensor):
-        return torch.full((), float(decay), dtype=torch.float32, device=device), (0, 0)
-    target = _target(decay, shape)
-    decay = decay.resolve_neg()
-    if not target:
-        return decay, (0, 0)
-    if decay.shape != target:
+        return torch.full((), float(decay), dtype=torch.float32, device=device)
+    decay, target = decay.resolve_neg(), shape[:-1] if decay.ndim == len(shape) - 1 else shape[:-2]
+    if decay.ndim and decay.shape != target:
         decay = decay.expand(target)
-    return decay.contiguous(), (shape[-2], 1) if len(target) == len(shape) - 1 else (1, 0)
+    return decay.contiguous()
+
+
+def decay_strides(decay: object, shape: Sequence[int]) -> tuple[int, int]:
+    """(of a matrix, of a row), in what ``decay_rows`` makes."""
+    if not isinstance(decay, Tensor) or not decay.ndim:
+        return 0, 0
+    return (shape[-2], 1) if decay.ndim == len(shape) - 1 else (1, 0)
 
 
 def is_zigzag(layout: str) -> bool:

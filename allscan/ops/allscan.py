@@ -23,9 +23,7 @@ from ..base.autograd import (
 from ..base.checks import (
     ScanInputs,
     call_key,
-    check_tensor,
-    check_transition,
-    decay_target,
+    check_scan,
     is_zigzag,
     plain_or_traced,
     restored,
@@ -156,19 +154,12 @@ def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, p
 
 def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
-    state, decay, transition, initial_state, out = inputs
+    state, _, transition, initial_state, out = inputs
     deferred = tile = None
     try:
-        check_tensor("state", state, None, comm.device)
-        if state.ndim < 2 or min(state.shape) < 1:
-            raise ValueError(f"state must be [..., K, V] with no empty dimension, got {tuple(state.shape)}")
-        decay_target(decay, state.shape, comm.device)
+        check_scan(inputs, None, comm.device)
         if transition is not None:
             tile = transition_tile(state.shape[-2])
-            check_transition(transition, decay, state.shape, comm.device)
-        for name, x in (("initial_state", initial_state), ("out", out)):
-            if x is not None:
-                check_tensor(name, x, state.shape, comm.device)
         if out is not None:
             if key[-1]:
                 raise ValueError("out must be None where a gradient is wanted")
@@ -211,15 +202,8 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
         (there, back), decays, transitions = pairs
         if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
             raise TypeError("both states must be tensors of one shape")
-        if there.ndim < 2:
-            raise ValueError(f"state must be [..., K, V], got {tuple(there.shape)}")
-        for x, d, t in zip((there, back), decays, transitions, strict=True):
-            check_tensor("state", x, None, comm.device)
-            decay_target(d, x.shape, comm.device)
-            if t is not None:
-                check_transition(t, d, x.shape, comm.device)
-        if initial_state is not None:
-            check_tensor("initial_state", initial_state, there.shape, comm.device)
+        for half in zip((there, back), decays, transitions, (initial_state, None), strict=True):
+            check_scan(ScanInputs(*half), None, comm.device)
         given = there, back, *decays, *transitions, initial_state
         check_saveable(given, given)
     except (TypeError, ValueError) as error:

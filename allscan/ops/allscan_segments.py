@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import Function, check_saveable, reject_second_derivative, wants_gradient
-from ..base.checks import check_tensor, decay_target, is_zigzag, restored
+from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensors
@@ -139,7 +139,7 @@ def _check_factor(states: Tensor, decays: Any, transitions: Any, device: torch.d
     elif decays is not None and not isinstance(decays, numbers.Real):
         raise TypeError(f"decays must be a number or a tensor, got {type(decays).__name__}")
     else:
-        decay_target(decays, states.shape, device)  # whether a number is a float
+        check_decay(decays, states.shape, device)  # whether a number is a float
 
 
 def _scans(

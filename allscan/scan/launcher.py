@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..base.checks import ScanInputs, Shift, check_tensor, check_transition, decay_rows, decay_target, plain
+from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, decay_strides, plain
 from ..base.tiling import transition_blocks, transition_tile
 from ..bindings.triton_compat import launchable
 from ..comm.backwards import Backwards
@@ -117,25 +117,6 @@ class Launcher:
             name = "scan"  # ranks may mix them
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
-    def _check(self, inputs: ScanInputs) -> None:
-        """Raise TypeError or ValueError for what a scan cannot take."""
-        state, decay, transition, initial_state, out = inputs
-        check_tensor("state", state, self.shape, self.comm.device)
-        decay_target(decay, self.shape, self.comm.device)
-        if initial_state is not None:
-            check_tensor("initial_state", initial_state, self.shape, self.comm.device)
-        if transition is not None:
-            check_transition(transition, decay, self.shape, self.comm.device)
-            if self.rails is not None:
-                raise ValueError(f'transitions need algorithm="chain", this AllScan has "{self.spec.algorithm}"')
-            if self.spec.tile[0] < self.K or min(self.spec.tile) < 16:
-                wanted = transition_tile(self.K)
-                raise ValueError(
-                    f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.spec.tile}"
-                )
-        if out is not None:
-            check_tensor("out", out, self.shape, self.comm.device)
-
     def prepare(
         self,
         key: tuple[object, ...],
@@ -149,7 +130,7 @@ class Launcher:
         known = key, reverse, adjoint, of_adjoint
         found = self._prepared.get(known)
         if found is None:
-            self._check(inputs)
+            check_scan(inputs, self.shape, self.comm.device)
             variant, whole = self._select_variant(inputs, reverse, adjoint)
             launch = self._launches.get((variant, of_adjoint))
             if launch is None:
@@ -167,10 +148,16 @@ class Launcher:
         else:  # a number that lets nothing pass
             neighbour_shift = self.rails is None and isinstance(decay, numbers.Real) and decay == 0
         whole = isinstance(decay, Tensor) and decay.shape == self.shape[:-1]
+        strides = decay_strides(decay, self.shape)
         if transition is not None:
+            if self.rails is not None:
+                raise ValueError(f'transitions need algorithm="chain", this AllScan has "{self.spec.algorithm}"')
+            if self.spec.tile[0] < self.K or min(self.spec.tile) < 16:
+                wanted = transition_tile(self.K)
+                raise ValueError(
+                    f"a scan with transitions needs tiles such as {wanted}, this AllScan has {self.spec.tile}"
+                )
             strides = (1, self.K) if adjoint else (self.K, 1)
-        else:
-            strides = decay_rows(None if neighbour_shift else decay, self.shape, self.comm.device)[1]
         has_decay = decay is not None and not neighbour_shift
         return Variant(
             transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
@@ -309,7 +296,7 @@ class PreparedScan:
         elif self._whole:
             factor = plain(decay)
         elif decay is not None and not self._neighbour_shift:
-            factor = decay_rows(decay, self.launcher.shape, comm.device)[0]
+            factor = decay_rows(decay, self.launcher.shape, comm.device)
         if written := out is not None:
             if not out.is_contiguous() or out.is_neg():
                 raise ValueError("out must be contiguous, and no view of a negative")
@@ -348,7 +335,7 @@ def check_out(inputs: ScanInputs) -> None:
     state = plain(state)
     factor = state if transition is None else plain(transition)
     if isinstance(decay, Tensor):
-        factor = decay_rows(decay, state.shape, state.device)[0]
+        factor = decay_rows(decay, state.shape, state.device)
     tensors = state, factor, state if initial_state is None else plain(initial_state), out
     addresses = [x.data_ptr() for x in tensors]
     _check_apart(tensors, addresses, addresses[0] == addresses[3] and transition is None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import decay_rows, plain
+from ..base.checks import decay_rows, decay_strides, plain
 from ..base.tiling import next_power_of_2, transition_blocks
 from ..comm.agreed import KEPT, Recent
 from ..launch.compiled_kernel import Launch
@@ -75,11 +75,12 @@ class SegmentScans:
         states, added = plain(states), NOTHING.value
         if initial is not None and (direction.adjoint or self.is_first(direction.reverse)):
             added = ADDED.value if direction.adjoint else INITIAL.value
-        strides, factor = (0, 0), states
+        factor = states
         if transitions is not None:
             factor = plain(transitions)
         elif decays is not None:
-            factor, strides = decay_rows(decays, states.shape, self.comm.device)
+            factor = decay_rows(decays, states.shape, self.comm.device)
+        strides = decay_strides(decays, states.shape)
         entering, leaving = torch.empty_like(states), states.new_empty(self.shape)
         key = len(states), direction, strides, decays is not None, transitions is not None, added
         launch = self._launches.get(key)
