@@ -14,7 +14,6 @@ from .base.autograd import CustomOperator, Passes
 from .base.checks import boundaries
 from .base.errors import REMEDY, DeferredError
 from .comm.communicator import Communicator, check_communicator, communicator_of
-from .scan.agreement import ask_all
 from .tokens.packing import boundaries_on_host, document_places
 
 
@@ -130,7 +129,7 @@ def _check(x, comm, to) -> None:
         problem = DeferredError(error)
     if problem is not None and "to_zigzag" in known and not comm.debug:
         raise problem.take()
-    ask_all(comm, fields, problem, "the first call for a shape")
+    comm.order.agree(fields, problem, "the first call for a shape")
     for key in (("to_zigzag", signature), "to_zigzag"):
         known.remember(key)
 

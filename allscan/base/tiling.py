@@ -18,20 +18,16 @@ CPU_WORDS = (8192, 8192, 8192)
 def scan_tile(shape: Sequence[int], ctas: int, sentinel: bool, device: torch.device) -> tuple[int, int]:
     """(BK, BV) of a scan of ``shape`` [..., K, V] in at most ``ctas`` programs; ``sentinel``: the kind of its links."""
     limits = CPU_WORDS if device.type == "cpu" else SENTINEL_WORDS if sentinel else SIGNAL_WORDS
+    least, most, most_of_two = limits
+    one, two = (next_power_of_2(-(-math.prod(shape) // (ctas * tiles))) for tiles in (1, 2))
     K, V = shape[-2:]
-    return default_tile(K, V, tile_words(math.prod(shape), ctas, *limits))
+    return default_tile(K, V, max(least, min(one, most), min(two, most_of_two)))
 
 
 def default_tile(K: int, V: int, words: int) -> tuple[int, int]:
     """(BK, BV), powers of two of at most ``words``: whole rows of V where they fit, since those are contiguous."""
     BV = min(next_power_of_2(V), words)
     return min(next_power_of_2(K), max(1, words // BV)), BV
-
-
-def tile_words(numel: int, ctas: int, least: int, most: int, most_of_two: int) -> int:
-    """Words of a tile, a power of two, for ``numel`` words in at most ``ctas`` programs: see SENTINEL_WORDS."""
-    one, two = (next_power_of_2(-(-numel // (ctas * tiles))) for tiles in (1, 2))
-    return max(least, min(one, most), min(two, most_of_two))
 
 
 def transition_tile(K: int) -> tuple[int, int]:

@@ -20,10 +20,6 @@ class Backwards:
 
     def __init__(self, comm: Communicator) -> None:
         self.order = comm.order
-        self.reset()
-
-    def reset(self) -> None:
-        """As if no scan had been made."""
         self.made = 0  # adjoint launches, as the host has made them
         self.dropped = [False, False]  # [reverse]: a forward launch in that direction had no backward on this rank
 

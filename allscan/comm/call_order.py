@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..base.errors import REMEDY, AllScanOutOfStep, AllScanTimeout, names_of
+from ..base.errors import REMEDY, AllScanOutOfStep, AllScanTimeout, DeferredError, names_of
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
@@ -233,6 +233,25 @@ class Order:
                 )
             )
         return list(values)
+
+    def agree(
+        self, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str, more: Any = None
+    ) -> list[Any]:
+        """Raise on every rank unless all have the same (name, value) pairs and no error: what is different, and where.
+        Returns every rank's ``more``. Collective; ``what``: for."""
+        try:
+            answers = self.exchange((fields, deferred and deferred.text, more), what)
+        except RuntimeError as nobody_came:
+            if deferred is not None:
+                raise deferred.take() from nobody_came
+            raise
+        if deferred is not None:
+            raise self.raised_everywhere(deferred.take())
+        if any(answer[:2] != (fields, None) for answer in answers):
+            wrong = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(answers) if text]
+            different = "; ".join(wrong) or differing([of_rank or () for of_rank, *_ in answers])
+            raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
+        return [more for *_, more in answers]
 
     def compare_launch(self, what: str) -> None:
         """Debug mode: RuntimeError on every rank unless all of them are about to launch ``what``."""

@@ -135,7 +135,8 @@ class StoreExchange:
         if decision.startswith(FAILED):
             reason = decision.removeprefix(FAILED)
             raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
-        answers = _read_json(decision.removeprefix(_DONE))
+        # not ast.literal_eval, which fails now and then in Python 3.11 where several threads parse
+        answers = _as_tuples(json.loads(decision.removeprefix(_DONE)))
         if json.dumps(answers[self.rank]) != word:
             raise RuntimeError(f"{what}: the answer is of another exchange, {answers[self.rank]} instead of {word}")
         if last or self.ranks[self.rank] == 0:  # which has the store, as a rule
@@ -232,7 +233,7 @@ class StoreExchange:
             if not self._store().check([f"{self._prefix}{topic}/any"]):
                 return {}
             store, keys = self._store(), {rank: f"{self._prefix}{topic}/{rank}" for rank in range(self.size)}
-            return {r: _read_json(store.get(key).decode()) for r, key in keys.items() if store.check([key])}
+            return {r: _as_tuples(json.loads(store.get(key).decode())) for r, key in keys.items() if store.check([key])}
         except (dist.DistError, RuntimeError):
             return {}
 
@@ -279,12 +280,8 @@ class StoreExchange:
         return _exchanges
 
 
-def _read_json(text: str) -> Any:
-    """Not ast.literal_eval: in Python 3.11 that fails now and then where several threads parse."""
-    return _as_tuples(json.loads(text))
-
-
 def _as_tuples(value: object) -> Any:
+    """What JSON has made of tuples, as it was."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 

@@ -70,7 +70,3 @@ class Line(NamedTuple):
     pes: Sequence[int]  # what the transport calls each of them
     memory: Memory
     timeout: float
-
-    @property
-    def size(self) -> int:
-        return len(self.pes)

@@ -33,7 +33,7 @@ from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.agreement import ScanKind, get_or_create_scan
+from ..scan.agreement import CHAIN, ScanKind, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
 from ..scan.two_way import leaves
@@ -155,11 +155,9 @@ def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, p
 def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
     state, _, transition, initial_state, out = inputs
-    deferred = tile = None
+    deferred = None
     try:
         check_scan(inputs, None, comm.device)
-        if transition is not None:
-            tile = transition_tile(state.shape[-2])
         if out is not None:
             if key[-1]:
                 raise ValueError("out must be None where a gradient is wanted")
@@ -169,9 +167,8 @@ def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> 
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     shape = getattr(state, "shape", None)
-    algorithm = "chain" if part == "hop" else _algorithm(comm, shape, transition)
     agree = None if part else _agree("contiguous", reverse, initial_state)
-    scan = get_or_create_scan(comm, shape, agree, deferred, kind=ScanKind(tile, None, algorithm))
+    scan = get_or_create_scan(comm, shape, agree, deferred, kind=_kind(comm, shape, transition, part))
     prepared = scan.launcher.prepare(key, inputs, reverse)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
@@ -182,8 +179,13 @@ def _agree(layout, reverse, initial_state) -> tuple:
     return "allscan", ("layout", layout), ("reverse", bool(reverse)), ("initial_state is None", initial_state is None)
 
 
-def _algorithm(comm, shape, transition) -> str:
-    return "chain" if transition is not None or shape is None else comm.topology.algorithm_for(4 * math.prod(shape))
+def _kind(comm, shape, transition, part: str = "") -> ScanKind:
+    """Of the AllScan for states of this shape, which may be a wrong one."""
+    if part == "hop" or shape is None or len(shape) < 2:
+        return CHAIN
+    if transition is not None:
+        return ScanKind(transition_tile(shape[-2]))
+    return ScanKind(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
 
 
 def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half") -> Any:
@@ -210,11 +212,9 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
         deferred = DeferredError(error)
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
-    tile = None if transitions[0] is None else transition_tile(there.shape[-2])
-    algorithm = "chain" if part == "hop" else _algorithm(comm, there.shape, transitions[0])
     if part == "half":  # no rank does without the way back
         agree = _agree("zigzag", False, initial_state)
-        get_or_create_scan(comm, there.shape, agree, kind=ScanKind(tile, None, algorithm))
+        get_or_create_scan(comm, there.shape, agree, kind=_kind(comm, there.shape, transitions[0]))
     wanted = wants_gradient(given)
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
@@ -380,9 +380,7 @@ def _backward(
         elif transition is not None:
             shape = torch.Size((*dprev.shape[:-1], dprev.shape[-2]))
             transition, prev = _restored(transition, shape, False, prev, dprev)
-        tile = None if transition is None else transition_tile(dprev.shape[-2])
-        algorithm = _algorithm(comm, dprev.shape, transition)
-        scan = get_or_create_scan(comm, dprev.shape, kind=ScanKind(tile, None, algorithm))
+        scan = get_or_create_scan(comm, dprev.shape, kind=_kind(comm, dprev.shape, transition))
         (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
         dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, fwd_epoch)

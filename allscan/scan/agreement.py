@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from ..base.errors import DeferredError
 from ..comm.communicator import Communicator
-from ..comm.host_exchange import differing
 from .collective import AllScan
 
 
@@ -19,25 +18,6 @@ class ScanKind(NamedTuple):
 
 
 CHAIN = ScanKind()
-
-
-def ask_all(
-    comm: Communicator, fields: tuple[tuple[str, object], ...] | None, deferred: DeferredError | None, what: str
-) -> None:
-    """Raise on every rank unless all have the same (name, value) pairs and no error: what is different, and
-    where. Collective; ``what``: for."""
-    try:
-        answers = comm.order.exchange((fields, deferred and deferred.text), what)
-    except RuntimeError as nobody_came:
-        if deferred is not None:
-            raise deferred.take() from nobody_came
-        raise
-    if deferred is not None:
-        raise comm.order.raised_everywhere(deferred.take())
-    if any(answer != (fields, None) for answer in answers):
-        wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-        different = "; ".join(wrong) or differing([of_rank or () for of_rank, _ in answers])
-        raise comm.order.raised_everywhere(ValueError(f"ranks call with different arguments: {different}"))
 
 
 def get_or_create_scan(
@@ -73,7 +53,7 @@ def get_or_create_scan(
             )
         call, *pairs = agree or (None,)
         shapes = ("the state's shape", shape), *kind._asdict().items()
-        ask_all(comm, (("call", call), *pairs, *shapes), deferred, "the first call for a shape")
+        comm.order.agree((("call", call), *pairs, *shapes), deferred, "the first call for a shape")
         if key not in scans:
             scans[key] = AllScan(comm, shape, **kind._asdict())
         if first:

@@ -17,11 +17,12 @@ from ..comm.communicator import Communicator, check_communicator
 from ..comm.heap import outside_inference_mode
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import PUT, SENTINEL
 from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
 from .work import Work
-from .workspace import PROTOCOLS, Spec, make_workspace, workspace_bytes
+from .workspace import MAKING, PROTOCOLS, Chain, Spec, make_workspace, workspace_bytes
 
 _numbers = itertools.count(1)
 _DIRECTION = "_allscan_reverse"  # attribute of a forward epoch: of the launch that it was given to
@@ -47,8 +48,19 @@ def _spec(comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, 
     return Spec(shape, tile, depth, protocol, algorithm)
 
 
-def _rails(comm: Communicator, spec: Spec) -> Rails | None:
-    return None if spec.algorithm == "chain" else Rails(comm, spec)
+def _layout(comm: Communicator, spec: Spec) -> Chain | Rails:
+    """Raises RuntimeError where the protocol needs peers to be mapped that are not."""
+    if spec.algorithm != "chain":
+        return Rails(comm, spec)
+    mapped = comm.topology.mapped_links
+    if spec.protocol == "auto":
+        return Chain(comm.line, spec, [(SENTINEL if yes else PUT).value for yes in mapped])
+    if spec.protocol != "put" and not comm.mapped:
+        p = mapped.index(False)
+        raise RuntimeError(
+            f"protocol {spec.protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other"
+        )
+    return Chain(comm.line, spec, [PROTOCOLS[spec.protocol]] * len(mapped))
 
 
 class AllScan:
@@ -102,20 +114,21 @@ class AllScan:
         comm.check()
         self.comm = comm
         self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
-        spec: Spec | DeferredError
-        rails = None
+        deferred = None
         try:
             spec = _spec(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
-            rails = _rails(comm, spec)
+            layout = _layout(comm, spec)
         except (TypeError, ValueError, RuntimeError) as error:
-            spec = DeferredError(error)  # which the other ranks are to hear of
-        workspace = make_workspace(comm, spec, rails, self._max_ctas)
-        self._offsets = workspace.offsets
-        assert isinstance(spec, Spec)
-        self.spec: Spec = spec
+            deferred = DeferredError(error)
+        if deferred is not None:
+            comm.order.agree(None, deferred, MAKING)  # raises it; the other ranks hear of it
+        workspace = make_workspace(comm, spec, layout, self._max_ctas)
+        self._offsets, self._layout = workspace.offsets, layout
+        self.spec = spec
         self.shape, self.tile, self.depth, self.protocol, self.algorithm = spec
         self.K, self.V = self.shape[-2:]
         self.num_tiles = spec.num_tiles
+        rails = layout if isinstance(layout, Rails) else None
         self.launcher = Launcher(comm, spec, workspace, rails, self._max_ctas)
         self.number = next(_numbers)
         comm.collectives.add(self)
@@ -137,7 +150,7 @@ class AllScan:
         check_communicator(comm)
         ctas = comm.max_ctas if max_ctas is None else max_ctas
         spec = _spec(comm, shape, depth, protocol, tile, ctas, algorithm)
-        return workspace_bytes(comm, spec, _rails(comm, spec))
+        return workspace_bytes(comm, _layout(comm, spec))
 
     @property
     def max_ctas(self) -> int:
@@ -147,7 +160,7 @@ class AllScan:
     @property
     def workspace_bytes(self) -> int:
         """Symmetric memory of both directions on this rank, in bytes: see ``size_hint``."""
-        return workspace_bytes(self.comm, self.spec, self.launcher.rails)
+        return workspace_bytes(self.comm, self._layout)
 
     @property
     def closed(self) -> bool:

@@ -83,7 +83,7 @@ class Launcher:
         elif self.comm.size > 1:
             for channel in self.channels:
                 reset(channel)
-        self.backwards.reset()
+        self.backwards.made, self.backwards.dropped = 0, [False, False]
 
     def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
         """As of ``AllScan.channel``, whatever the algorithm."""

@@ -137,6 +137,9 @@ class Rails:
         widths = [columns, self.decay_columns] * len(self.distances) or [columns]
         return [Spec((self.slice, rows, width), (rows, width), self.spec.depth, "auto") for width in widths]
 
+    def fill(self, offsets: Sequence[int]) -> bool:
+        return False  # what is filled with what follows from the channels
+
     def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
         """The channels of the node, forward and reverse. offsets: [rank][direction] in its arena."""
         channels = [self._make(direction, [of_rank[direction] for of_rank in offsets]) for direction in range(2)]

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton.language as tl
 
-from ..base.errors import DeferredError
 from ..bindings.arena import ALIGNMENT
 from ..comm.communicator import Communicator
-from ..comm.host_exchange import by_rank, differing
+from ..comm.host_exchange import by_rank
 from ..comm.memory import Line
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import Channel
@@ -50,11 +49,14 @@ Parts = dict[str, tuple[int, int, torch.dtype]]  # name -> (offset in bytes, ele
 
 
 class Layout(Protocol):
-    """A workspace of another kind than two channels between neighbours."""
+    """Which memory an AllScan takes, and the channels that it makes of it: ``Chain`` or ``rails_links.Rails``."""
 
     @property
     def nbytes(self) -> int:
         """Symmetric memory of one direction on this rank."""
+
+    def fill(self, offsets: Sequence[int]) -> bool:
+        """Make this rank's memory, [direction] in its arena, as if nothing had passed yet; False: ``make`` does."""
 
     def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
         """The channels, of [rank][direction]: where the memory lies in each rank's arena."""
@@ -87,47 +89,53 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
     )
 
 
-def _links(comm: Communicator, protocol: str) -> list[int]:
-    """[p]: the link that joins rank p and rank p + 1."""
-    if protocol == "auto":
-        return [(SENTINEL if mapped else PUT).value for mapped in comm.topology.mapped_links]
-    return [PROTOCOLS[protocol]] * len(comm.topology.mapped_links)
+class Chain:
+    """Two channels along a line of ranks, forward and reverse. links: [p]: the link of ranks p and p + 1."""
+
+    def __init__(self, line: Line, spec: Spec, links: list[int]) -> None:
+        self.line, self.spec, self.links = line, spec, links
+        of_kind = [workspace_layout(spec, put) for put in (False, True)]
+        puts = [PUT.value in links[max(0, p - 1) : p + 1] for p in range(len(line.pes))]
+        self._parts = [of_kind[put][0] for put in puts]  # of each rank
+        self.nbytes = of_kind[puts[line.rank]][1]
+
+    def fill(self, offsets: Sequence[int]) -> bool:
+        # before the others know of it: nobody sends before every inbox is filled
+        line = self.line
+        for offset, step in zip(offsets, (1, -1), strict=True):
+            recv, _ = _links_of(line, self.links, step)
+            for name, (first, numel, dtype) in self._parts[line.rank].items():
+                words = line.memory.heap.local(line.pes[line.rank], offset + first, numel, dtype)
+                words.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
+        return True
+
+    def make(self, offsets: Sequence[Sequence[int]]) -> tuple[Channel, Channel]:
+        forward, reverse = (
+            make_channel(
+                self.line,
+                [(of_rank[direction], parts) for of_rank, parts in zip(offsets, self._parts, strict=True)],
+                self.spec,
+                self.links,
+                step,
+            )
+            for direction, step in enumerate((1, -1))
+        )
+        return forward, reverse._replace(backwards=forward.backwards)
 
 
-def _puts(links: list[int], rank: int) -> bool:
-    return PUT.value in links[max(0, rank - 1) : rank + 1]
+MAKING = "making a workspace"  # what the ranks meet for
 
 
-def workspace_bytes(comm: Communicator, spec: Spec, layout: Layout | None = None) -> int:
+def workspace_bytes(comm: Communicator, layout: Layout) -> int:
     """Symmetric memory that both directions take on this rank, in bytes."""
-    if comm.size == 1:
-        return 0
-    nbytes = _nbytes(comm, spec, layout)
-    return 2 * -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return 0 if comm.size == 1 else 2 * -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _nbytes(comm: Communicator, spec: Spec, layout: Layout | None) -> int:
-    if layout is not None:
-        return layout.nbytes
-    return workspace_layout(spec, _puts(_links(comm, spec.protocol), comm.rank))[1]
+def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int) -> Workspace:
+    """Collective over the group; ``spec`` must be equal on all ranks.
 
-
-def make_workspace(
-    comm: Communicator, spec: Spec | DeferredError, layout: Layout | None = None, max_ctas: int = 1
-) -> Workspace:
-    """Collective over the group; ``spec`` must be equal on all ranks, or a DeferredError: this rank's arguments are
-    wrong.
-    layout: of another kind of workspace, where the spec's algorithm has one.
-
-    Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full),
-    RuntimeError (protocol).
+    Raises on every rank: ValueError (specs differ, wrong arguments somewhere), MemoryError (an arena is full).
     """
-    if isinstance(spec, DeferredError):
-        try:
-            comm.order.exchange((None, [], spec.text, 1), "making a workspace")
-        except RuntimeError as nobody_came:
-            raise spec.take() from nobody_came
-        raise comm.order.raised_everywhere(spec.take())
     if comm.size == 1:
         fixed = constants(spec, spec.num_tiles, NONE.value, NONE.value)
         # kept, since a stream that nobody waits for may still write there when the AllScan goes
@@ -136,78 +144,38 @@ def make_workspace(
         lonely = Channel(*[values] * 3, *[words] * 10, **fixed)
         return Workspace((lonely, lonely), ())
 
-    links = _links(comm, spec.protocol)
-    offsets: list[int] = []
-    full = None
+    offsets, full = list[int](), None
     try:
         for _ in range(2):
-            offsets.append(comm.memory.alloc(_nbytes(comm, spec, layout)))
+            offsets.append(comm.memory.alloc(layout.nbytes))
     except MemoryError as error:
         full = str(error)
-    if layout is None and full is None:  # before the others know of it: nobody sends before every inbox is filled
-        for offset, step in zip(offsets, (1, -1), strict=True):
-            _fill(comm.line, offset, spec, links, step)
-        comm.streams.synchronize()
-    answers = comm.order.exchange((tuple(spec), offsets, full, max_ctas), "making a workspace")
-    specs, all_offsets, errors, ctas = zip(*answers, strict=True)
+    filled = full is None and layout.fill(offsets)
+    comm.streams.synchronize()
+    fields = tuple(zip(Spec._fields, spec, strict=True))
     try:
-        _check_alike(comm, specs, errors)
-    except (ValueError, MemoryError, RuntimeError) as error:
+        told = comm.order.agree(fields, None, MAKING, (offsets, full, max_ctas))
+        all_offsets, errors, ctas = zip(*told, strict=True)
+        if any(errors):
+            raise comm.order.raised_everywhere(MemoryError(by_rank(error or "ok" for error in errors)))
+    except (ValueError, MemoryError):
         if offsets:  # every rank raises, so nobody will write there
             comm.memory.free(*offsets)
-        comm.order.raised_everywhere(error)
         raise
 
-    if layout is None:
-        channels = make_channels(comm.line, all_offsets, spec, links)
-    else:
-        channels = layout.make(all_offsets)  # and fills it
+    channels = layout.make(all_offsets)
+    if not filled:
         comm.streams.synchronize()
-        comm.order.exchange("workspace filled", "making a workspace")
+        comm.order.exchange("workspace filled", MAKING)
     return Workspace(channels, tuple(offsets), min(ctas))
 
 
 def _links_of(line: Line, links: list[int], step: int) -> tuple[int, int]:
     """The links from the rank before this one and to the next, ``step`` places on; links: [p]: of p and p + 1."""
-    prev, next_ = line.rank - step, line.rank + step
-    recv = links[min(prev, line.rank)] if 0 <= prev < line.size else NONE.value
-    send = links[min(next_, line.rank)] if 0 <= next_ < line.size else NONE.value
+    prev, next_, size = line.rank - step, line.rank + step, len(line.pes)
+    recv = links[min(prev, line.rank)] if 0 <= prev < size else NONE.value
+    send = links[min(next_, line.rank)] if 0 <= next_ < size else NONE.value
     return recv, send
-
-
-def _fill(line: Line, offset: int, spec: Spec, links: list[int], step: int) -> None:
-    """Make this rank's workspace of one direction at ``offset`` of its arena as if nothing had passed yet."""
-    recv, _ = _links_of(line, links, step)
-    for name, (first, numel, dtype) in workspace_layout(spec, _puts(links, line.rank))[0].items():
-        words = line.memory.heap.local(line.pes[line.rank], offset + first, numel, dtype)
-        words.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
-
-
-def make_channels(
-    line: Line, offsets: Sequence[Sequence[int]], spec: Spec, links: list[int]
-) -> tuple[Channel, Channel]:
-    """Between neighbours, forward and reverse, of workspaces that are filled or will be. offsets: [rank][direction] in
-    its arena."""
-    channels = []
-    for direction, step in enumerate((1, -1)):
-        parts = [(offsets[p][direction], workspace_layout(spec, _puts(links, p))[0]) for p in range(line.size)]
-        channels.append(make_channel(line, parts, spec, links, step))
-    return channels[0], channels[1]._replace(backwards=channels[0].backwards)
-
-
-def _check_alike(comm: Communicator, specs: Sequence[Any], errors: Sequence[str | None]) -> None:
-    """Raise, as all ranks do, unless they can all make the same workspace."""
-    if None in specs:
-        raise ValueError("wrong arguments: " + by_rank(error or "ok" for error in errors))
-    if len(set(specs)) > 1:
-        named = [zip(Spec._fields, spec, strict=True) for spec in specs]
-        raise ValueError("ranks differ in " + differing(named))
-    if any(errors):
-        raise MemoryError(by_rank(error or "ok" for error in errors))
-    protocol = specs[0][3]
-    if protocol in ("sentinel", "signal") and not comm.mapped:
-        p = comm.topology.mapped_links.index(False)
-        raise RuntimeError(f"protocol {protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other")
 
 
 def make_channel(

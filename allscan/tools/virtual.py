@@ -38,7 +38,7 @@ from ..comm.memory import Line, Memory
 from ..comm.topology import ALGORITHMS, Topology
 from ..launch.streams import Streams
 from ..scan.rails_links import Rails, warps_of
-from ..scan.workspace import PROTOCOLS, Spec, make_channels, reset, workspace_layout
+from ..scan.workspace import PROTOCOLS, Chain, Layout, Spec
 from ..shmem_kernels import wait
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel
@@ -239,18 +239,13 @@ class VirtualRanks:
         self.timeout, heap = timeout, _Heap(self.devices)
         self.ranks = [VirtualRank(rank, self.nodes, heap, self.devices[rank], timeout) for rank in range(size)]
         self._rails = [] if algorithm == "chain" else [Rails(rank, self.spec) for rank in self.ranks]
-        sizes = [rails.nbytes for rails in self._rails] or [workspace_layout(self.spec, False)[1]] * size
-        heap.make([2 * n for n in sizes])
-        offsets = [(0, n) for n in sizes]
-        links, self.channels = [PROTOCOLS[protocol]] * (size - 1), []
-        for p, rank in enumerate(self.ranks):
-            if self._rails:
-                channels = self._rails[p].make(offsets)
-            else:
-                channels = make_channels(rank.line, offsets, self.spec, links)
-                for channel in channels:
-                    reset(channel)
-            self.channels.append(channels)
+        links = [PROTOCOLS[protocol]] * (size - 1)
+        layouts: Sequence[Layout] = self._rails or [Chain(rank.line, self.spec, links) for rank in self.ranks]
+        heap.make([2 * layout.nbytes for layout in layouts])
+        offsets = [(0, layout.nbytes) for layout in layouts]
+        for layout, own in zip(layouts, offsets, strict=True):
+            layout.fill(own)
+        self.channels = [layout.make(offsets) for layout in layouts]
         self._gates = self._make_gates(different)
         self._zeros, self._unread = (
             {device: torch.zeros(2, dtype=torch.int64, device=device) for device in different} for _ in range(2)

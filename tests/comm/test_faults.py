@@ -182,7 +182,7 @@ def test_errors_are_clear_and_on_every_rank(run):
         ("TypeError", "TypeError", "float16"),
         ("ValueError", "ValueError", "[..., K, V]"),
         ("TypeError", "TypeError", "str"),
-        ("ValueError", "ValueError", "ranks differ"),
+        ("ValueError", "ValueError", "different arguments"),
         ("ValueError", "ValueError", "depth"),
         ("ValueError", "ValueError", "protocol"),
         ("ValueError", "ValueError", "powers of two"),
