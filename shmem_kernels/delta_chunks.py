@@ -288,12 +288,11 @@ def output_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BJ: tl.constexpr,
-    HAS_PREV: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Through the chunks of one segment, from its incoming state: o [tokens, H, V], and p_final as delta_states_kernel,
-    whose way to hold the state this is."""
+    whose way to hold the state this is. p_through and p_final may be None."""
+    HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
@@ -310,7 +309,7 @@ def output_kernel(
         b_o = product(b_v, tl.trans(load(p_scores, at_a, inside_a)), b_o, PRECISION)
         b_state = product(b_v, load(p_kg, at, inside), b_state * exp2(b_sums)[None, :], PRECISION)
         tl.store(p_o + at_v, tl.trans(cast(b_o, p_o.dtype.element_ty)), mask=inside_v)
-    if HAS_FINAL:
+    if p_final is not None:
         if (tl.load(p_segment + FLAGS) & LAST) != 0:
             at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)
             tl.store(p_final + at, b_state, mask=inside)

@@ -34,12 +34,6 @@ def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     return dict.fromkeys(("operands", "output", "gradient"), dict(BJ=BK, BV=BV_max))
 
 
-def _pointers(entering: Entering) -> tuple:
-    """What kernels take: pointers that are not used where there is no such thing."""
-    states, through, prev = entering
-    return states, through or states, prev or states
-
-
 class ChunkPass(StatePass):
     """A StatePass that forms what it passes on itself: forward and backward in one plan each.
 
@@ -88,14 +82,12 @@ class ChunkPass(StatePass):
             scores,
             sums,
             self._segments(plan),
-            *_pointers(room.entering(kept.enters)),
+            *room.entering(kept.enters),
             o,
-            ends.filled or sums,
+            ends.filled,
             scale=scale,
             BT=CHUNK_TOKENS,
             PRECISION=self.chunked["PRECISION"],
-            HAS_PREV=room.through is not None,
-            HAS_FINAL=ends.filled is not None,
         )
         return o, scores, solved
 
