@@ -46,7 +46,7 @@ class Calls:
         if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
             streams.follow()
 
-    def look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
+    def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
         """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits
         for them."""
         if not self.debug or self.streams.capturing():

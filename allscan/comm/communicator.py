@@ -47,7 +47,7 @@ class Collective(Protocol):
     def epochs(self) -> tuple[int, int]:
         """Scans made so far, forward and reverse."""
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """As if no scan had been made. While no kernel of any rank uses it."""
 
 
@@ -294,7 +294,7 @@ class Communicator(Calls):
         self.memory.reset()
         self.agreed.resync()
         for scan in scans:
-            scan.reset()
+            scan._reset()
         self._drain()
         self.order.restart()
         store_exchange.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))

@@ -182,7 +182,7 @@ def zeco_ssd(
         used = prevs if initial_states is None else (*prevs, initial_states)
         y = Using.apply((y if z is None else y * F.silu(z.float())).to(x.dtype), *used)
         if not return_final_states:
-            comm.look_for_nan("zeco_ssd", y=y)
+            comm._look_for_nan("zeco_ssd", y=y)
             return y
         ended = {s.sequence: after(s) for s in spans if s.ends}
         if cu_seqlens is None:
@@ -190,7 +190,7 @@ def zeco_ssd(
         else:
             none = torch.zeros_like(last, dtype=torch.float32)
             final = torch.cat([ended.get(i, none) for i in range(len(cu_seqlens) - 1)])
-        comm.look_for_nan("zeco_ssd", y=y, final_states=final)
+        comm._look_for_nan("zeco_ssd", y=y, final_states=final)
         final = Using.apply(final, *used)
         packed = cu_seqlens is not None and not per_document
         return final_of_all(y, final, comm, packed, bool(zigzag)) if of_all else (y, final)
@@ -363,7 +363,7 @@ def _in_order(
         final = found.final.get(EACH, none)
     else:
         final = torch.cat([found.final.get(i, none) for i in range(len(asked.cu_seqlens) - 1)])
-    comm.look_for_nan("zeco_ssd", y=y, final_states=final)
+    comm._look_for_nan("zeco_ssd", y=y, final_states=final)
     return y, Using.apply(final, *used)
 
 

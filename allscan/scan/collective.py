@@ -248,7 +248,7 @@ class AllScan:
         """Memory for a forward epoch: see ``channel``."""
         return new_fwd_epochs(self.comm, 1)
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """As if no scan had been made. For Communicator.resync(), while no kernel of any rank uses the channels."""
         self.launcher.reset()
 

@@ -312,13 +312,13 @@ class PreparedScan:
         if not async_op:
             self.launcher.launch(self, tensors, addresses)
             if comm.debug:
-                comm.look_for_nan("the scan", result=out)
+                comm._look_for_nan("the scan", result=out)
             return out
         with comm.streams.beside() as beside:
             self.launcher.launch(self, tensors, addresses)
         if comm.debug:
             beside.wait(tensors)
-            comm.look_for_nan("the scan", result=out)
+            comm._look_for_nan("the scan", result=out)
         return Work(comm, out, beside, tensors)  # the forward epoch's memory is used there, too
 
 

@@ -93,7 +93,7 @@ class SegmentScans:
         initial = states if initial is None else plain(initial)
         self.launcher.after_launch(launch(states, factor, initial, entering, leaving, channel))
         if self.comm.debug:
-            self.comm.look_for_nan("allscan_segments()", entering=entering, leaving=leaving)
+            self.comm._look_for_nan("allscan_segments()", entering=entering, leaving=leaving)
         return entering, leaving
 
     def _make(

@@ -537,7 +537,7 @@ class PreparedDelta:
             sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
             scores = scores.view(solved.shape) if scores.numel() else scores
         if self.comm.debug:
-            self.comm.look_for_nan(self.name, o=o, final_state=ends.filled)
+            self.comm._look_for_nan(self.name, o=o, final_state=ends.filled)
         return o, ends.filled, sums, scores.view(WORDS[scores.dtype]), solved, *kept
 
     def backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> list[Any]:
@@ -557,7 +557,7 @@ class PreparedDelta:
             grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
         if self.comm.debug:
             named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=outer.dinitial)
-            self.comm.look_for_nan(f"{self.name}'s backward", **named)
+            self.comm._look_for_nan(f"{self.name}'s backward", **named)
         return grads
 
 

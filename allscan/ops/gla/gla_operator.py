@@ -251,7 +251,7 @@ class Prepared:
         variant = forward_plan, initial_state is None, final_state is None
         (o,) = self._run(variant, q, k, v, g, initial_state, final_state, saved_buffer)
         if self.carrier.comm.debug:
-            self.carrier.comm.look_for_nan("zeco_gla", o=o, final_state=final_state)
+            self.carrier.comm._look_for_nan("zeco_gla", o=o, final_state=final_state)
         return o, final_state, saved_buffer
 
     def backward(
@@ -264,7 +264,7 @@ class Prepared:
         dv, dq, dk, dg = self._run(variant, q, k, v, g, do, dfinal, dinitial, saved_buffer)
         if self.carrier.comm.debug:
             named = dict(dq=dq, dk=dk, dv=dv, dg=dg, dinitial_state=dinitial)
-            self.carrier.comm.look_for_nan("zeco_gla's backward", **named)
+            self.carrier.comm._look_for_nan("zeco_gla's backward", **named)
         return dv, dq, dk, dg, dinitial
 
     def _run(self, variant: tuple, *tensors: Tensor | None) -> list[Tensor]:
