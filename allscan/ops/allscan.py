@@ -34,6 +34,7 @@ from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensor
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanKind, get_or_create_scan
+from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
 from ..scan.two_way import leaves
@@ -167,25 +168,24 @@ def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> 
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     shape = getattr(state, "shape", None)
-    agree = None if part else _agree("contiguous", reverse, initial_state)
-    scan = get_or_create_scan(comm, shape, agree, deferred, kind=_kind(comm, shape, transition, part))
+    agreed = None if part else ("contiguous", reverse, initial_state is None)
+    scan = _scan_of(comm, shape, transition, agreed, deferred, part)
     prepared = scan.launcher.prepare(key, inputs, reverse)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
 
 
-def _agree(layout, reverse, initial_state) -> tuple:
-    """What is the same on all ranks in ``allscan``, beside shapes."""
-    return "allscan", ("layout", layout), ("reverse", bool(reverse)), ("initial_state is None", initial_state is None)
-
-
-def _kind(comm, shape, transition, part: str = "") -> ScanKind:
-    """Of the AllScan for states of this shape, which may be a wrong one."""
-    if part == "hop" or shape is None or len(shape) < 2:
-        return CHAIN
-    if transition is not None:
-        return ScanKind(transition_tile(shape[-2]))
-    return ScanKind(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
+def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = "") -> AllScan:
+    """That for states of this shape, made at a first call. agreed: (layout, reverse, whether initial_state is None), as
+    on all ranks. deferred: what is wrong with this rank's arguments, the shape perhaps."""
+    agree = agreed and ("allscan", *zip(("layout", "reverse", "initial_state is None"), agreed, strict=True))
+    kind = CHAIN
+    if shape is not None and len(shape) > 1 and part != "hop":
+        if transition is not None:
+            kind = ScanKind(transition_tile(shape[-2]))
+        else:
+            kind = ScanKind(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
+    return get_or_create_scan(comm, shape, agree, deferred, kind=kind)
 
 
 def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half") -> Any:
@@ -213,8 +213,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
     if part == "half":  # no rank does without the way back
-        agree = _agree("zigzag", False, initial_state)
-        get_or_create_scan(comm, there.shape, agree, kind=_kind(comm, there.shape, transitions[0]))
+        _scan_of(comm, there.shape, transitions[0], ("zigzag", False, initial_state is None))
     wanted = wants_gradient(given)
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
@@ -246,6 +245,9 @@ class Together(Function):
 
 
 class _AllScan(Function):
+    """Not by an ``Operator``, which takes two functions more a call: the forward epoch is borrowed until the node goes,
+    and async_op returns something else."""
+
     @staticmethod
     def forward(ctx, how, state, decay, transition, initial_state) -> Tensor:
         prepared, number, async_op, works = how
@@ -380,7 +382,7 @@ def _backward(
         elif transition is not None:
             shape = torch.Size((*dprev.shape[:-1], dprev.shape[-2]))
             transition, prev = _restored(transition, shape, False, prev, dprev)
-        scan = get_or_create_scan(comm, dprev.shape, kind=_kind(comm, dprev.shape, transition))
+        scan = _scan_of(comm, dprev.shape, transition)
         (fwd_epoch,) = restored("allscan()", "fwd_epoch", [fwd_epoch], [(torch.int64, torch.Size([1]), dprev.device)])
         inputs = ScanInputs(dprev, number if decay is None else decay, transition)
         dstate = _adjoint(scan.launcher, inputs, reverse).run(inputs, False, fwd_epoch)
