@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from allscan.integrations import attention, triangles
+from allscan.integrations import attention, attention_kernels, triangles
 from bench.harness import Table, results, sample
 
 COLUMNS = (
@@ -218,7 +218,7 @@ def time_one(device, dtype, batch, H, G, D, V, before, queries=QUERIES) -> list[
 
 def in_triangles(name, square):
     """The kernel of that name, with gradients of blocks without a mask in triangles of that many tokens and more."""
-    (kernel,) = [kernel for kernel in attention.KERNELS if kernel.name == name]
+    (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == name]
     return kernel._replace(name=f"{name}, triangles", backward=triangles.by_triangles(kernel.backward, square))
 
 
@@ -234,7 +234,7 @@ def check_triangles(device, dtype, name, tokens) -> list[str]:
 
 def compare_kernels(device, dtype) -> None:
     """Print what each kernel takes for a block, forward and backward."""
-    by_name = {kernel.name: kernel for kernel in attention.KERNELS}
+    by_name = {kernel.name: kernel for kernel in attention_kernels.KERNELS}
 
     def padded(kernel, width):
         """With all heads of that width, zeros behind."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -25,203 +25,9 @@ from ..comm.communicator import check_communicator
 from ..shmem_kernels.merge import merge_kernel
 from ..tokens.packing import Tables, document_places
 from ..tokens.partition import cached_table
+from .attention_kernels import flash_fits, kernel_for, strided_like, widened
 from .softmax import Gather
-from .triangles import by_triangles, tokens_first
-
-
-class Kernel(NamedTuple):
-    """Attention kernels that give and take log-sum-exps.
-
-    forward: (q [B, H, T, D], k [B, G, S, D], v [B, G, S, V], causal, scale) -> (o [B, H, T, V], lse [B, H, T], what
-        backward is to get); H is a multiple of G; causal where T = S only. o has its tokens before its heads in memory.
-    backward: (do, q, k, v, o, lse, that, causal, scale) -> (dq, dk, dv). o and lse may be those over more keys: these
-        get what is theirs. lse is contiguous.
-    """
-
-    name: str
-    forward: Callable
-    backward: Callable
-    fits: Callable  # (q, k, v) -> bool
-
-
-def kernel_for(q, k, v) -> Kernel | None:
-    """The fastest for tensors like these, None without one. Ask again where torch's switches may have changed."""
-    return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
-
-
-def _like(x, other) -> torch.Tensor:
-    """x with the strides of ``other``, of the same shape."""
-    return x if x.stride() == other.stride() else torch.empty_like(other).copy_(x)
-
-
-def _aligned(x) -> torch.Tensor:
-    """x as kernels for GPUs read it: words of 16 bytes."""
-    words = 16 // x.element_size()
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % words for s in x.stride()[:-1])
-    return x if fits else x.contiguous()
-
-
-# cuDNN. Its graphs for backward are cached by the layouts of q, k and v only, while they hold those of o, its gradient
-# and the log-sum-exp: these always follow from q's here, as where PyTorch calls it.
-
-
-def _cudnn_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    found = cudnn(tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale)
-    o, lse, *lengths, seed, offset, _ = found
-    return o, lse.view(q.shape[:3]), (lse.shape, lengths, (seed, offset))
-
-
-def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
-    shape, (cum_q, cum_k, *_), seeds = more
-    o = tokens_first(o)
-    return cudnn_backward(
-        _like(do, o),
-        tokens_first(q),
-        _aligned(k),
-        _aligned(v),
-        o,
-        lse.reshape(*q.shape[:3], *shape[3:]),
-        *seeds,
-        None,
-        cum_q,
-        cum_k,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        scale=scale,
-    )
-
-
-def _cudnn_fits(q, k, v) -> bool:
-    if _capability(q) != CUDNN_GPU or not CUDNN_IS_KNOWN or (torch.backends.cudnn.version() or 0) < CUDNN_LEAST:
-        return False
-    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (q.shape[-1], v.shape[-1]) not in CUDNN_WIDTHS:
-        return False
-    return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
-
-
-def _triangles_fit(q, k, v) -> bool:
-    return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES
-
-
-# Compute capability, cuDNN's version and widths of keys and values with which tests/gpu/test_attention_gpu.py has
-# passed: other GPUs and older versions were not tested. With 128 and 96 o was wrong by 0.08 in it.
-CUDNN_GPU, CUDNN_LEAST = (9, 0), 91900
-CUDNN_WIDTHS = {(64, 64), (128, 128), (192, 128), (256, 256)}
-CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
-cudnn = operator(
-    "_scaled_dot_product_cudnn_attention",
-    "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-)
-cudnn_backward = operator(
-    "_scaled_dot_product_cudnn_attention_backward",
-    "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
-    "dropout_p is_causal scale",
-)
-IN_TRIANGLES = {(192, 128)}  # widths of keys and values, on Hopper: 495 TFLOP/s in place of 288; 128, 256: fewer
-SQUARE = 4096  # tokens; smaller squares in triangles were not measured
-CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
-
-
-def _capability(x) -> tuple[int, int]:
-    """Compute capability of NVIDIA's GPU that holds x in half precision, else (0, 0)."""
-    half = x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
-    return torch.cuda.get_device_capability(x.device) if half and torch.version.hip is None else (0, 0)
-
-
-# FlashAttention 2 as PyTorch has it
-
-
-def _flash_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    q, k, v = (_aligned(x) for x in (q, k, v))
-    found = flash(q, k, v, 0.0, causal, False, scale=scale)
-    o, lse, *lengths, seed, offset, _ = found
-    return o, lse, (lengths, (seed, offset))
-
-
-def _flash_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
-    lengths, seeds = more
-    do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
-    return flash_backward(do, q, k, v, o, lse, *lengths, 0.0, causal, *seeds, scale=scale)
-
-
-def _flash_fits(q, k, v) -> bool:
-    width = max(q.shape[-1], v.shape[-1])
-    return FLASH_IS_KNOWN and _capability(q) >= (8, 0) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
-
-
-flash = operator("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale")
-flash_backward = operator(
-    "_scaled_dot_product_flash_attention_backward",
-    "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
-    "philox_offset scale",
-)
-FLASH_IS_KNOWN = None not in (flash, flash_backward)
-
-
-# PyTorch's on CPUs
-
-
-on_cpu = operator("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale")
-on_cpu_backward = operator(
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
-)
-
-
-def _cpu_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, None]:
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    o, lse = on_cpu(q, k, v, 0.0, causal, scale=scale)
-    return o, lse.contiguous(), None
-
-
-def _cpu_backward(do, q, k, v, o, lse, _, causal, scale) -> tuple[torch.Tensor, ...]:
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    dq, *others = on_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
-    return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in others)
-
-
-def _cpu_fits(q, k, v) -> bool:
-    return q.device.type == "cpu" and None not in (on_cpu, on_cpu_backward)
-
-
-def _wide(*tensors) -> list[torch.Tensor]:
-    """The same of one width, a multiple of 8."""
-    width = max(x.shape[-1] for x in tensors)
-    width += -width % 8
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
-
-
-def _of_one_width(forward, backward) -> tuple[Callable, Callable]:
-    """The same where the kernels want q, k and v of one width, a multiple of 8."""
-
-    def forward_of_any(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, object]:
-        o, lse, more = forward(*_wide(q, k, v), causal, scale)
-        return tokens_first(o[..., : v.shape[-1]]), lse, more
-
-    def backward_of_any(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
-        do, q_, k_, v_, o = _wide(do, q, k, v, o)
-        found = backward(do, q_, k_, v_, o, lse, more, causal, scale)
-        return tuple(dx[..., : x.shape[-1]] for dx, x in zip(found, (q, k, v), strict=True))
-
-    return forward_of_any, backward_of_any
-
-
-KERNELS = (
-    Kernel(
-        "cudnn, triangles",
-        _cudnn_forward,
-        by_triangles(_cudnn_backward, SQUARE),
-        lambda *given: _cudnn_fits(*given) and _triangles_fit(*given),
-    ),
-    Kernel("cudnn", _cudnn_forward, _cudnn_backward, _cudnn_fits),
-    Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), _flash_fits),
-    Kernel("cpu", *_of_one_width(_cpu_forward, _cpu_backward), _cpu_fits),
-)
-
+from .triangles import tokens_first
 
 # Packed sequences, by FlashAttention 2, whose causal mask ends with the last query at the last key
 
@@ -296,7 +102,7 @@ def documents_of(comm, lengths) -> Documents:
 
 def takes_packed(q, k, v) -> bool:
     """Whether there is a kernel for packed sequences of these tensors."""
-    return flash_packed is not None and _flash_fits(q, k, v)
+    return flash_packed is not None and flash_fits(q, k, v)
 
 
 def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
@@ -304,7 +110,7 @@ def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
     of the whole. parts: (first token, end) of its tokens, one behind the other; lengths: cu_seqlens of the whole."""
     scale, outputs = q.shape[-1] ** -0.5 if scale is None else scale, []
     width = v.shape[-1]
-    q, k, v = (x[0].transpose(0, 1) for x in _wide(q, k, v))
+    q, k, v = (x[0].transpose(0, 1) for x in widened(q, k, v))
     for mine, (first, end) in zip(q.split([end - first for first, end in parts]), parts, strict=True):
         pieces = pieces_of(comm, first, end, lengths)
         here = slice(pieces.begin, end)
@@ -329,7 +135,7 @@ def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
 def packed_documents(q, k, v, comm, lengths, scale=None) -> torch.Tensor:
     """``packed`` where each sequence is cut."""
     scale, width, table = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], documents_of(comm, lengths)
-    q, k, v = (x[0].transpose(0, 1) for x in _wide(q, k, v))
+    q, k, v = (x[0].transpose(0, 1) for x in widened(q, k, v))
     k, v = (Seen.apply(x, *table.seen) for x in (k, v))
     cuts = table.queries, table.keys, table.longest_query, table.longest
     return flash_packed(q, k, v, *cuts, 0.0, True, False, scale=scale)[0][None, ..., :width]
@@ -532,7 +338,7 @@ class _Others(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *keys = ctx.saved_tensors
-        do = _like(do, o)
+        do = strided_like(do, o)
         blocks = list(zip(ctx.rows, ctx.more, strict=True))
         parts, sums = _gradients(ctx.scale, blocks, do, _Queries(q, o, lse), keys)
         ctx.shared.merged, ctx.shared.parts = (o, lse), parts
@@ -649,7 +455,7 @@ class _Steps(torch.autograd.Function):
     def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *inputs = ctx.saved_tensors
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
-        do, total = _like(do, o), torch.zeros_like(q, dtype=torch.float32)
+        do, total = strided_like(do, o), torch.zeros_like(q, dtype=torch.float32)
         weights: list[torch.Tensor | None] = [None] * len(sources)
         gradients: Sequence[torch.Tensor]
         gather = plan.start(0, tensors)

@@ -27,8 +27,8 @@ def tokens_first(x) -> torch.Tensor:
 
 
 def by_triangles(backward: Callable, least: int) -> Callable:
-    """``attention.Kernel.backward`` of a kernel: of squares of ``least`` tokens and more by what it does if causal, for
-    which it is given tensors whose rows in the batch may be one in memory.
+    """``attention_kernels.Kernel.backward`` of a kernel: of squares of ``least`` tokens and more by what it does if
+    causal, for which it is given tensors whose rows in the batch may be one in memory.
 
     At the first call for a shape the kernel's own gradients are made, too: they are taken, with a warning, and ever
     after, where the others differ by more than rounding, as a whole or in a row."""

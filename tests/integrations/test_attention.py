@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import allscan
-from allscan.integrations import attention, softmax, triangles
+from allscan.integrations import attention, attention_kernels, softmax, triangles
 from support.attention import attention_case, packed_case, split, varlen, whole_case
 from support.values import place, relative
 
@@ -110,7 +110,7 @@ def order_case(group, layout):
 
         for name in ("start", "finish", "start_sum", "finish_sum"):
             patch.setattr(softmax.Gather, name, told(name, getattr(softmax.Gather, name)))
-        (kernel,) = [kernel for kernel in attention.KERNELS if kernel.name == "cpu"]
+        (kernel,) = [kernel for kernel in attention_kernels.KERNELS if kernel.name == "cpu"]
         kernel = kernel._replace(
             forward=told(lambda given: f"forward, causal {given[3]}", kernel.forward),
             backward=told(
@@ -118,7 +118,7 @@ def order_case(group, layout):
                 kernel.backward,
             ),
         )
-        patch.setattr(attention, "KERNELS", (kernel,))
+        patch.setattr(attention_kernels, "KERNELS", (kernel,))
         zigzag = layout == "zigzag"
         tokens = [6] * comm.size
         given, expand, do = whole_case("latents", 1, sum(tokens), torch.float32, comm.device)
@@ -168,7 +168,7 @@ def test_sums_in_float32(run, size=8):
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_what_the_operators_take(name):
     """The arguments that our calls give are those that this PyTorch's operators have."""
-    assert dict(cudnn=attention.CUDNN_IS_KNOWN, flash=attention.FLASH_IS_KNOWN)[name]
+    assert dict(cudnn=attention_kernels.CUDNN_IS_KNOWN, flash=attention_kernels.FLASH_IS_KNOWN)[name]
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def merge_case(group):
         lse, more_lse = (torch.randn(B, H, T) * 50 for _ in range(2))
         if dtype == torch.float32:  # the second of two halves
             o, lse = (torch.cat([x, x], 2) for x in (o, lse))
-            o = attention.tokens_first(o)
+            o = triangles.tokens_first(o)
             o, lse = o[:, :, T:], lse[:, :, T:]
         wanted = o.float(), lse.clone()
         attention._merge(*wanted, more.float(), more_lse)

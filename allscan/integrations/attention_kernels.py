@@ -1,0 +1,207 @@
+"""Attention of one block by kernels of PyTorch's, with log-sum-exps: cuDNN, FlashAttention 2, and those for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..bindings.torch_compat import operator
+from .triangles import by_triangles, tokens_first
+
+
+class Kernel(NamedTuple):
+    """Attention kernels that give and take log-sum-exps.
+
+    forward: (q [B, H, T, D], k [B, G, S, D], v [B, G, S, V], causal, scale) -> (o [B, H, T, V], lse [B, H, T], what
+        backward is to get); H is a multiple of G; causal where T = S only. o has its tokens before its heads in memory.
+    backward: (do, q, k, v, o, lse, that, causal, scale) -> (dq, dk, dv). o and lse may be those over more keys: these
+        get what is theirs. lse is contiguous.
+    """
+
+    name: str
+    forward: Callable
+    backward: Callable
+    fits: Callable  # (q, k, v) -> bool
+
+
+def kernel_for(q, k, v) -> Kernel | None:
+    """The fastest for tensors like these, None without one. Ask again where torch's switches may have changed."""
+    return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
+
+
+def strided_like(x, other) -> torch.Tensor:
+    """x with the strides of ``other``, of the same shape."""
+    return x if x.stride() == other.stride() else torch.empty_like(other).copy_(x)
+
+
+def _aligned(x) -> torch.Tensor:
+    """x as kernels for GPUs read it: words of 16 bytes."""
+    words = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % words for s in x.stride()[:-1])
+    return x if fits else x.contiguous()
+
+
+# cuDNN. Its graphs for backward are cached by the layouts of q, k and v only, while they hold those of o, its gradient
+# and the log-sum-exp: these always follow from q's here, as where PyTorch calls it.
+
+
+def _cudnn_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    found = cudnn(tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale)
+    o, lse, *lengths, seed, offset, _ = found
+    return o, lse.view(q.shape[:3]), (lse.shape, lengths, (seed, offset))
+
+
+def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+    shape, (cum_q, cum_k, *_), seeds = more
+    o = tokens_first(o)
+    return cudnn_backward(
+        strided_like(do, o),
+        tokens_first(q),
+        _aligned(k),
+        _aligned(v),
+        o,
+        lse.reshape(*q.shape[:3], *shape[3:]),
+        *seeds,
+        None,
+        cum_q,
+        cum_k,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
+
+
+def _cudnn_fits(q, k, v) -> bool:
+    if _capability(q) != CUDNN_GPU or not CUDNN_IS_KNOWN or (torch.backends.cudnn.version() or 0) < CUDNN_LEAST:
+        return False
+    if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (q.shape[-1], v.shape[-1]) not in CUDNN_WIDTHS:
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
+def _triangles_fit(q, k, v) -> bool:
+    return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES
+
+
+# Compute capability, cuDNN's version and widths of keys and values with which tests/gpu/test_attention_gpu.py has
+# passed: other GPUs and older versions were not tested. With 128 and 96 o was wrong by 0.08 in it.
+CUDNN_GPU, CUDNN_LEAST = (9, 0), 91900
+CUDNN_WIDTHS = {(64, 64), (128, 128), (192, 128), (256, 256)}
+CUDNN_TOKENS = 256  # where fewer, flash: a plan for each new length costs the host more than the kernel saves
+cudnn = operator(
+    "_scaled_dot_product_cudnn_attention",
+    "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
+)
+cudnn_backward = operator(
+    "_scaled_dot_product_cudnn_attention_backward",
+    "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
+    "dropout_p is_causal scale",
+)
+IN_TRIANGLES = {(192, 128)}  # widths of keys and values, on Hopper: 495 TFLOP/s in place of 288; 128, 256: fewer
+SQUARE = 4096  # tokens; smaller squares in triangles were not measured
+CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
+
+
+def _capability(x) -> tuple[int, int]:
+    """Compute capability of NVIDIA's GPU that holds x in half precision, else (0, 0)."""
+    half = x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+    return torch.cuda.get_device_capability(x.device) if half and torch.version.hip is None else (0, 0)
+
+
+# FlashAttention 2 as PyTorch has it
+
+
+def _flash_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    found = flash(q, k, v, 0.0, causal, False, scale=scale)
+    o, lse, *lengths, seed, offset, _ = found
+    return o, lse, (lengths, (seed, offset))
+
+
+def _flash_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+    lengths, seeds = more
+    do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
+    return flash_backward(do, q, k, v, o, lse, *lengths, 0.0, causal, *seeds, scale=scale)
+
+
+def flash_fits(q, k, v) -> bool:
+    """Whether FlashAttention 2 takes tensors like these."""
+    width = max(q.shape[-1], v.shape[-1])
+    return FLASH_IS_KNOWN and _capability(q) >= (8, 0) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
+
+
+flash = operator("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale")
+flash_backward = operator(
+    "_scaled_dot_product_flash_attention_backward",
+    "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
+    "philox_offset scale",
+)
+FLASH_IS_KNOWN = None not in (flash, flash_backward)
+
+
+# PyTorch's on CPUs
+
+
+on_cpu = operator("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask scale")
+on_cpu_backward = operator(
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
+)
+
+
+def _cpu_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, None]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    o, lse = on_cpu(q, k, v, 0.0, causal, scale=scale)
+    return o, lse.contiguous(), None
+
+
+def _cpu_backward(do, q, k, v, o, lse, _, causal, scale) -> tuple[torch.Tensor, ...]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    dq, *others = on_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
+    return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in others)
+
+
+def _cpu_fits(q, k, v) -> bool:
+    return q.device.type == "cpu" and None not in (on_cpu, on_cpu_backward)
+
+
+def widened(*tensors) -> list[torch.Tensor]:
+    """The same of one width, a multiple of 8."""
+    width = max(x.shape[-1] for x in tensors)
+    width += -width % 8
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+
+
+def _of_one_width(forward, backward) -> tuple[Callable, Callable]:
+    """The same where the kernels want q, k and v of one width, a multiple of 8."""
+
+    def forward_of_any(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, object]:
+        o, lse, more = forward(*widened(q, k, v), causal, scale)
+        return tokens_first(o[..., : v.shape[-1]]), lse, more
+
+    def backward_of_any(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+        do, q_, k_, v_, o = widened(do, q, k, v, o)
+        found = backward(do, q_, k_, v_, o, lse, more, causal, scale)
+        return tuple(dx[..., : x.shape[-1]] for dx, x in zip(found, (q, k, v), strict=True))
+
+    return forward_of_any, backward_of_any
+
+
+KERNELS = (
+    Kernel(
+        "cudnn, triangles",
+        _cudnn_forward,
+        by_triangles(_cudnn_backward, SQUARE),
+        lambda *given: _cudnn_fits(*given) and _triangles_fit(*given),
+    ),
+    Kernel("cudnn", _cudnn_forward, _cudnn_backward, _cudnn_fits),
+    Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), flash_fits),
+    Kernel("cpu", *_of_one_width(_cpu_forward, _cpu_backward), _cpu_fits),
+)
