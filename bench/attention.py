@@ -225,7 +225,7 @@ def in_triangles(name, square):
 def check_triangles(device, dtype, name, tokens) -> list[str]:
     """What is wrong in squares of tokens / 2 and more, where a fault would be a warning."""
     kernel, wrong = in_triangles(name, tokens // 2), []
-    with mock.patch.object(attention, "KERNELS", (kernel,)), warnings.catch_warnings():
+    with mock.patch.object(attention_kernels, "KERNELS", (kernel,)), warnings.catch_warnings():
         warnings.filterwarnings("error", message="gradients of softmax attention in triangles")
         for batch, more in ((1, 1), (2, 2)):
             wrong += check(device, dtype, more * tokens, (4, 4, 192, 128), batch, IN_TRIANGLES)

@@ -255,6 +255,7 @@ def method(name, hybrid, model, comm, one):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from allscan.integrations import transformers as integration
+    from allscan.integrations import transformers_layers as layers
 
     modeling = hybrid.modeling
     recurrent, attentions = ([m for m in model.modules() if type(m).__name__ == kind] for kind in hybrid.layers)
@@ -266,12 +267,12 @@ def method(name, hybrid, model, comm, one):
         own = functools.partial(alone, one)
     try:
         if name == "heads":
-            setattr(modeling, hybrid.rule, integration._Operator(own, rule_of_heads))
-            AttentionInterface.register(integration.NAME, attention_of_heads)
+            setattr(modeling, hybrid.rule, layers.SplitOperator(own, rule_of_heads))
+            AttentionInterface.register(layers.NAME, attention_of_heads)
             for layer in attentions:
                 del layer.forward
         if name == "gathered":
-            setattr(modeling, hybrid.rule, integration._Operator(own, None))
+            setattr(modeling, hybrid.rule, layers.SplitOperator(own, None))
             for layer in recurrent:
                 layer.forward = functools.partial(gathering, layer)
         if name == "data parallel":
@@ -281,7 +282,7 @@ def method(name, hybrid, model, comm, one):
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
         setattr(modeling, hybrid.rule, rule)
-        AttentionInterface.register(integration.NAME, integration._attention)
+        AttentionInterface.register(layers.NAME, layers._attention)
         for layer in recurrent:
             vars(layer).pop("forward", None)
         integration.sequence_parallel(model, comm=None)

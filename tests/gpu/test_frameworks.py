@@ -170,7 +170,7 @@ def made(family, device):
 def torchs_own(family):
     """The functions in torch that a model's file has, where it would call those of a package."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    from allscan.integrations.transformers import OPERATORS
+    from allscan.integrations.transformers_layers import OPERATORS
 
     with contextlib.ExitStack() as stack:
         for name in OPERATORS:
@@ -199,11 +199,12 @@ def one_rank(family, model, whole, labels, lengths):
 def split(comm, family, model, tokens, labels, how, layout="contiguous"):
     """What the model gives for this rank's tokens; its operators are checked to be All-Scan's."""
     from allscan.integrations import transformers as integration
+    from allscan.integrations import transformers_layers as layers
 
     per_document = layout == "documents"
     layout = "zigzag" if per_document else layout
     integration.sequence_parallel(model, comm=comm, layout=layout, per_document=per_document)
-    with recorded(integration) as seen:
+    with recorded(layers) as seen:
         output = model(input_ids=tokens, labels=labels, use_cache=False, **how)
     integration.sequence_parallel(model, comm=None)
     assert seen == {"kimi_linear": ["zeco_kda"], "qwen3_next": ["zeco_gated_delta_rule"]}.get(family, []), seen
@@ -249,16 +250,16 @@ def summed_over(group, found):
 
 
 @contextlib.contextmanager
-def recorded(integration):
+def recorded(layers):
     """Names of All-Scan's operators that take the place of fla's, in the order of their calls; on CPUs too."""
-    seen, choose = [], integration.ours
+    seen, choose = [], layers.ours
 
     def ours(*arguments):
         operator = choose(*arguments)
         seen.extend([] if operator is None else [operator.__name__])
         return operator
 
-    with mock.patch.multiple(integration, ours=ours, on_gpu=lambda device: True):
+    with mock.patch.multiple(layers, ours=ours, on_gpu=lambda device: True):
         yield seen
 
 

@@ -491,7 +491,7 @@ def packing_scan(function):
 
 def functions_case(group, family, name, wrapped, packed, **more):
     """With ``wrapped(torch's function)`` for the function ``name`` of a model's file over the ranks, torch's on one."""
-    from allscan.integrations import transformers as integration
+    from allscan.integrations import transformers_layers as layers
 
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     made(family)
@@ -499,16 +499,16 @@ def functions_case(group, family, name, wrapped, packed, **more):
         own = vars(modeling)[name]
         own = getattr(own, "original", own)
         patch.setattr(modeling, name, own)  # as it was, at the end
-        split = functools.partial(integration.OPERATORS[name], wrapped(own))
-        patch.setattr(modeling, name, integration._Operator(own, lambda _, *given, **options: split(*given, **options)))
+        split = functools.partial(layers.OPERATORS[name], wrapped(own))
+        patch.setattr(modeling, name, layers.SplitOperator(own, lambda _, *given, **options: split(*given, **options)))
         return model_case(group, family, packed, "sdpa", keep=True, **more)
 
 
 def in_one_call_case(group, layout):
-    from allscan.integrations import transformers as integration
+    from allscan.integrations import transformers_layers as layers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integration, "of_package", lambda function: function)
+        patch.setattr(layers, "of_package", lambda function: function)
         return functions_case(group, "nemotron_h", "mamba2_chunk_scan", packing_scan, "cu_seq_lens", layout=layout)
 
 
@@ -532,12 +532,12 @@ def ours_case(group, family, packed, layout):
     """All-Scan's operator where the model's function is fla's, as on a GPU: (errors, its calls' options, choices)."""
     from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
-    from allscan.integrations import transformers as integration
+    from allscan.integrations import transformers_layers as layers
 
     import_fla()
     (name, theirs, more), calls = RULES[family], []
     decorated = use_kernel_func_from_hub_with_fallback(theirs, "fla")
-    own = integration.OURS[theirs]
+    own = layers.OURS[theirs]
 
     @functools.wraps(own)
     def counted(*tensors, **options):
@@ -547,7 +547,7 @@ def ours_case(group, family, packed, layout):
         return own(*tensors, **options)
 
     def chosen(device, **options):
-        found = integration.ours(decorated(own), torch.device(device), options)
+        found = layers.ours(decorated(own), torch.device(device), options)
         return found and found.__name__
 
     with pytest.MonkeyPatch.context() as patch:
@@ -557,10 +557,10 @@ def ours_case(group, family, packed, layout):
             chosen("cuda", use_cache=True),
             chosen("cuda", cp_context=1),
             chosen("cpu"),
-            integration.ours(own, torch.device("cuda"), {}),
+            layers.ours(own, torch.device("cuda"), {}),
         ]
-        patch.setattr(integration, "on_gpu", lambda device: True)
-        patch.setitem(integration.OURS, theirs, counted)
+        patch.setattr(layers, "on_gpu", lambda device: True)
+        patch.setitem(layers.OURS, theirs, counted)
         errors, _ = functions_case(group, family, name, decorated, packed, layout=layout, **more)
     return errors, calls, choices
 
@@ -592,7 +592,8 @@ def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
 def copies_case(group, family, layout, packed):
     """What a forward and backward pass copies of T tokens a rank, for T in the table: [ordinary model, split one]. The
     recurrences, which are not of interest here, are one product, and there are no softmax layers."""
-    from allscan.integrations.transformers import OPERATORS, sequence_parallel
+    from allscan.integrations.transformers import sequence_parallel
+    from allscan.integrations.transformers_layers import OPERATORS
 
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     name = "chunk_kimi_delta_attention" if family == "kimi_linear" else "mamba2_chunk_scan"
@@ -709,7 +710,8 @@ def fla_case(group, name):
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.kda import fused_recurrent_kda
 
-    from allscan.integrations import transformers as integration
+    from allscan.integrations import transformers_layers as layers
+    from allscan.integrations.transformers_sequence import SplitSequence
 
     with allscan.Communicator(group) as comm, torch.no_grad():
         function = dict(kda=fused_recurrent_kda, gated_delta_rule=fused_recurrent_gated_delta_rule)[name]
@@ -718,9 +720,9 @@ def fla_case(group, name):
         g, beta = -torch.rand(1, 24, 2, 16, generator=generator) / 8, torch.rand(1, 24, 2, generator=generator)
         k, g = torch.nn.functional.normalize(k, dim=-1), g if name == "kda" else g[..., 0]
         o, _ = delta_reference(q, k, v, g, beta, cu_seqlens=lengths)
-        mine, where = place(comm, tokens), integration._Sequence(comm, tokens, torch.tensor(lengths), "sdpa")
+        mine, where = place(comm, tokens), SplitSequence(comm, tokens, torch.tensor(lengths), "sdpa")
         own = [x[:, mine].contiguous() for x in (q, k, v, g, beta)]
-        found, _ = integration._delta_rule(function, where, *own[:3], g=own[3], beta=own[4])
+        found, _ = layers._delta_rule(function, where, *own[:3], g=own[3], beta=own[4])
         return relative(found, o[:, mine])
 
 

@@ -1,0 +1,335 @@
+"""What the layers of transformers' models call in place of their own functions, where their model is split."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from ..ops.allscan import Using
+from ..ops.delta import zeco_gated_delta_rule, zeco_kda
+from ..ops.ssd import zeco_ssd
+from ..tokens.packing import boundaries_on_host
+from . import needing
+from .attention import Later, attend, kernel_for, packed, packed_documents, takes_packed
+from .recurrent import convolved, delta_rule
+from .softmax import Gather, documents_in_order, reject
+
+with needing(f"{__package__}.transformers", "transformers"):
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "allscan"  # of the attention function
+SEQUENCE = "allscan_sequence"  # the argument by which the model's forward tells its layers
+CACHES = ("cache", "past_key_values")  # what forwards call their cache: from transformers 5.24 on, and before
+
+
+@functools.cache
+def name_of_cache(kind: Any) -> str | None:
+    """What the forward of a class of models or softmax layers calls its cache."""
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
+
+
+class SplitOperator:
+    """A function that a model's file calls by its name, in place of it: over the ranks where it is told so."""
+
+    def __init__(self, original, split) -> None:
+        self.original, self.split = original, split
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *arguments, **options) -> Any:
+        sequence = options.pop(SEQUENCE, None)
+        if sequence is None:
+            return self.original(*arguments, **options)
+        return self.split(self.original, sequence, *arguments, **options)
+
+
+def _convolution(original, sequence, x, weight, bias=None, activation=None, **_) -> torch.Tensor:
+    """x [B, channels, tokens], the last of which are this rank's."""
+    n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
+    if not n:
+        return original(x, weight, bias, activation=activation)
+
+    def conv(x) -> torch.Tensor:
+        return original(x.mT, weight, bias, activation=activation).mT
+
+    y = convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
+    return _padded(y, sequence).mT
+
+
+def _own(sequence, *tensors) -> Sequence[torch.Tensor | None]:
+    """[B, T, ...] of this rank's tokens, without one of padding."""
+    return tensors if sequence.own else [x if x is None else x[:, :0] for x in tensors]
+
+
+def _padded(x, sequence) -> torch.Tensor:
+    """x [B, T, ...] with what the model's layers go on with: on a rank without tokens zeros of one."""
+    return x if sequence.own else F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
+
+
+def _fused(original, sequence, *_, **__) -> None:
+    """mamba_ssm's kernel of a whole layer: not over ranks; the layer goes on with its parts."""
+
+
+def _state_space(
+    original,
+    sequence,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    *,
+    D=None,
+    dt_bias=None,
+    dt_softplus=False,
+    z=None,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+    initial_states=None,
+    **_,
+) -> Any:
+    def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states) -> Any:
+        options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
+        if seq_idx is None or of_package(original) is not None:
+            return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
+        outputs, state = [], None
+        for start, end, *_ in sequence.parts():  # torch's own function takes one sequence
+            y, state = original(*(t[:, start:end] for t in (x, dt)), A, *(t[:, start:end] for t in (B, C)), **options)
+            outputs.append(y)
+        return torch.cat(outputs, 1), state
+
+    x, dt, B, C, z = _own(sequence, x, dt, B, C, z)
+    found = zeco_ssd(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        comm=sequence.comm,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        return_final_states="all" if return_final_states else False,
+        chunk_scan=scan,
+        **sequence.where(),
+    )
+    return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
+
+
+def of_package(function) -> Callable | None:
+    """fla's or mamba_ssm's function that one of a model's file calls, None where that is transformers' own, in torch:
+    only the former take packed sequences in one call."""
+    inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    found = inside.get("implementation")  # of use_kernel_func_from_hub_with_fallback
+    return None if found is inside.get("torch_function") else found
+
+
+def ours(function, device, options) -> Callable | None:
+    """All-Scan's operator in place of a model's delta rule, or None where it is not the same: it is where that is fla's
+    on a GPU, and ours knows all options that fla's would be given."""
+    theirs: Any = of_package(function)
+    found: Any = OURS.get(getattr(theirs, "__name__", ""))
+    if found is None or not theirs.__module__.startswith("fla.") or not on_gpu(device):
+        return None
+    known, taken = (inspect.signature(f).parameters for f in (found, theirs))
+    return found if all(name in known for name in options if name in taken) else None
+
+
+def on_gpu(device) -> bool:
+    """Whether tensors there are in the memory of a GPU; the tests replace it."""
+    return device.type == "cuda"
+
+
+def _delta_rule(
+    original,
+    sequence,
+    query,
+    key,
+    value,
+    g,
+    beta,
+    *,
+    initial_state=None,
+    output_final_state=False,
+    cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated DeltaNet and KDA."""
+    operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
+    if operator is not None:
+        taken = inspect.signature(operator).parameters
+        o, state = operator(
+            *tensors,
+            comm=sequence.comm,
+            output_final_state="all" if output_final_state else False,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **sequence.where(),
+            **{name: x for name, x in options.items() if name in taken},
+        )
+    else:
+        alone: Any = functools.partial(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+        o, state = delta_rule(alone, tensors, sequence.cut(), comm=sequence.comm, final=output_final_state)
+    return _padded(o, sequence), state
+
+
+OURS = {"chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kda": zeco_kda}
+OPERATORS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _fused,
+}
+
+
+class _Keys:
+    """In place of a softmax layer's cache: what the layer appends its keys and values, or latents, to. It gets those of
+    all ranks back; or where ``attend`` can do with them its own, and those of the others are under way."""
+
+    def __init__(self, sequence, cache) -> None:
+        self.sequence, self.cache = sequence, cache
+        self.others: Gather | Later | None = None
+
+    def update(self, key, value, layer_idx, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        sequence, self.given = self.sequence, (key, value)
+        if sequence.comm.size > 1:
+            merged, memory = sequence.attention
+            where = sequence.comm, sequence.tokens, sequence.zigzag and not sequence.per_document
+            tensors = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
+            others = Gather(*where, *tensors) if memory is None else Later(*where, memory, *tensors)
+            if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa" and merged:
+                self.others = others
+                return key, value
+            key, value = in_order(others, boundaries_on_host(sequence.lengths) if sequence.per_document else None)
+        if self.cache is not None:
+            self.cache.update(key, value, layer_idx, *arguments, **options)
+        return key, value
+
+    def attend(
+        self, module, query, key, value, scaling, dropout
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
+        sequence, expand = self.sequence, None
+        if [key.shape, value.shape] != [x.shape for x in self.given]:
+            expand = getattr(module, "expand_kv", None)  # which makes them of latents
+            if expand is None:
+                reject(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
+        if not sequence.own:
+            query, key, value = (x[:, :, :0] for x in (query, key, value))
+        if not dropout and kernel_for(query, key, value) is not None:
+            return attend(query, key, value, self.others, scaling, expand, self.given), None, None
+        if sequence.attention.memory is not None:
+            what = f"no kernel for {query.dtype} on {query.device.type} and a dropout of {dropout}"
+            reject(sequence.comm, f"attention.memory needs merged blocks: {what}")
+        key, value = in_order(self.others)
+        return None, *((key, value) if expand is None else expand(key, value))
+
+
+OTHER_VERSION = "this version of transformers is not covered"
+
+
+def in_order(gather, documents=None) -> Iterator[torch.Tensor]:
+    """[B, H, T, D] of all ranks' tokens. documents: cu_seqlens of sequences that are each cut."""
+    found = gather.read(gather.in_order())
+    if documents is not None:
+        found = documents_in_order(gather.comm, documents, *found)
+    return (x.transpose(1, 2) for x in found)
+
+
+def softmax_forward(layer, *arguments, past_key_values=None, cache=None, **options) -> Any:
+    """The forward of a softmax layer, with the keys and values of all ranks."""
+    sequence = options.get(SEQUENCE)
+    if sequence is None:
+        raise ValueError(f"a {type(layer).__name__} of a split model is called through the model")
+    keys = _Keys(sequence, past_key_values if cache is None else cache)
+    options[SEQUENCE] = dataclasses.replace(sequence, keys=keys)
+    return type(layer).forward(layer, *arguments, **{name_of_cache(type(layer)): keys}, **options)  # type: ignore[arg-type]
+
+
+class _Layer:
+    """A softmax layer as its former attention function is to see it: with that function's name in its config."""
+
+    def __init__(self, layer, inner) -> None:
+        self._layer, self._inner = layer, inner
+
+    def __getattr__(self, name) -> Any:
+        return getattr(self._layer, name)
+
+    @property
+    def config(self) -> _Config:
+        return _Config(self._layer.config, self._inner)
+
+
+class _Config:
+    def __init__(self, config, inner) -> None:
+        self._config, self._attn_implementation = config, inner
+
+    def __getattr__(self, name) -> Any:
+        return getattr(self._config, name)
+
+
+def _attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: this rank's queries [B, H, T, D] to the whole's keys up to each."""
+    sequence = options.get(SEQUENCE)
+    if sequence is None:
+        raise ValueError(
+            f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config"
+        )
+    inner, home, keys = sequence.inner, sys.modules[sequence.home], sequence.keys
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
+    device, outputs, found = query.device.type, [], None
+
+    def cast(*tensors) -> Sequence[torch.Tensor]:  # autocast does not reach through causal_lower_right
+        if inner != "sdpa" or not torch.is_autocast_enabled(device):
+            return tensors
+        return [t.to(torch.get_autocast_dtype(device)) for t in tensors]
+
+    query, key, value = cast(query, key, value)
+    if keys.others is not None:
+        found, key, value = keys.attend(module, query, key, value, scaling, dropout)
+    if found is not None:
+        return _padded(found, sequence), None
+    query, key, value = cast(query, key, value)
+    if key.shape[2] != sum(sequence.tokens):
+        reject(
+            sequence.comm,
+            f"a {type(module).__name__} has the keys of {key.shape[2]} tokens, not of the "
+            f"{sum(sequence.tokens)} of all ranks: {OTHER_VERSION}",
+        )
+    if not sequence.own:  # takes part in the others' backward
+        o = query.new_zeros(query.shape[0], 0, query.shape[1], value.shape[-1])
+        return _padded(Using.apply(o, key, value), sequence), None
+    if inner == "sdpa" and sequence.lengths is not None and not dropout and takes_packed(query, key, value):
+        lengths = boundaries_on_host(sequence.lengths)
+        if sequence.per_document:
+            return packed_documents(query, key, value, sequence.comm, lengths, scaling), None
+        own = [(first, end) for rank, first, end in sequence.chunks() if rank == sequence.comm.rank]
+        return packed(query, key, value, sequence.comm, own, lengths, scaling), None
+    for part in sequence.parts():
+        T, before, mask = part.end - part.start, part.before, None
+        if inner == "eager" and T > 1:
+            mask = query.new_full((T, T + before), torch.finfo(query.dtype).min).triu(before + 1)[None, None]
+        elif inner == "sdpa" and T > 1 and before:  # whose own mask begins at token 0
+            mask = causal_lower_right(T, T + before)  # its kernels go on without a mask in memory
+        here, keys = query[:, :, part.start : part.end], (t[:, :, part.begin : part.last] for t in (key, value))
+        outputs.append(function(_Layer(module, inner), here, *keys, mask, scaling=scaling, dropout=dropout)[0])
+    return torch.cat(outputs, 1), None
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,189 @@
+"""Where a rank's tokens of transformers' models lie in the whole: asked of all ranks at each forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base.checks import boundaries
+from ..comm.communicator import Communicator
+from ..comm.host_exchange import by_rank
+from ..tokens.packing import TokenRange, boundaries_on_host, cut, document_places, without_empty
+from .attention import WHOLE, Attention
+from .batches import DOCUMENTS, documents_misfit, misfit
+from .softmax import chunks
+
+
+class Part(NamedTuple):
+    """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the whole that begins with the token
+    ``begin``, and they end before ``last``. half: see TokenRange.state_index."""
+
+    start: int
+    end: int
+    half: int
+    begin: int
+    last: int
+
+    @property
+    def before(self) -> int:
+        """Tokens of the sequence before these."""
+        return self.last - self.begin - (self.end - self.start)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitSequence:
+    """What the layers are told: where this rank's tokens lie."""
+
+    comm: Communicator
+    tokens: list[int]  # of each rank
+    lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
+    inner: str  # the attention function that the model had
+    zigzag: bool = False
+    per_document: bool = False  # each of packed sequences, of which none is empty, is cut
+    attention: Attention = WHOLE
+    home: str = ""  # the module of the model's classes
+    keys: Any = None  # of the softmax layer that is told
+
+    @property
+    def first(self) -> int:
+        """Where in the whole this rank's tokens begin."""
+        return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
+
+    @property
+    def own(self) -> int:
+        return self.tokens[self.comm.rank]
+
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(rank, first token, end) of the ranks' parts, in the order of the whole."""
+        return chunks(self.tokens, self.zigzag)
+
+    def parts(self) -> list[Part]:
+        """Of the sequences on this rank that are not empty."""
+        own, parts, start = [(a, b) for rank, a, b in self.chunks() if rank == self.comm.rank], [], 0
+        lengths = None if self.lengths is None else boundaries_on_host(self.lengths)
+        if lengths is not None and self.per_document and self.own:
+            for i, (first, end) in enumerate(document_places(lengths, self.comm.rank, self.comm.size)):
+                parts.append(Part(start, start + end - first, i, lengths[i // 2], end))
+                start += end - first
+            return parts
+        for half, (first, end) in enumerate(own):
+            if lengths is None or not self.own:
+                parts.append(Part(start, start + end - first, half, 0, end))  # what comes goes on
+            else:
+                parts += [
+                    Part(start + p.start, start + p.end, half, lengths[p.sequence], first + p.end)
+                    for p in cut(lengths, first, end - first)
+                    if p.end > p.start
+                ]
+            start += end - first
+        return parts
+
+    def cut(self) -> list[TokenRange]:
+        return [TokenRange.of(p.start, p.end, p.half, begins=p.before == 0) for p in self.parts()]
+
+    def where(self) -> dict:
+        return dict(
+            cu_seqlens=self.lengths,
+            first_token=None if self.lengths is None else self.first,
+            layout="zigzag" if self.zigzag else "contiguous",
+            per_document=self.per_document,
+        )
+
+
+class Asked(NamedTuple):
+    """What a rank says of its tokens and of how they are cut."""
+
+    B: int
+    T: int
+    cu_seqlens: Any
+    zigzag: bool
+    per_document: bool
+    attention: Attention
+    inner: str
+    home: str
+
+
+def agree_sequence(comm, asked: Asked, position_ids, wanted, stamp, kernel) -> tuple[SplitSequence, bool]:
+    """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``:
+    of the batch, what it says and what is seen of it (batches.py); ``kernel``: tokens that the convolutions' states
+    have, 0 without a cache."""
+    B, T, cu_seqlens, zigzag, per_document, attention, inner, home = asked
+    with comm.call():
+        lengths = None if cu_seqlens is None else boundaries_on_host(boundaries(cu_seqlens))
+        rises, begun = None, []  # with which position_ids sequences begin
+        if lengths is None and position_ids is not None:
+            rises = [_rises(half) for half in position_ids.chunk(1 + zigzag, -1)] if T else []
+        layout = DOCUMENTS if per_document else "zigzag" if zigzag else "contiguous"
+        told = B, T, lengths, rises, layout, wanted, *stamp, kernel, list(attention)
+        answers = comm.order.exchange(told, "the tokens of each rank")
+        rows, tokens, _, _, _, _, stamps, contents, kernels, kinds = map(list, zip(*answers, strict=True))
+        if len(set(kernels)) > 1:
+            why = f"use_cache differs between ranks: {by_rank(bool(kernel) for kernel in kernels)}"
+            raise comm.order.raised_everywhere(ValueError(why))
+        last = tokens[0] // 2 if zigzag else tokens[-1]
+        if last < kernel:  # the layers make the state of these tokens alone
+            where = "half of the first rank's tokens" if zigzag else "the last rank"
+            why = f"with a cache {where} must have as many tokens as a convolution's kernel, got {last}"
+            raise comm.order.raised_everywhere(ValueError(why))
+        if len({answer[4] for answer in answers}) > 1:
+            given = by_rank(answer[4] for answer in answers)
+            raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
+        if any(kind != kinds[0] for kind in kinds):
+            different = by_rank(Attention(*kind) for kind in kinds)
+            raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
+        cut_row = per_document and lengths is None  # of one sequence
+        problem = misfit(comm, rows, tokens, "zigzag" if cut_row else layout, stamps, contents)
+        if problem is not None:
+            raise comm.order.raised_everywhere(ValueError(problem))
+        if zigzag and (len(set(tokens)) > 1 or tokens[0] % 2):
+            wanted = "an even number of tokens, the same on every rank"
+            raise comm.order.raised_everywhere(ValueError(f"the zigzag layout wants {wanted}, got {by_rank(tokens)}"))
+        if any(list(answer[2] or ()) != list(lengths or ()) for answer in answers):
+            given = by_rank(answer[2] for answer in answers)
+            raise comm.order.raised_everywhere(ValueError(f"cu_seq_lens_q differs between ranks: {given}"))
+        if len({answer[3] is None for answer in answers}) > 1:
+            raise comm.order.raised_everywhere(ValueError("position_ids must be given on every rank or on none"))
+        if rises is not None:
+            found, before = [], None  # where position_ids do not rise by 1
+            halves = [iter(answer[3]) for answer in answers]
+            for rank, first, last in chunks(tokens, zigzag):
+                if first == last:
+                    continue
+                here, positions, (start, end) = next(halves[rank])
+                if before is None or any(a != b + 1 for a, b in zip(start, before, strict=True)):
+                    found.append(first)
+                    begun += start
+                found += [first + i for i in here]
+                begun += itertools.chain(*positions)
+                before = end
+            lengths = (*found, sum(tokens)) if len(found) > 1 else None
+        if lengths is not None and cut_row:
+            problem = f"with per_document=True packed sequences are told by cu_seq_lens_q, got position_ids {begun}"
+        elif lengths is not None and zigzag and any(begun):  # as where they are those of another layout
+            problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
+            problem = f"{problem} of the whole at positions {begun}: see allscan.zigzag.zigzag_positions"
+        elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
+            problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
+        elif lengths is not None and lengths[-1] != sum(tokens):
+            problem = f"cu_seq_lens_q must end with the {sum(tokens)} tokens of all ranks, got {lengths[-1]}"
+        elif lengths is not None and B != 1:
+            problem = f"packed sequences must be in a batch of one, got {B}"
+        elif per_document and not cut_row:
+            problem = documents_misfit(lengths, comm.size, sum(tokens))
+        if problem is not None:
+            raise comm.order.raised_everywhere(ValueError(problem))
+        per_document = per_document and not cut_row
+        if lengths is not None and per_document:
+            lengths = without_empty(lengths)
+        cuts = None if lengths is None else torch.tensor(lengths, device="cpu")
+        sequence = SplitSequence(comm, tokens, cuts, inner, zigzag, per_document, attention, home)
+        return sequence, any(answer[5] for answer in answers)
+
+
+def _rises(position_ids) -> tuple[list[int], list, list]:
+    """(where they do not rise by 1, what each row has there, (the first of each row, the last)); waits for the GPU."""
+    breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
+    return breaks.tolist(), position_ids[:, breaks].mT.tolist(), position_ids[:, [0, -1]].mT.tolist()
