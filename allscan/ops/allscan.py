@@ -18,7 +18,6 @@ from ..base.autograd import (
     check_saveable,
     product,
     reject_second_derivative,
-    wants_gradient,
 )
 from ..base.checks import (
     ScanInputs,
@@ -202,19 +201,25 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: 
         if reverse or out is not None or async_op:
             raise ValueError("the zigzag layout goes neither with reverse nor with out nor with async_op")
         (there, back), decays, transitions = pairs
-        if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
-            raise TypeError("both states must be tensors of one shape")
-        for half in zip((there, back), decays, transitions, (initial_state, None), strict=True):
-            check_scan(ScanInputs(*half), None, comm.device)
         given = there, back, *decays, *transitions, initial_state
-        check_saveable(given, given)
+        key = call_key(given)
+        known = "zigzag", part, key
+        first = comm.debug or known not in comm.checked
+        if first:
+            if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
+                raise TypeError("both states must be tensors of one shape")
+            for half in zip((there, back), decays, transitions, (initial_state, None), strict=True):
+                check_scan(ScanInputs(*half), None, comm.device)
+            check_saveable(given, given)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
-    if part == "half":  # no rank does without the way back
-        _scan_of(comm, there.shape, transitions[0], ("zigzag", False, initial_state is None))
-    wanted = wants_gradient(given)
+    if first:
+        if part == "half":  # no rank does without the way back
+            _scan_of(comm, there.shape, transitions[0], ("zigzag", False, initial_state is None))
+        comm.checked.remember(known)
+    wanted = bool(key[-1])
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
