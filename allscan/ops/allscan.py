@@ -187,7 +187,7 @@ def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = ""
     return get_or_create_scan(comm, shape, agree, deferred, kind=kind)
 
 
-def scan_zigzag(comm, inputs: ScanInputs, reverse: bool, layout: str, async_op: bool, part: str = "half") -> Any:
+def scan_zigzag(comm, inputs: ScanInputs, reverse=False, layout="zigzag", async_op=False, part: str = "half") -> Any:
     """The same of pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
     there: Any
@@ -309,7 +309,7 @@ _backward_not_traced = dynamo_disabled(_AllScan.backward)
 
 
 def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedScan:
-    return launcher.prepare(call_key(inputs), inputs, not reverse, True, True)
+    return launcher.prepare(call_key(inputs), inputs, not reverse, adjoint=True, of_adjoint=True)
 
 
 def _restored(factor, shape, is_decay, prev, dprev) -> Sequence[Any]:

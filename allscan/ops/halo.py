@@ -179,7 +179,7 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
         found = scan_once(comm, ScanInputs(edges[0], decay), bool(reverse), part="hop")
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
         there, back = edges[::-1] if reverse else edges
-        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), False, "zigzag", False, part="hop")
+        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), part="hop")
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
@@ -295,7 +295,7 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
     for size, _, states in groups:
         decay = _decay(size, n, reverse)
         there, back = edges[:, at : at + states].contiguous().unbind()
-        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), False, "zigzag", False, part="hop")
+        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), part="hop")
         found.append(torch.stack(pair))
         at += states
     together = found[0] if len(found) == 1 else torch.cat(found, 1)
