@@ -127,9 +127,9 @@ class Plan:
             return
         nothing = {name: None for name, x in zip(parameter_names(kernel), args) if x is None}
         launch = Launch(kernel, grid, **nothing, **fixed)
-        self.step(launch, [x for x in args if x is not None], launch)
+        self.launch_with(launch, [x for x in args if x is not None], launch)
 
-    def step(
+    def launch_with(
         self,
         launch: Launch,
         buffers: Sequence[Buffer],
@@ -166,7 +166,7 @@ class Plan:
             1,
         )
 
-    def call(self, function: Callable[..., None], *buffers: Buffer) -> None:
+    def call_python(self, function: Callable[..., None], *buffers: Buffer) -> None:
         """``function(context, *tensors)``, with the context of the run."""
         numbers = [x.number for x in buffers]
         self._add(lambda run: function(run.context, *(run.tensor(n) for n in numbers)))

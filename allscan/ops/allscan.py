@@ -169,7 +169,7 @@ def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> 
     shape = getattr(state, "shape", None)
     agreed = None if part else ("contiguous", reverse, initial_state is None)
     scan = _scan_of(comm, shape, transition, agreed, deferred, part)
-    prepared = scan.launcher.prepare(key, inputs, reverse)
+    prepared = scan.launcher.prepared_scan(key, inputs, reverse)
     comm.calls.remember((key, reverse, part), prepared)
     return prepared
 
@@ -309,7 +309,7 @@ _backward_not_traced = dynamo_disabled(_AllScan.backward)
 
 
 def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedScan:
-    return launcher.prepare(call_key(inputs), inputs, not reverse, adjoint=True, of_adjoint=True)
+    return launcher.prepared_scan(call_key(inputs), inputs, not reverse, adjoint=True, of_adjoint=True)
 
 
 def _restored(factor, shape, is_decay, prev, dprev) -> Sequence[Any]:

@@ -85,7 +85,7 @@ def record_call(plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> No
     def carry(carrier: StateCarrier, *tensors: Tensor) -> None:
         carrier.carry(Carried(**carried._asdict() | dict(zip(buffers, tensors, strict=True))), reverse, zigzag)
 
-    plan.call(carry, *buffers.values())
+    plan.call_python(carry, *buffers.values())
 
 
 class AllScanCarrier:
@@ -124,7 +124,7 @@ class AllScanCarrier:
             return
         factors = (carried.decay, carried.transition) if carried.passes[0] else ()
         fwd_epoch = plan.view(carried.fwd_epoch, 0, 1)
-        scan.launcher.record(plan, Scanned(carried.state, carried.out, fwd_epoch, *factors), reverse)
+        scan.launcher.record_scan(plan, Scanned(carried.state, carried.out, fwd_epoch, *factors), reverse)
 
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))

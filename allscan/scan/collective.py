@@ -381,7 +381,7 @@ class AllScan:
                 if channel.info is not self.launcher.channels[reverse].info:
                     raise ValueError("channel must be of this AllScan and of the direction of the scan")
                 fwd_epoch, of_adjoint = channel.fwd_epoch, channel.ADJOINT.value
-            prepared = self.launcher.prepare(call_key(inputs), inputs, bool(reverse), bool(adjoint), of_adjoint)
+            prepared = self.launcher.prepared_scan(call_key(inputs), inputs, bool(reverse), bool(adjoint), of_adjoint)
             found: Tensor | Work = prepared.run(inputs, async_op, fwd_epoch)
             return found
 

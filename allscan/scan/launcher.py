@@ -117,7 +117,7 @@ class Launcher:
             name = "scan"  # ranks may mix them
         return f"{name} over {self.shape}" + (", reverse" if reverse else "")
 
-    def prepare(
+    def prepared_scan(
         self,
         key: tuple[object, ...],
         inputs: ScanInputs,
@@ -163,7 +163,7 @@ class Launcher:
             transition is not None, has_decay, strides, neighbour_shift, initial_state is not None, reverse
         ), whole
 
-    def launch(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
+    def launch_scan(self, prepared: PreparedScan, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
@@ -184,7 +184,7 @@ class Launcher:
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
         self.after_launch(launch(*tensors[:-1], _with_fwd_epoch(channel, tensors[-1])))
 
-    def record(self, plan: Plan, buffers: Scanned, reverse: bool) -> None:
+    def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool) -> None:
         """Record a scan in a plan whose runs are in a call of the communicator, with ``reverse`` the adjoint."""
         if self.rails is not None:
             raise ValueError("plans need a chain")
@@ -199,7 +199,7 @@ class Launcher:
     ) -> None:
         """Record a kernel that takes these ``buffers``, but in place of the last, the forward epoch, the channel of a
         direction with it."""
-        plan.step(
+        plan.launch_with(
             launch,
             buffers,
             partial(self._with_tensors, launch, reverse, adjoint),
@@ -212,7 +212,7 @@ class Launcher:
         dense, has_decay, strides, neighbour_shift, has_initial, reverse = variant
         fixed = dict(K=self.K, V=self.V, HAS_INITIAL=has_initial)
         if self.rails is not None:
-            return self.rails.launch(
+            return self.rails.make_launch(
                 self.linked(rails_kernel),
                 reverse,
                 min(self.spec.num_tiles, self._least_ctas),
@@ -253,7 +253,7 @@ def name_of(kernel: Any) -> str:
 
 
 class PreparedScan:
-    """Scans of one variant: their inputs were checked, and their kernel is known. Made by ``Launcher.prepare``."""
+    """Scans of one variant: their inputs were checked, and their kernel is known. See ``Launcher.prepared_scan``."""
 
     __slots__ = (
         "comm",
@@ -310,12 +310,12 @@ class PreparedScan:
             if not out.is_inference():
                 increment_version(out)  # so that torch knows of the write
         if not async_op:
-            self.launcher.launch(self, tensors, addresses)
+            self.launcher.launch_scan(self, tensors, addresses)
             if comm.debug:
                 comm._look_for_nan("the scan", result=out)
             return out
         with comm.streams.beside() as beside:
-            self.launcher.launch(self, tensors, addresses)
+            self.launcher.launch_scan(self, tensors, addresses)
         if comm.debug:
             beside.wait(tensors)
             comm._look_for_nan("the scan", result=out)

@@ -325,7 +325,7 @@ class Rails:
         """No kernel uses them any more."""
         self.comm.memory.release(*self._kept)
 
-    def launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
+    def make_launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
         """``kernel``: rails_kernel, linked with NVSHMEM if ``puts``."""
         launch = Launch(kernel, (programs,), **fixed, num_warps=self.warps)
         return RailsLaunch(launch, self.further[direction])

@@ -352,7 +352,7 @@ class VirtualRanks:
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
         channel = self.channels[rank][reverse]
         if self._rails:
-            launch = self._rails[rank].launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
+            launch = self._rails[rank].make_launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
             launch(*given, channel, behind=behind)
         else:
             fixed |= OPTIONS | dict(num_warps=warps_of(self.spec.tile))

@@ -107,7 +107,7 @@ def lent_as_another_dtype(group):
     assert found[0].shape == (145,) and torch.equal(found[1], 2 * given)
     plan = Plan()
     x = plan.input(torch.zeros(4))
-    plan.call(lambda _, number: number.zero_(), plan.view(x, 0, 1, dtype=torch.int64))
+    plan.call_python(lambda _, number: number.zero_(), plan.view(x, 0, 1, dtype=torch.int64))
     for begin in (0, 1):
         with contextlib.nullcontext() if begin == 0 else pytest.raises(ValueError, match="multiple of its 8 bytes"):
             plan.run(None, torch.zeros(8)[begin : begin + 4])
@@ -144,8 +144,8 @@ def test_what_runs_beside_is_joined_when_a_step_fails():
         plan = Plan()
         x = plan.input(torch.zeros(8))
         with plan.side_stream(stream):
-            plan.call(fails if inside else lambda context, x: x.add_(1), x)
-        plan.call(fails, x)
+            plan.call_python(fails if inside else lambda context, x: x.add_(1), x)
+        plan.call_python(fails, x)
         plan.join()
         seen.clear()
         with pytest.raises(ArithmeticError, match="here"):
@@ -179,7 +179,7 @@ def test_one_beside_another_is_joined_when_a_step_fails(failing, expected):
             if place == context:
                 raise ArithmeticError(place)
 
-        plan.call(call, x)
+        plan.call_python(call, x)
 
     plan = Plan()
     x = plan.input(torch.zeros(8))
@@ -217,7 +217,7 @@ def test_all_are_joined_when_leaving_fails_too():
     plan = Plan()
     x = plan.input(torch.zeros(8))
     with plan.side_stream(lambda _: stream("outer")), plan.side_stream(lambda _: stream("inner")):
-        plan.call(fails, x)
+        plan.call_python(fails, x)
     with pytest.raises(KeyError, match="join outer") as raised:
         plan.run(None, torch.zeros(8))
     assert seen == ["leave inner", "leave outer", "join inner", "join outer"]

@@ -364,7 +364,7 @@ def _sum(plan: Plan, x: Buffer, out: Buffer, dims: tuple[int, ...], keepdim: boo
         N = math.prod(x.shape[: len(dims)])
         plan.launch(first_sum_kernel, (triton.cdiv(count, 1024),), x, out, count=count, N=N, BLOCK=1024)
     else:
-        plan.call(partial(_torch_sum, dims, keepdim, dtype), x, out)
+        plan.call_python(partial(_torch_sum, dims, keepdim, dtype), x, out)
 
 
 def _add(plan: Plan, x: Buffer, y: Buffer) -> None:
@@ -372,7 +372,7 @@ def _add(plan: Plan, x: Buffer, y: Buffer) -> None:
         count = math.prod(x.shape)
         plan.launch(add_kernel, (triton.cdiv(count, 1024),), x, y, count=count, BLOCK=1024)
     else:
-        plan.call(_torch_add, x, y)
+        plan.call_python(_torch_add, x, y)
 
 
 def _torch_sum(dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, _: object, x: Tensor, out: Tensor) -> None:
