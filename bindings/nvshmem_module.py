@@ -10,10 +10,28 @@ from typing import Any, cast
 import triton
 
 from .nvshmem_host import INSTALL, initialized_modules, load
-from .triton_compat import module_of
+from .triton_compat import NOT_SO_IN_THIS_TRITON, functions_of, module_of
 from .versions import device_library_rejection
 
 DEVICE_LIBRARY = "libnvshmem_device"  # what nvshmem_device's functions name
+# All of it that they call
+FUNCTIONS = (
+    "nvshmem_fence",
+    "nvshmem_my_pe",
+    "nvshmem_n_pes",
+    "nvshmem_ptr",
+    "nvshmem_quiet",
+    "nvshmem_signal_wait_until",
+    "nvshmemx_barrier_all_block",
+    "nvshmemx_getmem_block",
+    "nvshmemx_getmem_nbi_block",
+    "nvshmemx_putmem_block",
+    "nvshmemx_putmem_nbi_block",
+    "nvshmemx_putmem_signal_block",
+    "nvshmemx_putmem_signal_nbi_block",
+    "nvshmemx_signal_op",
+    "nvshmemx_sync_all_block",
+)
 
 
 @functools.cache
@@ -35,9 +53,19 @@ def device_library() -> str:
     raise RuntimeError(f"no NVSHMEM bitcode in {folder}: install nvidia-nvshmem 3.4 or later")
 
 
+@functools.cache
+def _called_of(library: str) -> str:
+    """Path of ``FUNCTIONS`` alone: the library has 30 MB, which Triton reads for each kernel in 4 s. Where this Triton
+    does not give them, the library's."""
+    try:
+        return functions_of(library, FUNCTIONS)
+    except (*NOT_SO_IN_THIS_TRITON, OSError):  # or there is no room
+        return library
+
+
 def extern_libs() -> dict:
     """The launch option that links the device library: ``kernel[grid](..., extern_libs=extern_libs())``."""
-    return {DEVICE_LIBRARY: device_library()}
+    return {DEVICE_LIBRARY: _called_of(device_library())}
 
 
 class Kernel:

@@ -14,13 +14,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import re
 import struct
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import triton
 from triton import JITFunction, knobs
 from triton.language import core  # builtins: inline assembly, functions of linked libraries, ``_semantic``
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITCallable
 
 from .cuda_driver import KernelNode
@@ -35,6 +38,7 @@ _ONE_BY_ONE = triton.__version__.startswith("3.6.")
 _IN_A_TUPLE = triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 
 _held: set[Any] = set()
+_told: list[tuple[Callable[[], None], Callable[[], None]]] = []  # of compilations
 
 
 def hold(compiled: Any) -> None:
@@ -111,6 +115,7 @@ def launchable(addresses: Sequence[int]) -> bool:
 
 def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> None:
     """``begin()`` and ``end()`` around each compilation of a kernel, whoever's kernel it is; hooks of others stay."""
+    _told.append((begin, end))
     runtime = knobs.runtime
     before, after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
 
@@ -175,6 +180,54 @@ class _Source(JITCallable):
 
     def __init__(self, function) -> None:
         self.cache_key = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+
+
+def functions_of(library: str, names: Sequence[str]) -> str:
+    """Path of a library in LLVM's text, in Triton's cache, that has these functions of one of bitcode, ``library``, and
+    what they use.
+
+    A kernel that is linked with it becomes the same code: Triton reads all of a library for each kernel, and takes
+    what the kernel names. Raises one of ``NOT_SO_IN_THIS_TRITON`` where Triton's LLVM is to be asked in another way.
+    """
+    with open(library, "rb") as file:
+        content = hashlib.sha256(file.read()).hexdigest()
+    cache = get_cache_manager(hashlib.sha256(repr((content, triton.__version__, names)).encode()).hexdigest())
+    if (found := cache.get_file("functions.ll")) is not None:
+        return found
+    for begin, _ in _told:  # it takes as long as a kernel
+        begin()
+    try:
+        return cache.put(_text_of(library, names), "functions.ll", binary=False)
+    finally:
+        for _, end in _told:
+            end()
+
+
+NOT_SO_IN_THIS_TRITON = ImportError, AttributeError, TypeError, RuntimeError
+
+
+def _text_of(library: str, names: Sequence[str]) -> str:
+    """As triton.backends.nvidia links, of a module that declares ``names`` and has nothing else."""
+    from triton._C.libtriton import ir, llvm, nvidia
+
+    dialects = ir.context()
+    ir.load_dialects(dialects)
+    nvidia.load_dialects(dialects)
+    with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
+        file.write("module {\n" + "".join(f"  llvm.func @{name}()\n" for name in names) + "}\n")
+        file.flush()
+        declared = ir.parse_mlir_module(file.name, dialects)
+    llvm.init_targets()
+    context = llvm.context()
+    linked = llvm.to_module(declared, context)
+    llvm.attach_datalayout(linked, "nvptx64-nvidia-cuda", "sm_90", "")
+    llvm.link_extern_libs(linked, [library])
+    text = str(linked)
+    del linked, context  # in this order
+    if missing := [name for name in names if not re.search(rf"^define .*@{name}\(", text, re.M)]:
+        raise RuntimeError(f"{library} has no {missing}")
+    # what was linked is internal there, and is to be linked again
+    return re.sub("^define internal ", "define ", text, flags=re.M)
 
 
 def builtin(function) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import types
 
@@ -545,7 +546,11 @@ def every_function_kernel(p_dst, p_src, p_signal, p_out, nbytes, op):
 
 
 def test_every_nvshmem_function_links():
+    """With the functions that are called alone, and the same code comes out as with all of NVSHMEM's library."""
     arguments = pointers("p_dst p_src", "*fp32") | pointers("p_signal p_out", "*i64") | {"nbytes": "i64", "op": "i32"}
-    compiled = Compiled(every_function_kernel, arguments, {}, extern_libs=nvshmem.extern_libs())
-    assert "nvshmemi_device_state_d" in compiled.ptx
+    libraries = nvshmem.extern_libs()
+    assert os.path.getsize(libraries[nvshmem.DEVICE_LIBRARY]) < os.path.getsize(nvshmem.device_library()) / 20
+    whole = {nvshmem.DEVICE_LIBRARY: nvshmem.device_library()}
+    compiled, of_all = (Compiled(every_function_kernel, arguments, {}, extern_libs=x) for x in (libraries, whole))
+    assert "nvshmemi_device_state_d" in compiled.ptx and compiled.ptx == of_all.ptx
     assert not compiled.count(r"\.extern \.func .*nvshmem")  # nothing is left unresolved
