@@ -32,7 +32,6 @@ from .wait import (
     INFO_PREV,
     INFO_PREV_PE,
     OUT_OF_STEP,
-    POLLS_PER_CLOCK,
     backoff,
     fault,
     gave_up,
@@ -41,6 +40,7 @@ from .wait import (
     opaque,
     poll_word,
     polls_before_backoff,
+    polls_per_clock,
     set_signal,
     wait_signal,
 )
@@ -211,7 +211,7 @@ def pass_words(channel, tile, epoch, word, ok, sends, b_state, b_decay, p_out, b
                 if polls == polls_before_backoff() + 1:
                     started = now(channel, tile)
                 backoff(polls)
-            if polls % POLLS_PER_CLOCK == 0:
+            if polls % polls_per_clock() == 0:
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     if ok & (state == OTHER):
         fault(channel, OUT_OF_STEP, INFO_PREV, tile, word, poll_word(p_arrived))
@@ -252,7 +252,7 @@ def _take_sentinel(channel, tile, epoch, word, ok):
             polls += 1
             if (polls > polls_before_backoff()) & (state == MISSING):
                 backoff(polls)
-            if (state == MISSING) & (polls % POLLS_PER_CLOCK == 0):
+            if (state == MISSING) & (polls % polls_per_clock() == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     seen = word
     if state == OTHER:
@@ -285,7 +285,7 @@ def _take_signal(channel, tile, epoch, word, ok):
             polls += 1
             if (polls > polls_before_backoff()) & missing:
                 backoff(polls)
-            if missing & (polls % POLLS_PER_CLOCK == 0):
+            if missing & (polls % polls_per_clock() == 0):
                 ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     if channel.RECV == PUT:
         if ok:  # returns at once; makes data that a network card wrote visible where the hardware needs that

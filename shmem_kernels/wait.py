@@ -47,8 +47,6 @@ RECORD_WORDS = 8
 TIMED_OUT = tl.constexpr(0)
 OUT_OF_STEP = tl.constexpr(1)
 
-POLLS_PER_CLOCK = tl.constexpr(64)
-
 
 @builtin
 def clock_ns(_semantic=None) -> int | core.tensor:
@@ -65,6 +63,13 @@ def clock_ns(_semantic=None) -> int | core.tensor:
 def polls_before_backoff(_semantic=None) -> core.constexpr:
     """How often a wait looks at full speed; a longer one pauses in between, for the sake of other kernels."""
     return core.constexpr(0 if _semantic is None else 32)
+
+
+@builtin
+def polls_per_clock(_semantic=None) -> core.constexpr:
+    """How often a wait looks before it looks at the clock, and for a fault elsewhere. In the interpreter tiles wait one
+    behind the other, so that each of them is to find a fault soon."""
+    return core.constexpr(4 if _semantic is None else 64)
 
 
 @builtin
@@ -158,7 +163,7 @@ def wait_signal(channel, p_word, value, NEIGHBOUR: tl.constexpr, tile):
             polls += 1
             if waiting & (polls > polls_before_backoff()):
                 backoff(polls)
-            if waiting & (polls % POLLS_PER_CLOCK == 0):
+            if waiting & (polls % polls_per_clock() == 0):
                 waiting = not gave_up(channel, started, NEIGHBOUR, tile, value, seen)
     return seen >= value
 

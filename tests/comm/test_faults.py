@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
@@ -798,6 +799,28 @@ def test_a_compilation_without_end(fresh):
     """A process that has counted itself and not come back is waited for no longer than the limit."""
     first, second = fresh(2).run(compiles_late_case, "triton", 6 * TIMEOUT, TIMEOUT, 0, timeout=120)
     assert not second
+
+
+def many_tiles_case():
+    """Seconds until a scan of 200 tiles ends, for which the rank before is late."""
+    with contextlib.suppress(allscan.AllScanTimeout), allscan.Communicator(timeout=TIMEOUT) as comm:
+        state = torch.ones(200, 1, 16, device=comm.device)
+        allscan.allscan(state, comm=comm)
+        if comm.rank == 0:
+            time.sleep(1.5 * TIMEOUT)
+            return 0.0
+        start = time.monotonic()
+        raised(allscan.allscan, state, comm=comm)
+        comm.streams.synchronize()
+        seconds = time.monotonic() - start
+        comm.check()
+    return seconds
+
+
+def test_all_tiles_give_up_at_once(fresh):
+    """In the interpreter, too, where they wait one behind the other."""
+    _, seconds = fresh(2).run(many_tiles_case, timeout=120)
+    assert TIMEOUT < seconds < 2 * TIMEOUT + 1
 
 
 def dropped_case():

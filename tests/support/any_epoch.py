@@ -14,7 +14,7 @@ from allscan.reference import allscan_reference
 from allscan.shmem_kernels import channel as channels
 from allscan.shmem_kernels import links, scan
 from allscan.shmem_kernels.links import EPOCH_BITS, nvshmem, poll_word, slot_offsets
-from allscan.shmem_kernels.wait import INFO_NEXT_PE, INFO_PREV, POLLS_PER_CLOCK, gave_up, now
+from allscan.shmem_kernels.wait import INFO_NEXT_PE, INFO_PREV, gave_up, now, polls_per_clock
 
 from .values import error, inputs
 
@@ -39,7 +39,7 @@ def take_any_later(channel, tile, epoch, word, ok):
     while ok & missing:
         missing = (poll_word(channel.arrived + tile) & EPOCH_BITS) < epoch
         polls += 1
-        if missing & (polls % POLLS_PER_CLOCK == 0):
+        if missing & (polls % polls_per_clock() == 0):
             ok = not gave_up(channel, started, INFO_PREV, tile, epoch, epoch - 1)
     return tl.load(channel.inbox + slot_offsets(channel, tile, epoch), volatile=True), word, ok
 
