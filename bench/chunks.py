@@ -1,14 +1,13 @@
-"""Variants of the delta rules' chunk kernels, each checked against float64 and timed beside the kernel that is there.
+"""The delta rules' chunk kernels one by one, with other sizes of blocks and fewer registers beside those that are used.
 
-    python -m bench.chunks                      # one GPU, about 100 s; prints a table
+    python -m bench.chunks                      # one GPU, about 70 s; prints a table
     python -m bench.chunks --only gradient
 
-The others of bench/chunk_kernels.py are the candidates. Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32,
-logsigmoid(normal) / 16 ("weak"), logsigmoid(normal) and -5 sigmoid(2 normal) ("strong"); states and their gradients are
-drawn. What a chunk's kernels make is compared with the token-by-token recurrence in float64 and its autograd, in a few
-chunks. A time is the mean of calls one after another, beside that of the bytes of what the kernel takes and makes at
-3.0 TB/s. Each group runs in a process of its own, so that a kernel that reads where it must not ends no other. Kernels
-are compiled ahead, side by side.
+Inputs: 1 x 16384 x 32 x 128 x 128, bfloat16, gates float32, logsigmoid(normal) / 16 ("weak"), logsigmoid(normal) and -5
+sigmoid(2 normal) ("strong"); states and their gradients are drawn. What a chunk's kernels make is compared with the
+token-by-token recurrence in float64 and its autograd, in a few chunks. A time is the mean of calls one after another,
+beside that of the bytes of what the kernel takes and makes at 3.0 TB/s. Each group runs in a process of its own, so
+that a kernel that reads where it must not ends no other. Kernels are compiled ahead, side by side.
 """
 
 from __future__ import annotations
@@ -24,9 +23,11 @@ import torch
 import torch.nn.functional as F
 
 from allscan.bindings.triton_compat import OPTIONS
+from allscan.ops.delta.own_chunks import chunk_blocks
 from allscan.reference import delta_reference
-from allscan.shmem_kernels import delta_chunks, delta_chunks_bwd
-from bench import chunk_kernels
+from allscan.shmem_kernels import delta_chunks
+from allscan.shmem_kernels import delta_chunks_bwd as bwd
+from allscan.tokens import packing
 
 C, K = 64, 128
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -44,48 +45,30 @@ class Variant(NamedTuple):
 
 
 def variants() -> dict[str, Variant]:
-    """{name: variant}, those that are there before the others."""
-    wide, narrow, first = dict(BJ=64, BV=64), dict(BJ=32, BV=64), dict(HEADS_FIRST=True)
-    forms = {"": dict(SOLVED=False, STRONG=False), " strong": dict(SOLVED=False, STRONG=True)}
-    found = {}
-    for name, form in (*forms.items(), (" solved", dict(SOLVED=True, STRONG=False))):
-        group, new = f"operands{name}", chunk_kernels.operands_kernel
-        found[group] = Variant(group, delta_chunks.operands_kernel, wide | form)
-        for order in (False, True):
-            constants = wide | form | dict(HEADS_FIRST=order, TF32=False)
-            found[f"{group}, heads first {order}"] = Variant(group, new, constants)
-        found[f"{group}, TF32"] = Variant(group, new, wide | form | first | dict(TF32=True))
-        found[f"{group}, 168 registers"] = Variant(
-            group, new, wide | form | first | dict(TF32=False), dict(maxnreg=168)
-        )
-    new = chunk_kernels.pairs_kernel
-    for order in (False, True):
-        found[f"pairs, heads first {order}"] = Variant("pairs", new, wide | dict(HEADS_FIRST=order))
-    found["pairs, BV=128"] = Variant("pairs", new, dict(BJ=64, BV=128) | first)
-    for registers in (168, 128):
-        found[f"pairs, {registers} registers"] = Variant("pairs", new, wide | first, dict(maxnreg=registers))
-    for group, new in (
-        ("gradient", chunk_kernels.gradient_kernel),
-        ("gradient strong", chunk_kernels.strong_gradient_kernel),
-    ):
-        strong = group != "gradient"
-        found[group] = Variant(group, delta_chunks_bwd.gradient_kernel, wide | dict(STRONG=strong))
-        behind = ("pairs, heads first True",)
-        for order in (False, True):
-            constants = (wide if strong else narrow) | dict(HEADS_FIRST=order)
-            found[f"{group} behind pairs, heads first {order}"] = Variant(group, new, constants, {}, behind)
-        if strong:
-            found[f"{group} behind pairs, BV=128"] = Variant(group, new, dict(BJ=64, BV=128) | first, {}, behind)
-            continue
-        found[f"{group} behind pairs, BJ=64"] = Variant(group, new, wide | first, {}, behind)
-        for registers in (168, 128):
-            limit = dict(maxnreg=registers)
-            found[f"{group} behind pairs, {registers} registers"] = Variant(group, new, narrow | first, limit, behind)
+    """{name: variant}, of each group that which is used before the others."""
+    used, found = chunk_blocks(K, K, BF16), {}
+
+    def add(group: str, kernel, blocks: str, constants: dict[str, Any], *others: dict[str, int], **more: Any) -> None:
+        for other in ({}, *others):
+            sizes = {x.replace("num_", ""): y for x, y in (used[blocks] | other).items()}
+            name = ", ".join([group, *(f"{x} {y}" for x, y in sizes.items())])
+            found[group if not other else name] = Variant(
+                group, kernel, constants, used[blocks] | other, more.get("beside", ())
+            )
+
+    for name, form in (("", (0, 0)), (" strong", (0, 1)), (" solved", (1, 0))):
+        constants = dict(zip(("SOLVED", "STRONG"), map(bool, form), strict=True))
+        add(f"operands{name}", delta_chunks.operands_kernel, "operands", constants, dict(maxnreg=168))
+    add("pairs", bwd.pairs_kernel, "pairs", {}, dict(maxnreg=168), dict(BV=128), dict(num_stages=2))
+    others = dict(BJ=64), dict(maxnreg=168), dict(num_stages=2), dict(num_stages=3)
+    add("gradient", bwd.gradient_kernel, "gradient", {}, *others, beside=("pairs",))
+    others = dict(num_stages=3), dict(BV=128)
+    add("gradient strong", bwd.strong_gradient_kernel, "strong_gradient", {}, *others, beside=("pairs",))
     return found
 
 
 TYPES = dict.fromkeys(
-    "p_q p_k p_v p_do p_states p_dstates p_v_new p_dv_new p_weights p_levels p_pairs p_dkeys p_scores p_solved p_w p_u "
+    "p_q p_k p_v p_do p_states p_dstates p_v_new p_dv_new p_weights p_pairs p_scores p_solved p_w p_u "
     "p_kg p_qg p_dq p_dk p_dv".split(),
     BF16,
 )
@@ -93,7 +76,7 @@ TYPES |= dict.fromkeys("p_g p_beta p_sums p_parts p_dg p_dbeta".split(), F32) | 
 
 
 def fixed(variant: Variant, H: int) -> dict[str, Any]:
-    sizes = dict(H=H, HK=H, K=K, V=K, BT=C, SCALAR=False, PRECISION="bf16", num_warps=4, num_stages=1)
+    sizes = dict(H=H, HK=H, K=K, V=K, BT=C, SCALAR=False, PRECISION="bf16")
     return sizes | variant.constants | variant.options
 
 
@@ -102,20 +85,6 @@ def compile_one(name: str, H: int) -> None:
     variant = variants()[name]
     given = [TYPES.get(x, 0.1) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
     variant.kernel.warmup(*given, **fixed(variant, H), **OPTIONS, grid=(1,))
-
-
-def tables(device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(p_weights, as tokens.packing.Layout has them; p_levels of chunk_kernels.decay_factors)."""
-    t, u = torch.arange(C)[:, None], torch.arange(C)
-    weights = torch.where(t >= u, 0.5, -0.5), t <= u, t > u
-    where, pairs = [], []
-    for n in (1 << m for m in range(6)):
-        middle = t // (2 * n) * (2 * n) + n
-        where.append((u > middle) & (u <= t) | (u > t) & (u <= middle))
-        pairs.append((t >= middle) & (u < middle) & (u >= middle - n))
-    where += [(u > t // 16 * 16) & (u <= t), u <= t]
-    pairs += [(u >= t // 16 * 16) & (u <= t), u <= t]
-    return tuple(torch.stack([x.to(BF16) for x in those]).to(device) for those in (weights, where + pairs))
 
 
 class Chunks:
@@ -138,8 +107,8 @@ class Chunks:
         start = torch.arange(0, T, C, dtype=I32, device=device)
         self.x = dict(zip(("p_v", "p_do"), (normal(T, H, K).to(BF16) for _ in "vo")), p_q=q, p_k=k, p_g=g)
         self.x |= dict(zip(("p_states", "p_dstates"), states), p_beta=normal(T, H).sigmoid())
-        self.x |= dict(zip(("p_weights", "p_levels"), tables(device)), p_chunks=torch.stack([start, start + C], 1))
-        shapes = dict.fromkeys("p_v_new p_dv_new p_dkeys p_w p_u p_kg p_qg p_dq p_dk p_dv p_dg".split(), (T, H, K))
+        self.x |= dict(p_weights=packing.weights(C).to(device), p_chunks=torch.stack([start, start + C], 1))
+        shapes = dict.fromkeys("p_v_new p_dv_new p_w p_u p_kg p_qg p_dq p_dk p_dv p_dg".split(), (T, H, K))
         shapes |= dict(p_scores=(T, H, C), p_solved=(T, H, C), p_dbeta=(T, H), p_strong=(self.N, H))
         shapes |= dict(p_sums=(self.N + 1, H, K), p_parts=(self.N, H, 2, C), p_pairs=(self.N, H, 2, C, C))
         self.x |= {name: torch.zeros(shape, dtype=TYPES[name], device=device) for name, shape in shapes.items()}
@@ -156,11 +125,8 @@ class Chunks:
         return dict(o=o[0, :, 0].detach()) | {f"d{x}": d[0, :, 0] for x, d in zip("q k v g beta".split(), grads)}
 
     def launch(self, variant: Variant) -> Any:
-        order = variant.constants.get("HEADS_FIRST", False)
         given = [self.x.get(x, self.scale) for x in variant.kernel.arg_names if x in TYPES or x == "scale"]
-        return variant.kernel[(self.H, self.N) if order else (self.N, self.H)](
-            *given, **fixed(variant, self.H), **OPTIONS
-        )
+        return variant.kernel[(self.N * self.H,)](*given, **fixed(variant, self.H), **OPTIONS)
 
     def floor(self, variant: Variant, rate: float = 3.0e9) -> float:
         """ms for the bytes of what the kernel takes and makes, each once, at 3.0 TB/s."""
@@ -206,13 +172,13 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
         chunks.between()
         found = chunks.errors(dict(o=chunks.output()))
     else:
-        chunks.spoil("dq dk dv dg dbeta dkeys pairs parts")
-        behind = known["gradient strong behind pairs, heads first True" if strong else "gradient behind pairs, BJ=64"]
+        chunks.spoil("dq dk dv dg dbeta pairs parts")
+        chunks.between()  # dv_new is written over
         for other in (known[x] for x in variant.beside):
             chunks.launch(other)
         compiled = chunks.launch(variant)
         if variant.group == "pairs":
-            chunks.launch(behind)
+            chunks.launch(known["gradient"])
         found = chunks.errors({x: chunks.x[f"p_{x}"] for x in "dq dk dv dg dbeta".split()})
     if timed:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in "fl")

@@ -155,7 +155,7 @@ def upper(BT: tl.constexpr, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def load_weights(p_weights, i: tl.constexpr, BT: tl.constexpr):
+def load_weights(p_weights, i, BT: tl.constexpr):
     """One of the tables HALVES, ONWARD, BEFORE [BT, BT]: weights of sums over the tokens of a chunk. They come from
     memory because the products then take them from where they are loaded to, and no register holds them."""
     t = tl.arange(0, BT)

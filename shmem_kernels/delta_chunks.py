@@ -47,7 +47,6 @@ from .blocks import (
     lower,
     product,
     rows,
-    sums_of,
     tf32_product,
     upper,
     weighted_by,
@@ -56,6 +55,9 @@ from .delta import load_entering, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
 LIMIT = tl.constexpr(110.0)  # to base 2
+# Tables of blocks.load_weights: of 8 levels of pairs each which tokens' gates a token sums up, which pairs are of it
+SUMS = tl.constexpr(3)
+PAIRS = tl.constexpr(11)
 
 
 @triton.jit
@@ -86,13 +88,6 @@ def halves(n, BT: tl.constexpr):
 
 
 @triton.jit
-def within(BT: tl.constexpr):
-    """Of sub-blocks of 16 tokens (whose gates sum up from the first one on, which pairs are of one), [BT, BT]."""
-    t, u = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    return (u > t // 16 * 16) & (u <= t), (u // 16 == t // 16) & (u <= t)
-
-
-@triton.jit
 def weighted(
     p_weights, i: tl.constexpr, TRANSPOSED: tl.constexpr, b_x, b_sum, BT: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -116,28 +111,40 @@ def gates_at(
 
 
 @triton.jit
-def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Aqk and Akk with what entries of classes 1 and 2 give."""
-    b_zeros = tl.zeros([BT, BT], tl.float32)
-    b_where, b_pairs = within(BT)
-    b_sums_16 = sums_of(b_where, b_g, PRECISION)
-    b_row = tl.where((b_sums_16 >= -LIMIT) & (b_sums < -LIMIT), exp2(b_sums_16), 0.0)
-    b_column = tl.trans(b_k * exp2(tl.minimum(-b_sums_16, LIMIT)))
-    b_aq += tl.where(b_pairs, product(b_q * b_row, b_column, b_zeros, PRECISION), 0.0)
-    b_ak += tl.where(b_pairs, product(b_k * b_row, b_column, b_zeros, PRECISION), 0.0)
-    b_strong = (b_sums_16 < -LIMIT) & (b_sums < -LIMIT)
-    last = tl.where(tl.sum(b_strong.to(tl.int32)) != 0, 0, 4)
-    n = 5
-    while n >= last:
-        b_where, b_pairs = halves(n, BT)
-        b_factor = exp2(sums_of(b_where, b_g, PRECISION))
-        b_row = tl.where((b_sums < -LIMIT) & (b_strong | (n >= 4)), b_factor, 0.0)
-        b_column = tl.trans(b_k * b_factor)
-        b_aq += tl.where(b_pairs, product(b_q * b_row, b_column, b_zeros, PRECISION), 0.0)
-        b_ak += tl.where(b_pairs, product(b_k * b_row, b_column, b_zeros, PRECISION), 0.0)
-        n -= 1
-    b_same = tl.sum(tl.where(b_strong, b_q * b_k, 0.0), 1)
-    return b_aq + tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0), b_ak
+def level_sums(p_weights, m, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums of gates of level m [BT, BJ], see decay_factors."""
+    return weighted_by(load_weights(p_weights, SUMS + m, BT), b_g, tl.zeros(b_g.shape, tl.float32), PRECISION)
+
+
+@triton.jit
+def first_of_class(p_weights, b_g, b_sums, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """In each channel the first token that is not of class 0, and the first one of class 2 [BJ]; BT for none. sums: of
+    level 7."""
+    t = tl.arange(0, BT)[:, None]
+    b_first = tl.min(tl.where(b_sums < -LIMIT, t, BT), 0)
+    b_strong = (level_sums(p_weights, 6, b_g, BT, PRECISION) < -LIMIT) & (t >= b_first[None, :])
+    return b_first, tl.min(tl.where(b_strong, t, BT), 0)
+
+
+@triton.jit
+def decay_factors(p_weights, m, b_g, b_first, b_second, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(factor of the later token of a pair, of the earlier one) of level m: 7 has class 0, 6 class 1 within sub-blocks
+    of 16 tokens; 5 and 4, between halves of 64 and 32 tokens, have classes 1 and 2, and 3 to 0, of 16 to 2, class 2."""
+    b_sums = level_sums(p_weights, m, b_g, BT, PRECISION)
+    t = tl.arange(0, BT)[:, None]
+    b_begin = tl.where(m < 4, b_second, tl.where(m == 7, 0, b_first))
+    b_end = tl.where(m == 7, b_first, tl.where(m == 6, b_second, BT))
+    b_row = tl.where((t >= b_begin[None, :]) & (t < b_end[None, :]), exp2(b_sums), 0.0)
+    return b_row, exp2(tl.minimum(tl.where(m >= 6, -b_sums, b_sums), LIMIT))
+
+
+@triton.jit
+def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
+    """(first token, end, where a number of each token lies, whether there is such a token, beta) of chunk n."""
+    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    t = start + tl.arange(0, BT)
+    at, inside = t.to(tl.int64) * H + h, t < end
+    return start, end, at, inside, tl.load(p_beta + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -188,8 +195,8 @@ def operands_kernel(
     """Of one chunk and head Aqk, T, w, u, kg, qg and the sum of the gates. SOLVED: Aqk and T are there. Otherwise
     without STRONG of those whose entries are all of class 0, with STRONG then of the others, by p_strong [NC, H], which
     it writes, but with STRONG."""
-    n, h = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     c = tl.arange(0, BJ)
     if not SOLVED:
         if STRONG:
@@ -205,8 +212,6 @@ def operands_kernel(
             tl.store(p_strong + n * H + h, strong.to(tl.int32))
             if strong:
                 return
-    t = start + tl.arange(0, BT)
-    b_beta = tl.load(p_beta + t.to(tl.int64) * H + h, mask=t < end, other=0.0).to(tl.float32)
     base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
     b_aq = tl.zeros([BT, BT], tl.float32)
     b_ak = tl.zeros([BT, BT], tl.float32)
@@ -230,21 +235,37 @@ def operands_kernel(
             b_least = tl.minimum(b_least, b_total)
         else:
             tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is there
-            b_row, b_column = b_before, exp2(-b_sums)
             if STRONG:
-                b_row = tl.where(b_sums >= -LIMIT, b_before, 0.0)
-                b_column = exp2(tl.minimum(-b_sums, LIMIT))
-            b_column = tl.trans(b_k * b_column)
-            b_aq = product(b_q * b_row, b_column, b_aq, PRECISION)
-            b_ak = product(b_k * b_row, b_column, b_ak, PRECISION)
-            if STRONG:
-                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, BT, PRECISION)
+                b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
+                b_row = tl.where(tl.arange(0, BT)[:, None] < b_first[None, :], b_before, 0.0)
+            else:
+                b_row = b_before
+            b_column = tl.trans(b_k * exp2(tl.minimum(-b_sums, LIMIT)))
+            b_aq = tf32_product(b_q * b_row, b_column, b_aq, PRECISION)
+            b_ak = tf32_product(b_k * b_row, b_column, b_ak, PRECISION)
         if SOLVED or STRONG or PRECISION != "bf16":
             b_after = tl.zeros([BT, BJ], tl.float32)
             b_after = exp2(weighted(p_weights, BEFORE, True, b_g, b_after, BT, PRECISION))
         else:
             b_after = exp2(b_total[None, :] - b_sums)
         tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
+        if STRONG:
+            t = tl.arange(0, BT)[:, None]
+            b_same = tl.sum(tl.where(t >= b_second[None, :], b_q * b_k, 0.0), 1)
+            b_aq += tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0)
+            m, last = 6, tl.where(tl.min(b_second) < BT, 0, 4)
+            base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+            while m >= last:  # each level loads what it takes again, or it would fill registers
+                tl.debug_barrier()
+                b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+                b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
+                b_k = load(p_k + base, at, inside).to(tl.float32)
+                b_column = tl.trans(b_k * b_column)
+                b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32)
+                b_ak += tf32_product(b_k * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
+                b_q = load(p_q + base, at, inside).to(tl.float32)
+                b_aq += tf32_product(b_q * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
+                m -= 1
     if SOLVED:
         tl.store(p_strong + n * H + h, (tl.min(b_least) < -LIMIT).to(tl.int32))
     else:

@@ -98,6 +98,21 @@ class Tables:
         return found
 
 
+@functools.lru_cache
+def weights(BT: int) -> torch.Tensor:
+    """What blocks.load_weights takes: its three tables; SUMS and PAIRS of delta_chunks.py, level by level."""
+    t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
+    sums, pairs = [], []
+    for m in range(6):
+        middle = (t >> (m + 1) << (m + 1)) + (1 << m)
+        sums.append((u > middle) & (u <= t) | (u > t) & (u <= middle))
+        pairs.append((t >= middle) & (u < middle) & (t >> (m + 1) == u >> (m + 1)))
+    sums += [(u > t // 16 * 16) & (u <= t), u <= t]
+    pairs += [(u >= t // 16 * 16) & (u <= t), u <= t]
+    tables = torch.where(t >= u, 0.5, -0.5), t <= u, t > u, *sums, *pairs
+    return torch.stack([x.to(torch.bfloat16) for x in tables])
+
+
 class Layout(Tables):
     """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many are sent.
     ``fla``: with those that fla's functions take of packed sequences, see delta.chunks."""
@@ -125,11 +140,8 @@ class Layout(Tables):
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
-        places = torch.arange(BT, device="cpu")
-        distance = places[:, None] - places  # what blocks.load_weights takes
-        weights = torch.where(distance >= 0, 0.5, -0.5), distance <= 0, distance > 0
         tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
-        tables.append(torch.stack([w.to(torch.bfloat16) for w in weights]))
+        tables.append(weights(BT))
         if fla:
             lengths = list(itertools.pairwise(self.boundaries))
             indices = [(i, n) for i, (a, b) in enumerate(lengths) for n in range(cdiv(b - a, BT))]

@@ -27,18 +27,17 @@ def test_variants_with_gates_of_all_strengths(run, name):
     assert run(1, chunks_case, "mixed", name) == [0]
 
 
-NAMES = "operands, TF32", "operands strong, TF32", "pairs, heads first True"
-NAMES += "gradient behind pairs, heads first True", "gradient strong behind pairs, heads first True"
+NAMES = "operands", "operands strong", "operands solved", "pairs", "gradient", "gradient strong"
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="which products are wrong differs with ptxas")
 @pytest.mark.parametrize("name", NAMES)
-def test_variants_read_what_they_should(name):
+def test_kernels_read_what_they_should(name):
     variant = chunks.variants()[name]
     given = {x: POINTERS[chunks.TYPES[x]] for x in variant.kernel.arg_names if x in chunks.TYPES} | dict(scale="fp32")
     fixed = chunks.fixed(variant, 32)
     constants = {x: fixed[x] for x in variant.kernel.arg_names if x in fixed}
-    compiled = Compiled(variant.kernel, given, constants, num_warps=4, num_stages=1)
+    compiled = Compiled(variant.kernel, given, constants, **{x: fixed[x] for x in ("num_warps", "num_stages")})
     assert compiled.count(r"wgmma\.mma") and not compiled.lost_operands()
 
 

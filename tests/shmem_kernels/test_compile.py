@@ -504,7 +504,8 @@ def test_delta_chunk_kernels(monkeypatch):
     inputs = Inputs(x, x, x, g, beta)
     _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
     states.whole_backward(inputs, Saved(*saved), Outer(x, outside, outside), kept, 0.1)
-    ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.gradient_kernel
+    ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.pairs_kernel
+    ours += delta_chunks_bwd.gradient_kernel, delta_chunks_bwd.strong_gradient_kernel
     Launches.made = [launch for launch in Launches.made if launch[0] in ours]
     seen = set()
     for kernel, compiled in compiled_launches():

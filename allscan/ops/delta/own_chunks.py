@@ -11,7 +11,7 @@ from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import gradient_kernel
+from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel, strong_gradient_kernel
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
@@ -23,15 +23,16 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     are: of those with 32 ptxas 12.8 makes wrong code (tests/shmem_kernels/test_compile.py)."""
     fine = dtype != torch.bfloat16
     both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
+    narrow = both | dict(BJ=32)
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 64, BV_max)
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
-    return dict(operands=both, output=output, gradient=both)
+    return dict(operands=both, output=output, pairs=both, gradient=narrow, strong_gradient=both)
 
 
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
-    return dict.fromkeys(("operands", "output", "gradient"), dict(BJ=BK, BV=BV_max))
+    return dict.fromkeys(("operands", "output", "pairs", "gradient", "strong_gradient"), dict(BJ=BK, BV=BV_max))
 
 
 class ChunkPass(StatePass):
@@ -113,29 +114,14 @@ class ChunkPass(StatePass):
         self._states(plan, between, Entering(kept.enters), None, (h, v_new))
         plan.join()
         self._adjoint(plan, between, d, room.entering(enters), (dh, dv_new, dinitial), scale)
+        chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
-        for STRONG in (False, True):
-            self._launch_chunks(
-                plan,
-                "gradient",
-                gradient_kernel,
-                *(q, k, v, g, beta),
-                *self._tables(plan, strong),
-                pairs,
-                solved,
-                h,
-                dh,
-                v_new,
-                do,
-                dv_new,
-                dq,
-                dk,
-                dv,
-                dg,
-                dbeta,
-                scale=scale,
-                STRONG=STRONG,
-            )
+        parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
+        made = dv, pairs, parts
+        self._launch_chunks(plan, "pairs", pairs_kernel, v, beta, chunks, solved, v_new, do, dv_new, *made, scale=scale)
+        given = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, dv_new, pairs, parts
+        for name, kernel in (("gradient", gradient_kernel), ("strong_gradient", strong_gradient_kernel)):
+            self._launch_chunks(plan, name, kernel, *given, dq, dk, dg, dbeta, scale=scale)
         return dq, dk, dv, dg, dbeta
 
     def _operands_memory(self, plan: Plan, v) -> tuple:
@@ -168,7 +154,7 @@ class ChunkPass(StatePass):
     def _launch_chunks(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
         sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS, SCALAR=self.scalar)
         precision = self.chunked["PRECISION"]
-        grid = self.layout.num_chunks, self.H
+        grid = (self.layout.num_chunks * self.H,)
         plan.launch(kernel, grid, *buffers, **sizes, PRECISION=precision, **self.blocks[name], **fixed)
 
 
