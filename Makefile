@@ -1,7 +1,8 @@
 # make demo      a GLA language model on real text, unsplit and split over ranks; sets everything up
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
-# make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json
+# make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json; GO_ON=--go-on: only
+#                what has not passed since the last change, as after a run that was cut
 # make test-network  put links over UCX and TCP on this machine: on CPU ranks, and on two GPUs by NVSHMEM
 # make test-triton   the GPU tests that show the kernels right with another Triton: TRITON=its folder; and times of both
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
@@ -15,9 +16,9 @@
 # take python3 by themselves where that has all it needs, else an environment with CUDA's packages.
 
 VENV := .venv
-# of test-gpu at once: each has ranks of its own on every GPU, of about 2 GB each, beside two tests that take many more
+# of test-gpu at once: each has ranks of its own on every GPU, of about 3 GB each, beside two tests that take many more
 # (tests/support/gpu_schedule.py), and takes nearly three cores while it compiles
-JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) 'NR == 1 {n = int($$1 / 7000)} END {m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
+JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) 'NR == 1 {n = int($$1 / 8000)} END {m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
 FEW_JOBS = $(shell echo $$(($(JOBS) > 2 ? 2 : $(JOBS))))
 ifdef PYTHON
   GIVEN := $(PYTHON)

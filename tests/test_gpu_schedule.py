@@ -96,6 +96,9 @@ def test_without_tests():
 def test_names_in_the_lists_are_tests():
     text = "".join(open(path).read() for path in glob.glob(os.path.join(ROOT, "tests", "**", "*.py"), recursive=True))
     assert all(re.search(rf"^def {name}\(", text, re.M) for name in gpu_schedule.LARGE)
+    assert all(os.path.exists(os.path.join(ROOT, name)) for name in gpu_schedule.WHOLE)
+    of_file = [f"{gpu_schedule.WHOLE[0]}::test_{i}[{j}]" for i in "ab" for j in range(99)]
+    assert {*gpu_schedule.units_of(of_file, {}).values()} == {gpu_schedule.WHOLE[0]}
 
 
 def test_each_worker_begins_with_another_gpu():

@@ -10,12 +10,14 @@ held against those of one rank in that dtype; with parts of whole chunks, as in 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
 import importlib
 import importlib.util
 import os
+import threading
 import time
 from itertools import pairwise
 from unittest import mock
@@ -99,6 +101,8 @@ CASES = [(family, dtype, packed) for family in MODELS for dtype in DTYPES for pa
 CASES += [(family, "bfloat16", "zigzag") for family in TRAINED]  # not packed
 CASES += [(family, "bfloat16", "documents") for family in MODELS]  # packed, each cut
 DOCUMENTS = [0, 1, 13, 60, 60, 91]  # over 2P
+COMPILED_AT_ONCE = 6  # of processes, which take 2 to 3 GB of the GPU each
+starting = threading.Lock()  # of processes, by the variables of this one
 GATED = dict(linear_key_head_dim=32, linear_value_head_dim=32, deterministic_mode=False)
 
 
@@ -117,6 +121,19 @@ def ranks():
     made.close()
 
 
+def compile_ahead(case, deadline):
+    """Run it on one rank of its own. What fails is the test's to show."""
+    if time.monotonic() > deadline:
+        return
+    with starting, mock.patch.dict(os.environ, ALLSCAN_HEAP="128M"):
+        one = Ranks(1, "cuda")
+    one.start(on_first, 1, *case)
+    [(_, error)] = one.results(timeout=max(1.0, deadline - time.monotonic()))
+    if error is not None:
+        one.processes[0].kill()
+    one.close()
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """What transformers' models launch is compiled, each kind by a process of its own: one after the other takes
@@ -124,16 +141,10 @@ def compiled():
     needs("transformers", "fla")
     kinds = [(model_case, *case) for case in CASES if case[0] != "nemotron_h"]
     kinds += [(training_case, family, "bfloat16") for family in TRAINED]
-    with mock.patch.dict(os.environ, ALLSCAN_HEAP="512M"):
-        ahead = [Ranks(1, "cuda") for _ in kinds]
-    for one, case in zip(ahead, kinds, strict=True):
-        one.start(on_first, 1, *case)
     begin = time.monotonic()
-    for one in ahead:
-        [(_, error)] = one.results(timeout=max(1.0, begin + 240 - time.monotonic()))
-        if error is not None:  # which is the test's to show
-            one.processes[0].kill()
-        one.close()
+    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as threads:
+        for done in [threads.submit(compile_ahead, case, begin + 300) for case in kinds]:
+            done.result()
     print(f"compiled in {time.monotonic() - begin:.0f} s")
 
 

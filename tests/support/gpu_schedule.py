@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 
 UNIT_S = 45.0  # what the cases of a unit take together, about
-WHOLE = ("test_frameworks.py",)  # functions that are one unit each: a fixture of the module takes longer than its cases
+WHOLE = ("tests/gpu/test_frameworks.py",)  # files that are a unit each: a fixture of theirs takes longer than a test
 # Functions whose tests take several GB on a GPU: references token by token in float64, ten processes at once
 LARGE = (
     "test_zeco_gla_at_size",
@@ -63,8 +63,8 @@ def units_of(tests: Iterable[str], known: dict[str, float]) -> dict[str, str]:
     found = {}
     for function, of_function in cases.items():
         size = max(1, int(UNIT_S / max(expected(function, known), 0.01)))
-        size = len(of_function) if any(name in function for name in WHOLE) else size
-        found |= {test: f"{function}, {i // size}" for i, test in enumerate(of_function)}
+        file = function.partition("::")[0]
+        found |= {test: file if file in WHOLE else f"{function}, {i // size}" for i, test in enumerate(of_function)}
     return found
 
 
