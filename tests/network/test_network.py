@@ -296,9 +296,9 @@ def test_gpu_heap_gradients(over, reverse):
         assert max(errors) < 1e-5, errors
 
 
-@pytest.mark.parametrize("kind", ["decays", "transitions"])
-def test_gpu_heap_with_a_straggler(over, kind):
-    found, counted = over(long_case, 500, "auto", 3, 1, kind, heap="gpu")
+@pytest.mark.parametrize("kind, waits", [("decays", 3), ("transitions", 1)])
+def test_gpu_heap_with_a_straggler(over, kind, waits):
+    found, counted = over(long_case, 500, "auto", 3, 1, kind, waits, heap="gpu")
     assert max(found) < 1e-5
     assert counted["overtakings"] > 250, counted
 

@@ -24,10 +24,11 @@ def drawn(comm, shape, generator, kind):
     return states, "decay", torch.rand(comm.size, *shape[:-1], generator=generator, device=comm.device)
 
 
-def long_case(group, epochs, protocol, depth, straggler, kind="decays"):
+def long_case(group, epochs, protocol, depth, straggler, kind="decays", waits=0):
     """Fresh data every epoch, checked every epoch; one rank is late every now and then.
 
     kind: "decays", "transitions", or "hops": the number 0 as decay on all ranks but one, another one each time.
+    waits: after how many epochs the host waits, so that its launches do not fill CUDA's queue; 0: never.
     """
     with allscan.Communicator(group) as comm:
         shape = (4, 16, 32)
@@ -37,7 +38,7 @@ def long_case(group, epochs, protocol, depth, straggler, kind="decays"):
         chance, turns = random.Random(comm.rank), random.Random(0)
         worst = torch.zeros((), device=comm.device, dtype=torch.float64)
         out = torch.empty(shape, device=comm.device)
-        for _ in range(epochs):
+        for epoch in range(epochs):
             states, name, factors = drawn(comm, shape, generator, kind)
             factors = list(factors)
             factor = factors[comm.rank]
@@ -50,6 +51,8 @@ def long_case(group, epochs, protocol, depth, straggler, kind="decays"):
                 time.sleep(chance.uniform(0, 4e-3))
             out.fill_(float("nan"))
             scan.scan(states[comm.rank], **{name: factor}, out=out)
+            if waits and epoch % waits == 0:
+                torch.cuda.current_stream().synchronize()
             expected = allscan_reference(list(states), **{name + "s": factors})[comm.rank]
             worst = torch.maximum(worst, (out - expected).abs().max().nan_to_num(nan=1e30))
         comm.barrier()

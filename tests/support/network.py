@@ -74,8 +74,9 @@ def _in_host_memory(folder: str, hostile: str) -> dict[str, str]:
 
 
 def _in_gpu_memory(folder: str, hostile: str) -> dict[str, str]:
-    """NVSHMEM's proxy then calls CUDA beside kernels that wait for what it brings: nothing may wait for these kernels
-    while it keeps CUDA's locks, nor stand before its copies in a queue of the hardware."""
+    """NVSHMEM's proxy then calls CUDA beside kernels that wait for what it brings. So nothing may wait for these with
+    CUDA's locks, as a copy to pageable memory does (cases wait for the stream first), or the load of a module, or a
+    launch behind a thousand others; nor stand before the proxy's copies in a queue of the hardware."""
     gpu_heap = build(folder, "gpu_heap.c", "libgpu_heap.so", "-ldl", "-lpthread")
     return {
         "LD_PRELOAD": f"{hostile}:{gpu_heap}",

@@ -78,11 +78,12 @@ def gradient_case(group, shape, decay_shape, reverse, options=None):
         prevs = allscan_reference(leaves, decay_leaves, initial_leaf, reverse)
         sum((w * prev).sum() for w, prev in zip(weights, prevs)).backward()
 
+        weight = weights[comm.rank].to(comm.device)
         state = states[comm.rank].to(comm.device).requires_grad_()
         decay = decays[comm.rank].to(comm.device).requires_grad_()
         start = initial.to(comm.device).requires_grad_()
         prev = allscan.allscan(state, decay, comm=comm, initial_state=start, reverse=reverse)
-        (prev * weights[comm.rank].to(comm.device)).sum().backward()
+        (prev * weight).sum().backward()
         first = comm.rank == (comm.size - 1 if reverse else 0)
         last = comm.rank == (0 if reverse else comm.size - 1)
 

@@ -54,6 +54,8 @@ def backend_of_gpus() -> str:
 
 def error(actual, expected) -> float:
     """Largest |actual - expected| over the largest |expected|; NaN and Inf must stand where they are expected."""
+    if actual.is_cuda:  # a copy to the host would keep CUDA's locks while it waits, which NVSHMEM's proxy may need
+        torch.cuda.current_stream(actual.device).synchronize()
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     assert torch.equal(actual.isnan(), expected.isnan()), "NaN in other places than expected"
     assert torch.equal(actual.isinf(), expected.isinf()), "Inf in other places than expected"
