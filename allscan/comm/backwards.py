@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..bindings.torch_compat import in_backward
 from .communicator import Communicator, communicator_of
 
-T = TypeVar("T")
 recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
 
 
@@ -67,14 +66,11 @@ class PendingBackward:
             backwards.dropped[self._reverse] = True
 
 
-def of_open(reference: weakref.ref[T], handle: int) -> T:
-    """What a node of autograd's graph refers to weakly, since it is not to keep a communicator with its memory. Raises
-    RuntimeError if the communicator of this ``handle`` is closed or gone."""
-    found = reference()
-    if found is None:
-        communicator_of(handle).check()
-        raise RuntimeError("the AllScan of this call is gone")
-    return found
+def lost(handle: int) -> RuntimeError:
+    """The error where what a node of autograd's graph refers to, weakly, since it is not to keep a communicator with
+    its memory, is gone. Raises what is wrong if the communicator of this ``handle`` is closed or gone."""
+    communicator_of(handle).check()
+    return RuntimeError("the AllScan of this call is gone")
 
 
 def pending_backwards(backwards: Backwards, zigzag: bool) -> list[PendingBackward]:

@@ -29,7 +29,7 @@ from ..base.checks import (
 )
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanKind, get_or_create_scan
@@ -285,7 +285,9 @@ class _AllScan(Function):
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
         reference, handle, fwd_epoch, number, pending, has_decay, shape = ctx.given
-        prepared = of_open(reference, handle)
+        prepared = reference()
+        if prepared is None:
+            raise lost(handle)
         comm, reverse = prepared.comm, prepared.reverse
         if pending is not None:
             pending.run()

@@ -13,7 +13,7 @@ from ..base.autograd import Function, check_saveable, reject_second_derivative, 
 from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
-from ..comm.backwards import PendingBackward, of_open, recomputing, saved_tensors
+from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
@@ -212,7 +212,9 @@ class _AllScanSegments(Function):
     @staticmethod
     def backward(ctx: Any, dentering: Any, dleaving: Any) -> tuple[Tensor | None, ...]:
         reference, handle, number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
-        scans = of_open(reference, handle)
+        scans = reference()
+        if scans is None:
+            raise lost(handle)
         comm = scans.comm
         if pending is not None:
             pending.run()
