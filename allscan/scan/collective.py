@@ -17,7 +17,6 @@ from ..comm.communicator import Communicator, check_communicator
 from ..comm.heap import outside_inference_mode
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.channel import Channel
-from ..shmem_kernels.links import PUT, SENTINEL
 from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
@@ -28,8 +27,10 @@ _numbers = itertools.count(1)
 _DIRECTION = "_allscan_reverse"  # attribute of a forward epoch: of the launch that it was given to
 
 
-def _spec(comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, max_ctas: Any, algorithm: Any) -> Spec:
-    """Raises TypeError or ValueError for wrong arguments."""
+def _plan(
+    comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, max_ctas: Any, algorithm: Any
+) -> tuple[Spec, Chain | Rails]:
+    """What an AllScan with these arguments is. Raises TypeError, ValueError or RuntimeError for wrong ones."""
     depth, max_ctas = integer("depth", depth), integer("max_ctas", max_ctas)
     shape = tuple(integer("a size of shape", n) for n in shape)
     if len(shape) < 2:
@@ -45,22 +46,10 @@ def _spec(comm: Communicator, shape: Any, depth: Any, protocol: Any, tile: Any, 
     if len(tile) != 2 or any(n != next_power_of_2(n) for n in tile):
         raise ValueError(f"tile must be two powers of two, got {tile}")
     algorithm = comm.topology.algorithm_for(math.prod(shape) * 4, algorithm)
-    return Spec(shape, tile, depth, protocol, algorithm)
-
-
-def _layout(comm: Communicator, spec: Spec) -> Chain | Rails:
-    """Raises RuntimeError where the protocol needs peers to be mapped that are not."""
-    if spec.algorithm != "chain":
-        return Rails(comm, spec)
-    mapped = comm.topology.mapped_links
-    if spec.protocol == "auto":
-        return Chain(comm.line, spec, [(SENTINEL if yes else PUT).value for yes in mapped])
-    if spec.protocol != "put" and not comm.mapped:
-        p = mapped.index(False)
-        raise RuntimeError(
-            f"protocol {spec.protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other"
-        )
-    return Chain(comm.line, spec, [PROTOCOLS[spec.protocol]] * len(mapped))
+    spec = Spec(shape, tile, depth, protocol, algorithm)
+    if algorithm != "chain":
+        return spec, Rails(comm, spec)
+    return spec, Chain(comm.line, spec, comm.topology.mapped_links)
 
 
 class AllScan:
@@ -116,8 +105,7 @@ class AllScan:
         self._max_ctas = comm.max_ctas if max_ctas is None else max_ctas
         deferred = None
         try:
-            spec = _spec(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
-            layout = _layout(comm, spec)
+            spec, layout = _plan(comm, shape, depth, protocol, tile, self._max_ctas, algorithm)
         except (TypeError, ValueError, RuntimeError) as error:
             deferred = DeferredError(error)
         if deferred is not None:
@@ -149,8 +137,8 @@ class AllScan:
         asks no other rank."""
         check_communicator(comm)
         ctas = comm.max_ctas if max_ctas is None else max_ctas
-        spec = _spec(comm, shape, depth, protocol, tile, ctas, algorithm)
-        return workspace_bytes(comm, _layout(comm, spec))
+        _, layout = _plan(comm, shape, depth, protocol, tile, ctas, algorithm)
+        return workspace_bytes(comm, layout)
 
     @property
     def max_ctas(self) -> int:

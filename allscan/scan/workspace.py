@@ -90,10 +90,21 @@ def workspace_layout(spec: Spec, put: bool) -> tuple[Parts, int]:
 
 
 class Chain:
-    """Two channels along a line of ranks, forward and reverse. links: [p]: the link of ranks p and p + 1."""
+    """Two channels along a line of ranks, forward and reverse. mapped: [p]: whether ranks p and p + 1 reach each other
+    by loads and stores; raises RuntimeError for a protocol that needs it."""
 
-    def __init__(self, line: Line, spec: Spec, links: list[int]) -> None:
-        self.line, self.spec, self.links = line, spec, links
+    def __init__(self, line: Line, spec: Spec, mapped: Sequence[bool]) -> None:
+        if spec.protocol in ("sentinel", "signal") and not all(mapped):
+            p = mapped.index(False)
+            raise RuntimeError(
+                f"protocol {spec.protocol!r} needs mapped peers; ranks {p} and {p + 1} do not map each other"
+            )
+        self.line, self.spec = line, spec
+        if spec.protocol == "auto":
+            links = [(SENTINEL if yes else PUT).value for yes in mapped]
+        else:
+            links = [PROTOCOLS[spec.protocol]] * len(mapped)
+        self.links = links  # [p]: of ranks p and p + 1
         of_kind = [workspace_layout(spec, put) for put in (False, True)]
         puts = [PUT.value in links[max(0, p - 1) : p + 1] for p in range(len(line.pes))]
         self._parts = [of_kind[put][0] for put in puts]  # of each rank
