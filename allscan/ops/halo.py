@@ -87,7 +87,7 @@ def halo(
         >>> labels = torch.cat([tokens[:, 1:], after if comm.rank < comm.size - 1 else after.fill_(-100)], 1)
     """
     check_communicator(comm)
-    options = Options(n, reverse, cu_seqlens, first_token, layout, per_document)
+    options = Options(n, bool(reverse), cu_seqlens, first_token, layout, per_document)
     if not torch.compiler.is_compiling():
         return _eager_halo(x, comm, options)
     xs = x if isinstance(x, tuple) else (x,)
@@ -142,7 +142,6 @@ def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
 
 
 def _eager_halo(x: Xs, comm: Communicator, options: Options) -> Any:
-    options = options._replace(reverse=bool(options.reverse))
     with comm.call(options.reverse, "halo()", x):
         return _halo(x, comm, options)
 
@@ -163,20 +162,21 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
-    signature = "halo", *signature_of(*xs), options._replace(first_token=first_token is None) if cached else None
+    where = (n, reverse, first_token is None, layout, per_document, T) if cached else ()
+    signature = "halo", *signature_of(*xs), *where
     if not cached or signature not in comm.checked:
         n, cu_seqlens, first_token = _check_halo(xs, comm, options)
         if cached:
             comm.checked.remember(signature)
     if per_document:
-        out = _of_documents(xs, n, comm, bool(reverse), boundaries_on_host(cu_seqlens), first_token, T)
+        out = _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
         return out if several else out[0]
     zigzag, tokens = layout == "zigzag", xs[0].shape[1]
     halves = 1 + zigzag
     edges, decay = _edges(xs, n, halves, reverse), _decay(tokens // halves, n, reverse)
     inside = _inside(comm, tokens if T is None else T, n, reverse, cu_seqlens, first_token, zigzag)
     if not zigzag:
-        found = scan_once(comm, ScanInputs(edges[0], decay), bool(reverse), part="hop")
+        found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part="hop")
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
         there, back = edges[::-1] if reverse else edges
         pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), part="hop")
