@@ -175,6 +175,8 @@ def main(given: list[str] | None = None) -> int:
             pairs = [zip(run["now"][name], run["before"][name], strict=True) for run in runs]
             changes = [statistics.median(100 * (a / b - 1) for a, b in of) for of in pairs]
             values += [f"{x:+.1f} %" for x in (statistics.median(changes), min(changes), max(changes))]
+        else:
+            values += [""] * 3
         print(f'"{name}"', *values, sep=",", flush=True)
     return 0
 
