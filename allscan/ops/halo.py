@@ -162,7 +162,7 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     n, reverse, cu_seqlens, first_token, layout, per_document, T = options
     cached = cu_seqlens is None and type(n) is int and type(layout) is str
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
-    where = (n, reverse, first_token is None, layout, per_document, T) if cached else ()
+    where: tuple[object, ...] = (n, reverse, first_token is None, layout, per_document, T) if cached else ()
     signature = "halo", *signature_of(*xs), *where
     if not cached or signature not in comm.checked:
         n, cu_seqlens, first_token = _check_halo(xs, comm, options)
