@@ -58,12 +58,12 @@ def variants() -> dict[str, Variant]:
 
     for name, form in (("", (0, 0)), (" strong", (0, 1)), (" solved", (1, 0))):
         constants = dict(zip(("SOLVED", "STRONG"), map(bool, form), strict=True))
-        add(f"operands{name}", delta_chunks.operands_kernel, "operands", constants, dict(maxnreg=168))
-    add("pairs", bwd.pairs_kernel, "pairs", {}, dict(maxnreg=168), dict(BV=128), dict(num_stages=2))
-    others = dict(BJ=64), dict(maxnreg=168), dict(num_stages=2), dict(num_stages=3)
+        blocks = "solved" if form[0] else "operands"
+        add(f"operands{name}", delta_chunks.operands_kernel, blocks, constants, dict(num_stages=2))
+    add("pairs", bwd.pairs_kernel, "pairs", {}, dict(BV=64, maxnreg=168))
+    others = dict(BJ=64), dict(num_stages=3)
     add("gradient", bwd.gradient_kernel, "gradient", {}, *others, beside=("pairs",))
-    others = dict(num_stages=3), dict(BV=128)
-    add("gradient strong", bwd.strong_gradient_kernel, "strong_gradient", {}, *others, beside=("pairs",))
+    add("gradient strong", bwd.strong_gradient_kernel, "strong_gradient", {}, dict(num_stages=2), beside=("pairs",))
     return found
 
 

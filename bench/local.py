@@ -192,7 +192,7 @@ def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
     parser.add_argument("--rule", choices=["gla", "kda"], default="gla", help="kda: see bench/local_delta.py")
-    parser.add_argument("--no-fla", action="store_true", help="zeco_gla alone: fla takes minutes to choose")
+    parser.add_argument("--no-fla", action="store_true", help="ours alone: fla takes minutes to choose")
     parser.add_argument("--first-call", action="store_true", help="only the seconds of zeco_gla's first call")
     parser.add_argument("--csv", help="default: bench/results/local.csv, or local_kda.csv")
     options = parser.parse_args(arguments)

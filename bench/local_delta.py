@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     T: int
     H: int
     V: int = 128
-    gates: str = "weak"  # logsigmoid(normal) / 16; "strong": -5 sigmoid(2 normal)
+    gates: str = "weak"  # logsigmoid(normal) / 16; "mild": logsigmoid(normal); "strong": -5 sigmoid(2 normal)
     packed: bool = False  # 37 sequences of uneven lengths
 
     def __str__(self) -> str:
@@ -47,8 +47,15 @@ class Shape(NamedTuple):
         return torch.tensor([0, *sorted((cuts * tokens).long().tolist()), tokens])
 
 
-SHAPES = Shape(16384, 32), Shape(16384, 32, gates="strong"), Shape(16384, 32, packed=True), Shape(4096, 32)
-SHAPES += Shape(2048, 32), Shape(16384, 8), Shape(16384, 32, V=64), Shape(16384, 32, V=256)
+SHAPES = Shape(16384, 32), Shape(16384, 32, gates="mild"), Shape(16384, 32, gates="strong")
+SHAPES += (
+    Shape(16384, 32, packed=True),
+    Shape(4096, 32),
+    Shape(2048, 32),
+    Shape(16384, 8),
+    Shape(16384, 32, V=64),
+    Shape(16384, 32, V=256),
+)
 
 
 def drawn(shape: Shape, tokens: int, device, dtype=torch.bfloat16):
@@ -60,7 +67,8 @@ def drawn(shape: Shape, tokens: int, device, dtype=torch.bfloat16):
 
     q, k = (F.normalize(normal(K), dim=-1).to(dtype) for _ in "qk")
     v, do = (normal(shape.V).to(dtype) for _ in "vo")
-    g = -5 * (2 * normal(K)).sigmoid() if shape.gates == "strong" else F.logsigmoid(normal(K)) / 16
+    g = -5 * (2 * normal(K)).sigmoid() if shape.gates == "strong" else F.logsigmoid(normal(K))
+    g /= 16 if shape.gates == "weak" else 1
     return [x.requires_grad_() for x in (q, k, v, g, normal().sigmoid())], do
 
 

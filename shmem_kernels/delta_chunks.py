@@ -40,6 +40,7 @@ from .blocks import (
     ONWARD,
     cast,
     exp2,
+    high_half,
     load,
     load_gates,
     load_weights,
@@ -111,9 +112,24 @@ def gates_at(
 
 
 @triton.jit
+def gate_sums(p_weights, i, TRANSPOSED: tl.constexpr, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of gates by a table of weights. In bfloat16 a gate is the sum of two parts, 16 bits: to 2^-17 of itself, and
+    the same one in all sums."""
+    b_weights = load_weights(p_weights, i, BT)
+    if TRANSPOSED:
+        b_weights = tl.trans(b_weights)
+    b_high = b_g
+    b_sums = tl.zeros(b_g.shape, tl.float32)
+    if PRECISION == "bf16":
+        b_high = high_half(b_g)
+        b_sums = product(b_weights, b_g - b_high, b_sums, PRECISION)
+    return product(b_weights, b_high, b_sums, PRECISION)
+
+
+@triton.jit
 def level_sums(p_weights, m, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
     """The sums of gates of level m [BT, BJ], see decay_factors."""
-    return weighted_by(load_weights(p_weights, SUMS + m, BT), b_g, tl.zeros(b_g.shape, tl.float32), PRECISION)
+    return gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION)
 
 
 @triton.jit
@@ -136,6 +152,29 @@ def decay_factors(p_weights, m, b_g, b_first, b_second, BT: tl.constexpr, PRECIS
     b_end = tl.where(m == 7, b_first, tl.where(m == 6, b_second, BT))
     b_row = tl.where((t >= b_begin[None, :]) & (t < b_end[None, :]), exp2(b_sums), 0.0)
     return b_row, exp2(tl.minimum(tl.where(m >= 6, -b_sums, b_sums), LIMIT))
+
+
+@triton.jit
+def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, p_weights, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Aqk and Akk with what these channels give; where all is of class 0 with the same bits as without STRONG."""
+    b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
+    t = tl.arange(0, BT)[:, None]
+    b_row = tl.where(t < b_first[None, :], exp2(b_sums), 0.0)
+    b_column = tl.trans(b_k * exp2(tl.minimum(-b_sums, LIMIT)))
+    b_aq = tf32_product(b_q * b_row, b_column, b_aq, PRECISION)
+    b_ak = tf32_product(b_k * b_row, b_column, b_ak, PRECISION)
+    b_same = tl.sum(tl.where(t >= b_second[None, :], b_q * b_k, 0.0), 1)
+    b_aq += tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0)
+    last = tl.where(tl.min(b_second) < BT, 0, 4)
+    m = 6
+    while m >= last:
+        b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
+        b_column = tl.trans(b_k * b_column)
+        b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32)
+        b_aq += tf32_product(b_q * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
+        b_ak += tf32_product(b_k * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
+        m -= 1
+    return b_aq, b_ak
 
 
 @triton.jit
@@ -223,7 +262,7 @@ def operands_kernel(
         base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         b_q, b_k = load(p_q + base, at, inside).to(tl.float32), load(p_k + base, at, inside).to(tl.float32)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_sums = weighted(p_weights, ONWARD, True, b_g, tl.zeros([BT, BJ], tl.float32), BT, PRECISION)
+        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
         b_before = exp2(b_sums)
         tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
         b_kb = b_k * b_before * b_beta[:, None]
@@ -236,36 +275,16 @@ def operands_kernel(
         else:
             tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is there
             if STRONG:
-                b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
-                b_row = tl.where(tl.arange(0, BT)[:, None] < b_first[None, :], b_before, 0.0)
+                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, p_weights, BT, PRECISION)
             else:
-                b_row = b_before
-            b_column = tl.trans(b_k * exp2(tl.minimum(-b_sums, LIMIT)))
-            b_aq = tf32_product(b_q * b_row, b_column, b_aq, PRECISION)
-            b_ak = tf32_product(b_k * b_row, b_column, b_ak, PRECISION)
+                b_column = tl.trans(b_k * exp2(-b_sums))
+                b_aq = tf32_product(b_q * b_before, b_column, b_aq, PRECISION)
+                b_ak = tf32_product(b_k * b_before, b_column, b_ak, PRECISION)
         if SOLVED or STRONG or PRECISION != "bf16":
-            b_after = tl.zeros([BT, BJ], tl.float32)
-            b_after = exp2(weighted(p_weights, BEFORE, True, b_g, b_after, BT, PRECISION))
+            b_after = exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
         else:
             b_after = exp2(b_total[None, :] - b_sums)
         tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
-        if STRONG:
-            t = tl.arange(0, BT)[:, None]
-            b_same = tl.sum(tl.where(t >= b_second[None, :], b_q * b_k, 0.0), 1)
-            b_aq += tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0)
-            m, last = 6, tl.where(tl.min(b_second) < BT, 0, 4)
-            base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
-            while m >= last:  # each level loads what it takes again, or it would fill registers
-                tl.debug_barrier()
-                b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-                b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
-                b_k = load(p_k + base, at, inside).to(tl.float32)
-                b_column = tl.trans(b_k * b_column)
-                b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32)
-                b_ak += tf32_product(b_k * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
-                b_q = load(p_q + base, at, inside).to(tl.float32)
-                b_aq += tf32_product(b_q * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
-                m -= 1
     if SOLVED:
         tl.store(p_strong + n * H + h, (tl.min(b_least) < -LIMIT).to(tl.int32))
     else:

@@ -19,13 +19,26 @@ import triton
 import triton.language as tl
 
 from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, upper
-from .delta_chunks import PAIRS, chunk_of, decay_factors, first_of_class, gates_at, state_tile, tile, weighted
+from .delta_chunks import (
+    PAIRS,
+    chunk_of,
+    decay_factors,
+    first_of_class,
+    gate_sums,
+    gates_at,
+    state_tile,
+    tile,
+    weighted,
+)
 
 
 @triton.jit
 def rounded(b_x, dtype: tl.constexpr):
-    """As it is as an operand of a product."""
-    return cast(b_x, dtype).to(tl.float32)
+    """As it is as an operand of a product, but for ties."""
+    if dtype == tl.bfloat16:
+        return ((b_x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    else:
+        return b_x
 
 
 @triton.jit
@@ -132,7 +145,7 @@ def gradient_kernel(
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_sums = weighted(p_weights, ONWARD, True, b_g, tl.zeros([BT, BJ], tl.float32), BT, PRECISION)
+        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
         b_decay = exp2(tl.sum(b_g, 0))
         b_sum = tl.zeros([BT, BJ], tl.float32)
         b_x = tl.zeros([BT, BJ], tl.float32)
@@ -234,7 +247,7 @@ def strong_gradient_kernel(
             b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
             b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-        b_sums = weighted(p_weights, ONWARD, True, b_g, b_zeros, BT, PRECISION)
+        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
         b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
         b_row = exp2(b_sums)
         b_dq *= b_row * scale
@@ -271,7 +284,7 @@ def strong_gradient_kernel(
             b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
             b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-        b_dk *= exp2(weighted(p_weights, BEFORE, True, b_g, b_zeros, BT, PRECISION))
+        b_dk *= exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
         b_through = (b_last * exp2(tl.sum(b_g, 0)))[None, :] + b_zeros
         # not the difference of what all tokens give and later ones: it may be much less than these
         b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)

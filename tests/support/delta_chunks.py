@@ -9,12 +9,11 @@ With G_t the sum of a chunk's gates up to token t, G the sum of all, S the state
 Backward, with dS' the gradient of the state that leaves the chunk:
 
     dv_new = Aqk^T do + kg dS'        dS = e^G dS' + scale qg^T do - w^T dv_new
-    dAqk = do v_new^T, s <= t         dw = -dv_new S^T
-    dT = dw (beta k e^G)^T + dv_new (beta v)^T      dAkk = -T^T dT T^T, s < t
-    dv = beta T^T dv_new
-    dbeta = v . T^T dv_new + (k e^G) . T^T dw + k . X,      X_t = sum_s dAkk[t, s] k_s e^(G_t - G_s)
+    r = T^T dv_new, the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
+    dAqk = do v_new^T, s <= t         dAkk = -r v_new^T, s < t         dv = beta r
+    dbeta = v . r - (k e^G) . r S^T + k . X,      X_t = sum_s dAkk[t, s] k_s e^(G_t - G_s)
     dq   = scale e^G do S^T  +  scale sum_s dAqk[t, s] k_s e^(G_t - G_s)
-    dk'  = beta (e^G T^T dw + X)                                                        as the later token
+    dk'  = beta (X - e^G r S^T)                                                        as the later token
     dk'' = e^(G - G_t) v_new dS'^T + sum_t (scale dAqk[t, s] q_t + dAkk[t, s] beta_t k_t) e^(G_t - G_s)  as the earlier
     dk = dk' + dk''        dG_t = q . dq + k . dk' - k . dk'', both without s = t, which would only leave errors
     dG at the last token also + sum_t k_t . e^(G - G_t) v_new dS'^T + e^G <S, dS'>_row;  dg = the sum of dG from t on
@@ -33,7 +32,8 @@ No factor of what counts is above e^LIMIT, a sum contains the gates between two 
 ln 2, whose e is 0 in float32: exact for every gate. LIMIT = 110 ln 2 is enough for 16 tokens of -5.
 
 Error analysis, bfloat16: q, k times their factors are rounded, relative to themselves: 2^-9 of each term, whatever the
-gates. Sums of gates are float32 (three bfloat16 parts). T is made by halves, too: with X the inverses of diagonal
+gates. A gate counts with 16 bits (two bfloat16 parts), the same in all sums: 2^-17 G of a decay, much less than its
+rounding where it counts. Sums are float32. Scores take TF32. T is made by halves, too: with X the inverses of diagonal
 blocks of n and A' the part of Akk between those of a pair, X - X A' X; forward substitution by blocks, whose products
 in TF32, operands rounded, add 2^-11 of |X| |A'| |X| each, before T is rounded to 2^-9. w, u, kg, qg, v_new are rounded
 once. dG takes operands as they are rounded: what a pair gives to dG_t it takes from dG_s, so that nothing is left of it
@@ -129,10 +129,8 @@ class Chunk:
         q, k, scale = self.q, self.k, self.scale
         dv_new = self.scores.mT @ do + self.kg @ dstate
         dentering = self.decay * dstate + scale * self.qg.mT @ do - self.w.mT @ dv_new
-        dscores, dw = (do @ self.v_new.mT).tril(), -dv_new @ self.state.mT
-        dsolved = dw @ (self.beta * k * self.before).mT + dv_new @ (self.beta * self.v).mT
-        dinverse = (-self.solved.mT @ dsolved.tril(-1) @ self.solved.mT).tril(-1)
-        dvb, dkb = self.solved.mT @ dv_new, self.solved.mT @ dw
+        dvb = self.solved.mT @ dv_new
+        dscores, dinverse, dkb = (do @ self.v_new.mT).tril(), (-dvb @ self.v_new.mT).tril(-1), -dvb @ self.state.mT
         dq, x, dcolumn = scale * self.before * (do @ self.state.mT), 0.0, self.after * (self.v_new @ dstate.mT)
         last = (k * dcolumn).sum(-2) + self.decay[..., 0] * (self.state * dstate).sum(-1)
         for row, column, pairs in levels(self.g):

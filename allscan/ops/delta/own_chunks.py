@@ -27,12 +27,21 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 64, BV_max)
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
-    return dict(operands=both, output=output, pairs=both, gradient=narrow, strong_gradient=both)
+    few = {} if fine else dict(maxnreg=168)  # three programs on a multiprocessor
+    return dict(
+        operands=both,
+        solved=both | few,
+        output=output,
+        pairs=both if fine else both | dict(BV=128),
+        gradient=narrow,
+        strong_gradient=both,
+    )
 
 
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
-    return dict.fromkeys(("operands", "output", "pairs", "gradient", "strong_gradient"), dict(BJ=BK, BV=BV_max))
+    names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient"
+    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max))
 
 
 class ChunkPass(StatePass):
@@ -134,7 +143,7 @@ class ChunkPass(StatePass):
         qg, kg, w, u, sums = made
         self._launch_chunks(
             plan,
-            "operands",
+            "solved" if fixed["SOLVED"] else "operands",
             operands_kernel,
             *x,
             *self._tables(plan, strong),
