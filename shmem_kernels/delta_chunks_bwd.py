@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, upper
 from .delta_chunks import (
+    LIMIT,
     PAIRS,
     chunk_of,
     decay_factors,
@@ -161,24 +162,26 @@ def gradient_kernel(
             b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
             b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
         b_k = load(p_k + base_k, at_k, inside_k)
-        b_keys = cast(b_k.to(tl.float32) * exp2(-b_sums), DTYPE)
+        b_keys = cast(rounded(b_k.to(tl.float32) * exp2(-b_sums), DTYPE), DTYPE)
         b_dk *= b_decay[None, :]
         b_last = b_last * b_decay + tl.sum(b_keys.to(tl.float32) * b_dk, 0)
         b_sum = product(load_weights(p_pairs, 0, BT), b_keys, b_sum * scale, PRECISION)
         b_x = product(load_weights(p_pairs, 1, BT), b_keys, -b_x, PRECISION)
         b_q = load(p_q + base_k, at_k, inside_k)
         b_before = exp2(b_sums)
-        b_queries = cast(b_q.to(tl.float32) * b_before, DTYPE)
+        b_queries = cast(rounded(b_q.to(tl.float32) * b_before, DTYPE), DTYPE)
         b_dk = product(tl.trans(load_weights(p_pairs, 0, BT)), b_queries, b_dk, PRECISION)
         b_gates = b_queries.to(tl.float32) * b_sum  # dG
         b_sum = b_before * b_sum + b_same[:, None] * b_k.to(tl.float32)
         tl.store(p_dq + base + at, cast(b_sum, p_dq.dtype.element_ty), mask=inside)
-        b_later = cast(b_k.to(tl.float32) * b_before * b_beta[:, None], DTYPE)
+        b_later = cast(rounded(b_k.to(tl.float32) * b_before * b_beta[:, None], DTYPE), DTYPE)
         b_dk = product(tl.trans(load_weights(p_pairs, 1, BT)), b_later, b_dk, PRECISION)
-        b_gates += b_later.to(tl.float32) * b_x - b_keys.to(tl.float32) * b_dk
+        b_gates += b_later.to(tl.float32) * b_x
+        b_gates -= b_keys.to(tl.float32) * b_dk
         b_x *= b_before
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_x, 1)
-        b_dk = exp2(-b_sums) * b_dk + b_x * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
+        b_x = b_x * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
+        b_dk = b_x + exp2(-b_sums) * b_dk
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
@@ -249,20 +252,26 @@ def strong_gradient_kernel(
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
         b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
         b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
+        b_mild = tl.arange(0, BT)[:, None] < b_first[None, :]  # as in gradient_kernel, bit by bit
         b_row = exp2(b_sums)
-        b_dq *= b_row * scale
-        b_x *= -b_row
-        b_gates = load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_dq  # dG
-        b_gates += load(p_k + base_k, at_k, inside_k).to(tl.float32) * b_beta[:, None] * b_x
+        b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
+        b_keys = cast(rounded(b_k * exp2(tl.minimum(-b_sums, LIMIT)), DTYPE), DTYPE)
+        b_dq *= scale
+        b_dq = tl.where(b_mild, product(load_weights(p_pairs, 0, BT), b_keys, b_dq, PRECISION), b_dq)
+        b_x = tl.where(b_mild, product(load_weights(p_pairs, 1, BT), b_keys, -b_x, PRECISION), -b_x)
+        b_gates = rounded(load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_row, DTYPE) * b_dq  # dG
+        b_gates += rounded(b_k * b_row * b_beta[:, None], DTYPE) * b_x
+        b_dq *= b_row
+        b_x *= b_row
         last = tl.where(tl.min(b_second) < BT, 0, 4)
-        m = 7
+        m = 6
         while m >= last:
             tl.debug_barrier()
             b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
             b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
             b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32) > 0.0
             b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-            b_keys = cast(b_k * b_column, DTYPE)
+            b_keys = cast(rounded(b_k * b_column, DTYPE), DTYPE)
             b_sum = product(tl.where(b_pairs, load_weights(p_pairs, 1, BT), 0.0), b_keys, b_zeros, PRECISION)
             b_x += b_row * b_sum
             b_gates += rounded(b_k * b_row * b_beta[:, None], DTYPE) * b_sum
@@ -298,10 +307,12 @@ def strong_gradient_kernel(
             b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32) > 0.0
             b_q = load(p_q + base_k, at_k, inside_k).to(tl.float32)
             b_pq = tl.where(b_pairs, load_weights(p_pairs, 0, BT), 0.0)
-            b_sum = product(tl.trans(b_pq), cast(b_q * b_row, DTYPE), b_zeros, PRECISION)
+            b_sum = product(tl.trans(b_pq), cast(rounded(b_q * b_row, DTYPE), DTYPE), b_zeros, PRECISION)
             b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
             b_pk = tl.where(b_pairs, load_weights(p_pairs, 1, BT), 0.0)
-            b_sum = product(tl.trans(b_pk), cast(b_k * b_row * b_beta[:, None], DTYPE), b_sum, PRECISION)
+            b_sum = product(
+                tl.trans(b_pk), cast(rounded(b_k * b_row * b_beta[:, None], DTYPE), DTYPE), b_sum, PRECISION
+            )
             b_dk += b_column * b_sum
             b_gates -= rounded(b_k * b_column, DTYPE) * b_sum
             m -= 1

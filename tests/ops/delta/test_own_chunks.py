@@ -134,6 +134,29 @@ def test_a_prefix_does_not_depend_on_what_follows(run):
     assert all("chunk must be one of" in answer for answer in run(2, prefix_case))
 
 
+def weak_prefix_case(group, rule, dtype):
+    """Whether o and its gradients of the first tokens of a chunk are the same bits whether its later gates are strong,
+    so that another kernel makes them, or not."""
+    with allscan.Communicator(group) as comm:
+        cut, tokens, same = 41, [64 + 30], []
+        for strength in (None, -5.0):
+            whole = Whole(DeltaCase(rule, tokens, gates="mild", dtype=dtype), comm.device)
+            if strength is not None:
+                whole.g[:, cut:64] = strength
+            whole.do[:, cut:] = 0.0
+            whole.dfinal.zero_()
+            o, _, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+            same.append([o, *grads[:5]])
+        return {name: torch.equal(a[:, :cut], b[:, :cut]) for name, a, b in zip("o q k v g beta".split(), *same)}
+
+
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, dtype):
+    [same] = run(1, weak_prefix_case, rule, dtype)
+    assert all(same.values()), same
+
+
 def prepared_case(group):
     """What calls raise that are like those before but for one argument that is wrong; whether ones that are like them
     but for one that is right have results of their own, as a communicator has that knows no calls."""
