@@ -253,9 +253,11 @@ def spans(tested):
 
 
 def test_the_documentation_has_the_table():
-    """And the environments of the matrix as they ran."""
-    with open(os.path.join(ROOT, "docs", "versions.md"), encoding="utf-8") as file:
-        text = file.read()
+    """And bench/README.md the environments of the matrix as they ran."""
+    text = ""
+    for page in ("docs/versions.md", "bench/README.md"):
+        with open(os.path.join(ROOT, page), encoding="utf-8") as file:
+            text += file.read()
     rows = [f"| {p.name} | {spans(p.on_gpus)} | {spans(p.on_cpus)} | before {p.least} |" for p in versions.PACKAGES]
     for x in results():
         failed = f", {len(x['failed'])} failed" if x["failed"] else ""

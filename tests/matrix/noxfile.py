@@ -1,7 +1,7 @@
 """The quick tests with each version of torch, Triton, Python, transformers and NVSHMEM, on CPUs: `make matrix`.
 
 Each environment is made, runs the quick tests, and is removed: unpacked it takes 2 GB. CUDA's libraries are not
-installed, see stand_ins.py. results.json keeps the last result of each; docs/versions.md shows it.
+installed, see stand_ins.py. results.json keeps the last result of each; bench/README.md shows it.
 
     make matrix                               # all; pythons that are not there are left out
     make matrix ONLY='torch-2.15.0-3.12'      # of nox -l
