@@ -19,7 +19,7 @@ if not _rejected:
         _rejected, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
 if not _rejected:
     from . import device, zigzag
-    from .base.errors import AllScanOutOfStep, AllScanTimeout
+    from .base.errors import AllScanError, AllScanHostTimeout, AllScanOutOfStep, AllScanTimeout
     from .comm.communicator import Communicator
     from .comm.heap import finalize, init
     from .ops.allscan import allscan
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AllScan",
+    "AllScanError",
+    "AllScanHostTimeout",
     "AllScanOutOfStep",
     "AllScanTimeout",
     "Communicator",

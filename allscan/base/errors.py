@@ -24,7 +24,14 @@ class DeferredError:
         return error
 
 
-class AllScanTimeout(RuntimeError):
+class AllScanError(RuntimeError):
+    """Base class of the errors that a rank raises because of another one: what a training step may catch.
+
+    ``Communicator.resync()`` on all ranks brings them back into step.
+    """
+
+
+class AllScanTimeout(AllScanError):
     """A wait on another rank ended by time-out. What the kernels returned since then is not to be used.
 
     Attributes:
@@ -70,5 +77,10 @@ def names_of(ranks: tuple[int, int], job_ranks: tuple[int, int]) -> list[str]:
     return [f"rank {rank} (of the job: {of_job})" for rank, of_job in zip(ranks, job_ranks)]
 
 
-class AllScanOutOfStep(RuntimeError):
+class AllScanHostTimeout(AllScanError):
+    """A rank did not come to an operation that waits for all ranks on the host, such as a first call, or was
+    interrupted in it (Ctrl-C). All ranks that came raise this. The operation has launched nothing."""
+
+
+class AllScanOutOfStep(AllScanError):
     """The ranks have not made the same calls. What the call that raises has returned is not to be used."""

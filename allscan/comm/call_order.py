@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..base.errors import REMEDY, AllScanOutOfStep, AllScanTimeout, DeferredError, names_of
+from ..base.errors import REMEDY, AllScanHostTimeout, AllScanOutOfStep, AllScanTimeout, DeferredError, names_of
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
@@ -199,6 +199,11 @@ class Order:
 
         return excuse
 
+    def _within(self) -> float | None:
+        """Seconds that a call waits for the others on the host. After a resync() a rank may fail again before a call
+        that the others have made, and that is a first call again: they wait for it as their kernels would."""
+        return self._timeout + GRACE_S if self.inside and self.generation else None
+
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
 
@@ -206,7 +211,7 @@ class Order:
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
             mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None
-            answers = self.store_exchange.exchange(mine, what, self._excuse)
+            answers = self.store_exchange.exchange(mine, what, self._excuse, within=self._within())
         except Rejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
@@ -258,7 +263,7 @@ class Order:
         self.launches += 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse)
+            answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse, within=self._within())
         except Rejected:
             self.launches -= 1  # this rank rejects the call, too
             raise
@@ -266,7 +271,8 @@ class Order:
             why = self._explained(f"{problem}; this rank launches {what}")
             raise self.raised_everywhere(self.desynchronized(why)) from None
         except RuntimeError as error:
-            raise self.raised_everywhere(RuntimeError(f"{error}; this rank launches {what}")) from error
+            kind = AllScanHostTimeout if isinstance(error, AllScanHostTimeout) else RuntimeError
+            raise self.raised_everywhere(kind(f"{error}; this rank launches {what}")) from error
         if len(set(answers)) > 1:
             raise self.raised_everywhere(
                 RuntimeError(f"the ranks differ in launch {self.launches}: {by_rank(answers)}")

@@ -273,8 +273,9 @@ class Communicator(Calls):
         and their backward passes raise. Graphs that were captured before stay good. No memory is taken or lost.
 
         Raises:
-            RuntimeError: if a rank does not come (after a fault that this rank knows of within twice ``timeout``, in
-                which the others hear of it), or if the ranks do not have the same AllScans.
+            AllScanHostTimeout: if a rank does not come (after a fault that this rank knows of within twice ``timeout``,
+                in which the others hear of it).
+            RuntimeError: if the ranks do not have the same AllScans.
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.errors import AllScanOutOfStep
+from ..base.errors import AllScanHostTimeout, AllScanOutOfStep
 from ..bindings.torch_compat import default_store
 from .compile_watch import another_compiles
 
@@ -106,13 +106,15 @@ class StoreExchange:
                     return str(number)
                 self._read(store, base)
 
-    def exchange(self, value: Any, what: str, excuse: Excuse | None = None, last: str = "") -> list[Any]:
+    def exchange(
+        self, value: Any, what: str, excuse: Excuse | None = None, last: str = "", within: float | None = None
+    ) -> list[Any]:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
         with REJECTED they raise Rejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the life
-        of this StoreExchange, behind which processes may end.
-        Raises RuntimeError, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
+        of this StoreExchange, behind which processes may end. within: seconds in place of EXCHANGE_TIMEOUT_S.
+        Raises AllScanHostTimeout, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
         compiles, or is interrupted; Abandoned if one has called ``abandon``."""
         if self.size == 1:
             return [value]
@@ -122,7 +124,7 @@ class StoreExchange:
             word = json.dumps((what, value))
             with _store_errors(what):
                 store.set(f"{base}{self.rank}", word)
-                decision = self._decision(store, base, excuse)
+                decision = self._decision(store, base, excuse, within)
         except BaseException as error:
             why = f"was interrupted by {type(error).__name__}"
             self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
@@ -134,7 +136,7 @@ class StoreExchange:
                 raise error_of(f"{what}: {decision.removeprefix(prefix)}")
         if decision.startswith(FAILED):
             reason = decision.removeprefix(FAILED)
-            raise RuntimeError(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
+            raise AllScanHostTimeout(f"{what}: {reason}. All ranks of a group make the same calls in the same order")
         # not ast.literal_eval, which fails now and then in Python 3.11 where several threads parse
         answers = _as_tuples(json.loads(decision.removeprefix(_DONE)))
         if json.dumps(answers[self.rank]) != word:
@@ -153,13 +155,15 @@ class StoreExchange:
             self._decide(store, base, f"{ABANDONED}rank {self.ranks[self.rank]} (global) {why}")
             self._read(store, base, last=True)
 
-    def _decision(self, store: dist.Store, base: str, excuse: Callable[[Callable[[], int]], str | None] | None) -> str:
+    def _decision(self, store: dist.Store, base: str, excuse: Excuse | None, within: float | None) -> str:
         """What has been decided. O(1) requests a rank, but for who is missing where one is."""
 
         def missing() -> int:
             return next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
 
-        limit = min(EXCHANGE_TIMEOUT_S, ABSENT_TIMEOUT_S) if _absent & set(self.ranks) else EXCHANGE_TIMEOUT_S
+        limit = EXCHANGE_TIMEOUT_S if within is None else within
+        if _absent & set(self.ranks):
+            limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + limit + (GRACE_S if self.rank else 0.0)
         pause, longest = 1e-4, 5e-3 * max(1, self.size // 16)

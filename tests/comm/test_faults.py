@@ -444,6 +444,48 @@ def test_a_missed_first_call_does_not_shift_the_later_ones(fresh):
     assert fresh(2).run(missed_case) == [(True, 0.0), (None, 32.0)]
 
 
+def failing_steps_case(failing, most):
+    """The loop of docs/training.md: rank 1 fails in some steps, before the first of their calls."""
+    host_exchange.EXCHANGE_TIMEOUT_S = most
+    errors, seconds, losses = [], [], []
+    with allscan.Communicator(timeout=2.0) as comm:
+        for step in range(4):
+            comm.step()
+            error, begin = None, time.monotonic()
+            try:
+                for _ in range(2):
+                    if step in failing and comm.rank == 1:
+                        raise torch.cuda.OutOfMemoryError("made up")
+                    x = torch.ones(1, 4, 1, 16, device=comm.device, requires_grad=True)
+                    o, _ = allscan.zeco_gla(x, x, x, -0.1 * x, comm=comm)
+                    o.sum().backward()
+                if comm.device.type == "cuda":
+                    torch.cuda.synchronize()
+                comm.check()
+                losses.append(round(o.sum().item(), 2))
+            except (torch.cuda.OutOfMemoryError, allscan.AllScanError) as caught:
+                error = caught
+            seconds.append(time.monotonic() - begin)
+            flag = torch.tensor(float(error is not None))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            errors.append(type(error).__name__ if error is not None else "")
+            if flag.item():
+                comm.resync()
+    return errors, seconds, losses
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("failing, most", [((1, 2), 120.0), ((0, 1), 3.0)])
+def test_steps_that_fail_one_behind_the_other(fresh, failing, most):
+    """After resync() every call is a first one: nobody waits for the failed rank longer than its kernels would."""
+    (errors, seconds, losses), (errors_of_1, _, losses_of_1) = fresh(2).run(failing_steps_case, failing, most)
+    first, second = failing
+    assert errors[first] == ("AllScanTimeout" if first else "AllScanHostTimeout"), errors
+    assert errors[second] == "AllScanHostTimeout" and seconds[second] < 2 + 5 + 3, (errors, seconds)
+    assert [errors_of_1[i] for i in failing] == ["OutOfMemoryError"] * 2
+    assert len(losses) == len(losses_of_1) == 2 and losses[0] == losses[1] and losses_of_1[0] == losses_of_1[1]
+
+
 def same_size_case():
     allscan.init(1_000_000)
     allscan.init(1_000_000)
