@@ -207,7 +207,7 @@ class Order:
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
 
-        Raises AllScanOutOfStep on every rank if they have not made equally many calls so far, or if one of them has
+        Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or if one of them has
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
             mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None

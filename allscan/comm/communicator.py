@@ -207,7 +207,7 @@ class Communicator(Calls):
 
     @property
     def gone(self) -> bool:
-        """Whether torch.distributed was ended, or begun anew, since this communicator was made."""
+        """Whether torch.distributed was ended, or restarted, since this communicator was made."""
         return self.order.store_exchange.gone
 
     @property
@@ -304,7 +304,7 @@ class Communicator(Calls):
         """Return when every rank of the group has called this and its device work so far is done.
 
         Raises:
-            AllScanOutOfStep: on every rank if they have not made equally many calls, and on the others if this rank
+            AllScanOutOfStep: on every rank if they have made different numbers of calls, and on the others if this rank
                 raises.
             AllScanTimeout: and whatever else ``check`` raises, without waiting for anybody.
         """
@@ -322,7 +322,7 @@ class Communicator(Calls):
 
         Raises:
             AllScanOutOfStep: after it has closed, where this rank has not raised it before: on every rank if they
-                have not made equally many calls, and if one of them has raised it, or AllScanTimeout, and does not
+                have made different numbers of calls, and if one of them has raised it, or AllScanTimeout, and does not
                 come.
             AllScanTimeout: and whatever else ``check`` raises, after it has closed, if a kernel has given up and
                 nothing has said so on this rank before.

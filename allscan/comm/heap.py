@@ -75,7 +75,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
     if _heap is not None:
         if dist.group.WORLD is not _job:
             raise RuntimeError(
-                "torch.distributed was begun anew: call allscan.finalize() before destroy_process_group(), or at the "
+                "torch.distributed was restarted: call allscan.finalize() before destroy_process_group(), or at the "
                 "latest now"
             )
         if heap_bytes is not None and arena_bytes(heap_bytes) != _heap.arena.size:
@@ -110,7 +110,7 @@ def init(heap_bytes: int | None = None, *, transport: str = "auto") -> None:
 def finalize() -> None:
     """Give the arena back, and NVSHMEM if ``init`` initialised it. Collective over the job, after the last use.
 
-    Communicators of a torch.distributed that was ended, or begun anew, since, cannot be closed together any more: they
+    Communicators of a torch.distributed that was ended, or restarted, since, cannot be closed together any more: they
     are closed here, with a warning, and the next init() works. But NVSHMEM's end is collective: where ranks may be gone
     (such a communicator, or one that closed without the others, and ranks that cannot be asked, or do not come) its
     memory is left, with a warning, and init() over it needs a new process.

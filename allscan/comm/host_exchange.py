@@ -263,13 +263,13 @@ class StoreExchange:
 
     @property
     def gone(self) -> bool:
-        """Whether this StoreExchange belongs to a job that has ended: torch.distributed was, or was begun anew."""
+        """Whether this StoreExchange belongs to a job that has ended: torch.distributed was, or was restarted."""
         return self.size > 1 and not (dist.is_initialized() and dist.group.WORLD is self._world)
 
     def _store(self) -> dist.Store:
         """Raises StoreGone if this StoreExchange belongs to a job that has ended."""
         if self.gone:
-            raise StoreGone("torch.distributed was ended, or begun anew, since this communicator was made")
+            raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
         store: dist.Store = default_store()
         return store
 

@@ -59,7 +59,7 @@ def disable() -> None:
     calls it between a forward pass and its backward. Without ``enable`` it changes nothing.
 
     Raises:
-        AllScanOutOfStep: if the ranks have not made equally many calls; fla's functions are back all the same.
+        AllScanOutOfStep: if the ranks have made different numbers of calls; fla's functions are back all the same.
 
     Example:
         >>> allscan.integrations.fla_cp.disable()                                 # on every rank, between two steps

@@ -208,7 +208,7 @@ def of_last_tokens(states, comm, zigzag: bool) -> tuple[torch.Tensor, ...]:
 
 
 def joined(parts) -> torch.Tensor:
-    """[B, T, ...] one behind the other."""
+    """[B, T, ...] one after the other."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

@@ -35,7 +35,7 @@ def gathered(x, chunks, comm) -> torch.Tensor:
 
 
 class _Order(Tables):
-    """Where each token of the whole is among those of all ranks, one rank behind the other; and the other way round."""
+    """Where each token of the whole is among those of all ranks, one rank after the other; and the other way round."""
 
     def __init__(self, comm, lengths) -> None:
         places = [place for rank in range(comm.size) for place in document_places(lengths, rank, comm.size)]
@@ -55,7 +55,7 @@ class _Ordered(torch.autograd.Function):
 
 
 def documents_in_order(comm, lengths, *tensors) -> list[torch.Tensor]:
-    """[B, S, ...] of packed sequences that are each cut, of one rank behind the other, in the order of the whole."""
+    """[B, S, ...] of packed sequences that are each cut, of one rank after the other, in the order of the whole."""
     table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
     return [_Ordered.apply(x, *table.tensors) for x in tensors]
 
@@ -89,7 +89,7 @@ class Gather:
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
     def read(self, slots) -> tuple[torch.Tensor, ...]:
-        """What has arrived in ``slots``, one behind the other, of each tensor [B, tokens, ...]; views where they are
+        """What has arrived in ``slots``, one after the other, of each tensor [B, tokens, ...]; views where they are
         consecutive and full. Once, also where this rank wants none."""
         return _Read.apply(self, list(slots), self._token)
 

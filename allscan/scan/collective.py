@@ -162,7 +162,7 @@ class AllScan:
         Where the communicator is broken or desynchronized the memory stays taken until that is closed.
 
         Raises:
-            AllScanOutOfStep: if the ranks have not made equally many calls.
+            AllScanOutOfStep: if the ranks have made different numbers of calls.
             RuntimeError: if one does not come.
         """
         comm, rails = self.comm, self.launcher.rails

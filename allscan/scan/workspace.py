@@ -63,7 +63,7 @@ class Layout(Protocol):
 
 
 def lay_out(sizes: Iterable[tuple[str, int, torch.dtype]]) -> tuple[Parts, int]:
-    """(The parts, bytes in all), one behind the other."""
+    """(The parts, bytes in all), one after the other."""
     parts, offset = {}, 0
     for name, numel, dtype in sizes:
         parts[name] = (offset, numel, dtype)

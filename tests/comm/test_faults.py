@@ -860,7 +860,7 @@ def many_tiles_case():
 
 
 def test_all_tiles_give_up_at_once(fresh):
-    """In the interpreter, too, where they wait one behind the other."""
+    """In the interpreter, too, where they wait one after the other."""
     _, seconds = fresh(2).run(many_tiles_case, timeout=120)
     assert TIMEOUT < seconds < 2 * TIMEOUT + 1
 

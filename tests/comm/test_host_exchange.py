@@ -239,7 +239,7 @@ def test_interrupted(fresh):
 
 
 def new_job_case():
-    """A default group that is begun anew: said so, and after finalize() everything works in the new one."""
+    """A default group that is restarted: said so, and after finalize() everything works in the new one."""
     comm = allscan.Communicator()
     store = dist.distributed_c10d._get_default_store()
     rejected = raised(allscan.finalize)
@@ -247,8 +247,8 @@ def new_job_case():
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=1 - rank, world_size=2)
-    assert "begun anew" in raised(allscan.Communicator)[1]
-    assert "begun anew" in raised(comm.barrier)[1]
+    assert "restarted" in raised(allscan.Communicator)[1]
+    assert "restarted" in raised(comm.barrier)[1]
     with pytest.warns(UserWarning, match="is closed without the other ranks: torch.distributed was ended"):
         allscan.finalize()
     comm.close()

@@ -479,7 +479,7 @@ def test_streams_are_joined(run):
 
 
 def streams_case(group):
-    """Calls on changing streams are ordered one behind the other."""
+    """Calls on changing streams are ordered one after the other."""
     with allscan.Communicator(group) as comm:
         scan = allscan.AllScan(comm, (4, 16, 32))
         streams, chance = [torch.cuda.Stream() for _ in range(3)], random.Random(comm.rank)

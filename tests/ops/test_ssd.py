@@ -129,7 +129,7 @@ def test_the_gradient_of_initial_states_alone(run, layout, size=2):
 
 
 def token_by_token(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
-    """A chunk_scan of other make, called as mamba_ssm's is: one sequence behind the other."""
+    """A chunk_scan of other make, called as mamba_ssm's is: one sequence after the other."""
     assert dt.dtype == torch.float32 and chunk_size == CHUNK and return_final_states
     if seq_idx is None:
         return ssd_reference(x, dt, A, B, C, D)

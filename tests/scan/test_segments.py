@@ -24,7 +24,7 @@ def found(run, case, counts=None, zigzag=False, **options):
     counts = counts or case.counts
     size = len(counts) // (1 + zigzag)
     parts = run(size, functools.partial(segments_case, zigzag=zigzag, **options), case._replace(counts=counts))
-    if zigzag:  # rank r has chunks r and 2P - 1 - r, one behind the other
+    if zigzag:  # rank r has chunks r and 2P - 1 - r, one after the other
         return in_order(parts, counts)
     return whole_of(parts, reverse=case.reverse)
 

@@ -60,7 +60,7 @@ def attention(q, k, v, causal, window_size):
 
 
 def packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size):
-    """flash_attn_varlen_func: the sequences one behind the other."""
+    """flash_attn_varlen_func: the sequences one after the other."""
     cuts = zip(*(pairwise(cuts.tolist()) for cuts in (cu_seqlens_q, cu_seqlens_k)), strict=True)
     pieces = [(q[None, a:b], k[None, c:d], v[None, c:d]) for (a, b), (c, d) in cuts if a < b]
     return torch.cat([attention(*piece, causal, window_size) for piece in pieces], 1)[0]

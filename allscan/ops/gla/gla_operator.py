@@ -105,7 +105,7 @@ def zeco_gla(
             second halves in descending order. first_token is that of the first half; final_state is rank 0's.
         per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
             wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
-            2P - 1 - r of each, one sequence behind the other (``allscan.zigzag.zigzag_positions``): each length is
+            2P - 1 - r of each, one sequence after the other (``allscan.zigzag.zigzag_positions``): each length is
             a multiple of 2P, T is a P-th of the whole on every rank, and first_token r T / 2. Then the states of all N
             sequences are sent, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
         recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False:
