@@ -71,6 +71,14 @@ def operand(x, dtype, _semantic=None) -> core.tensor:
     return cast(x, dtype).to(tl.float32)
 
 
+@builtin
+def times(x, y, _semantic=None) -> core.tensor:
+    """x y in their own type; of bfloat16 the interpreter would multiply the bits."""
+    if _semantic is not None:
+        return x.__mul__(y, _semantic=_semantic)
+    return x.to(tl.float32) * y.to(tl.float32)
+
+
 @triton.jit
 def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """x y + sum; sum is float32. PRECISION: "bf16" or "tf32x3", of the operands."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, upper
+from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, times, upper
 from .delta_chunks import (
     LIMIT,
     PAIRS,
@@ -269,13 +269,13 @@ def strong_gradient_kernel(
             tl.debug_barrier()
             b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
             b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
-            b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32) > 0.0
+            b_pairs = load_weights(p_weights, PAIRS + m, BT).to(p_pairs.dtype.element_ty)
             b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
             b_keys = cast(rounded(b_k * b_column, DTYPE), DTYPE)
-            b_sum = product(tl.where(b_pairs, load_weights(p_pairs, 1, BT), 0.0), b_keys, b_zeros, PRECISION)
+            b_sum = product(times(load_weights(p_pairs, 1, BT), b_pairs), b_keys, b_zeros, PRECISION)
             b_x += b_row * b_sum
             b_gates += rounded(b_k * b_row * b_beta[:, None], DTYPE) * b_sum
-            b_sum = product(tl.where(b_pairs, load_weights(p_pairs, 0, BT), 0.0), b_keys, b_zeros, PRECISION)
+            b_sum = product(times(load_weights(p_pairs, 0, BT), b_pairs), b_keys, b_zeros, PRECISION)
             b_dq += b_row * b_sum
             b_q = load(p_q + base_k, at_k, inside_k).to(tl.float32)
             b_gates += rounded(b_q * b_row, DTYPE) * b_sum
@@ -304,12 +304,12 @@ def strong_gradient_kernel(
             tl.debug_barrier()
             b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
             b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
-            b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32) > 0.0
+            b_pairs = load_weights(p_weights, PAIRS + m, BT).to(p_pairs.dtype.element_ty)
             b_q = load(p_q + base_k, at_k, inside_k).to(tl.float32)
-            b_pq = tl.where(b_pairs, load_weights(p_pairs, 0, BT), 0.0)
+            b_pq = times(load_weights(p_pairs, 0, BT), b_pairs)
             b_sum = product(tl.trans(b_pq), cast(rounded(b_q * b_row, DTYPE), DTYPE), b_zeros, PRECISION)
             b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-            b_pk = tl.where(b_pairs, load_weights(p_pairs, 1, BT), 0.0)
+            b_pk = times(load_weights(p_pairs, 1, BT), b_pairs)
             b_sum = product(
                 tl.trans(b_pk), cast(rounded(b_k * b_row * b_beta[:, None], DTYPE), DTYPE), b_sum, PRECISION
             )
