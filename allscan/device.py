@@ -16,8 +16,8 @@
 * ``recv``: wait for the tile from the previous rank; ``b_first`` on the first rank.
 * ``send``: send the tile to the next rank; put any combine you like between the two.
 * ``shift``: both at once for a value that does not depend on what comes; the neighbours alone are waited for.
-* ``begin``, ``send_ahead``, ``allscan_begun``: for a program with several tiles: begin once, send those that wait for
-  nothing, then take all in ascending order (``shift_ahead``, ``shift_begun`` likewise).
+* ``begin``, ``send_ahead``, ``allscan_begun``: for a program with several tiles: begin once with the lowest, send those
+  that wait for nothing, then take all (``shift_ahead``, ``shift_begun`` likewise).
 * ``fold``: the step of ``allscan.allscan_segments`` over one segment, ``b_prev = fold(b_state, b_decay, b_prev)``: the
   same bits in a kernel that goes through segments of its own between ``recv`` and ``send``.
 * ``wait_signal``, ``set_signal``: the signals underneath, for words of your own in mapped memory.
@@ -29,13 +29,14 @@ The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exa
 one ``shift``, on every rank, also where there is nobody to receive from or to send to; launches on one channel follow
 one another on a stream; a block does nothing between ``recv`` and ``send`` that waits for another block. Values are
 float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an
-initial state). The order of tiles is yours: a tile is a number, not a place. A program of more than one warp needs
-tiles of at least 32 * num_warps words where it receives by sentinel stores.
+initial state). What a tile holds is yours: it is a number, not a place. A program takes its tiles in any order; where
+it calls ``begin`` itself, it does so once, with the lowest of its tiles, since ``begin`` with tile 0 tells the previous
+rank for all tiles that slots are free. A program of more than one warp needs tiles of at least 32 * num_warps words
+where it receives by sentinel stores.
 
 Programs that wait hold their place on the GPU, and the rank that they wait for may itself be waiting for NCCL, whose
 blocks need a whole multiprocessor. So launch at most ``comm.max_ctas`` programs (by default half the multiprocessors),
-each of which takes its tiles in ascending order. A kernel with more programs is right as long as no collective of
-another library is under way beside it.
+each with a loop over its tiles. More programs are safe only if no collective of another library runs beside the kernel.
 """
 
 from .shmem_kernels.channel import (

@@ -15,9 +15,9 @@ can replay a scan and ranks may run ahead of each other.
 ``links.py`` says how a tile crosses one link, ``wait.py`` how a rank waits and what happens when it waits in vain.
 
 **Credits.** A slot may be written again once its tile was consumed. The launch boundary says that for all tiles at
-once: a launch of epoch e begins by telling prev ``freed = e - 1`` for all tiles (links.py says by which words). So a
-channel is used by launches that follow one another on a stream, and each of them handles each tile exactly once:
-``recv``, then ``send``; or ``allscan``; or ``shift``.
+once: in a launch of epoch e, ``begin`` with tile 0 tells prev ``freed = e - 1`` for all tiles (links.py says by which
+words). So a channel is used by launches that follow one another on a stream; each of them handles each tile exactly
+once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program that has tile 0 begins with it.
 
 **In step.** Epochs alone cannot tell a rank that has missed a call from one that is merely late: both have counted one
 launch less. So every tile carries a tag of what its sender has counted besides launches, and a tile whose tag differs
@@ -115,7 +115,9 @@ def begin(channel, tile):
     """Begin the tile's epoch: give prev its credit, wait for next's.
 
     Returns (epoch, its arrival word, whether all is well). All tiles of a launch have these in common, so a program
-    that has several begins once.
+    that has several begins once, before the first, with the lowest of them: the credit is given with tile 0, and a
+    launch that does not begin with tile 0 in one of its programs leaves the rank before without slots. Never with a
+    tile of another program, which may have ended the epoch.
     """
     epoch = tl.load(channel.epoch + tile) + 1
     word = _arrival_word(channel, tile, epoch)
@@ -221,8 +223,8 @@ def allscan(channel, tile, b_state, b_decay, b_first):
 def send_ahead(channel, tile, begun, b_state, b_decay):
     """Send the tile now if all its decays are zero. Does nothing on the first rank, which never waits for a tile.
 
-    For kernels in which a program has several tiles: ``begun = begin(channel, its first tile)``, which all tiles of a
-    launch have in common; ``send_ahead`` for each of its tiles; then ``allscan_begun`` for each, in ascending order.
+    For kernels in which a program has several tiles: ``begun = begin(channel, its lowest tile)``, which all its tiles
+    have in common; ``send_ahead`` for each of them; then ``allscan_begun`` for each, in any order.
     """
     if (channel.RECV != NONE) & (channel.SEND != NONE):
         epoch, word, ok = begun
@@ -291,7 +293,7 @@ def shift(channel, tile, b_value, b_first):
     rank.
 
     What ``allscan`` gives where every decay is 0. In place of ``recv`` and ``send``. Both are [BK, BV] float32. A
-    program with several tiles: ``begin`` for the first, ``shift_ahead`` for all, ``shift_begun`` for all.
+    program with several tiles: ``begin`` for the lowest, ``shift_ahead`` for all, ``shift_begun`` for all.
     """
     begun = begin(channel, tile)
     shift_ahead(channel, tile, begun, b_value)

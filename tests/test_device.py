@@ -185,6 +185,52 @@ def test_a_grid_that_leaves_tiles_out(run, ranks, debug):
             assert heard[0] in ("AllScanTimeout", "AllScanOutOfStep") and text in heard[1], found
 
 
+@triton.jit
+def descending_kernel(p_state, p_out, channel, FIRST: tl.constexpr):
+    """As tiles_kernel, but each program takes its tiles in descending order. FIRST: begins with the one it takes first,
+    not with its lowest."""
+    SIZE: tl.constexpr = channel.BK * channel.BV
+    at = tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)[None, :]
+    tile = channel.num_tiles - tl.num_programs(0) + tl.program_id(0)
+    begun = device.begin(channel, tile if FIRST else tl.program_id(0))
+    while tile >= 0:
+        b_state, b_first = tl.load(p_state + tile * SIZE + at), tl.zeros([channel.BK, channel.BV], tl.float32)
+        device.send_ahead(channel, tile, begun, b_state, 1.0)
+        b_prev, _ = device.allscan_begun(channel, tile, begun, b_state, 1.0, b_first)
+        tl.store(p_out + tile * SIZE + at, b_prev)
+        tile -= tl.num_programs(0)
+
+
+def descending_case(group, depth, protocol, first):
+    """Of two launches more than a tile has slots: how many were right before one raised, and what that said."""
+    with allscan.Communicator(group, timeout=5.0, debug=True) as comm:
+        scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"], depth=depth, protocol=protocol)
+        state, right = torch.ones(TILES["shape"], device=comm.device), 0
+        for epoch in range(depth + 2):
+            late(epoch, comm.rank, 5)
+            out = torch.full_like(state, -1.0)
+            answer = raised(scan.launch, descending_kernel, (2,), state, out, scan.channel(), first, num_warps=1)
+            if answer is not None:
+                return right, answer
+            right += torch.equal(out, comm.rank * state)
+        return right, None
+
+
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_tiles_in_descending_order(run, depth, protocol):
+    """Any order of tiles is right if begin() was called with the lowest."""
+    assert run(3, descending_case, depth, protocol, False) == [(depth + 2, None)] * 3
+
+
+@pytest.mark.parametrize("protocol", ["sentinel", "signal"])
+def test_a_launch_that_has_not_begun_with_tile_0(run, protocol):
+    """It gives no credit: found behind the first launch that should have given one, before anybody waits for it."""
+    for rank, (right, answer) in enumerate(run(2, descending_case, 3, protocol, True)):
+        assert answer is not None and "has not called begin() with tile 0" in answer[1], answer
+        assert right < 3 and (rank == 0 or (right == 1 and answer[0] == "AllScanOutOfStep")), (rank, right, answer)
+
+
 def torchrun(script: str, ranks: int, on_gpu: bool) -> str:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]))
     if not on_gpu:

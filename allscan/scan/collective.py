@@ -17,6 +17,7 @@ from ..comm.communicator import Communicator, check_communicator
 from ..comm.heap import outside_inference_mode
 from ..launch.compiled_kernel import dynamo_disabled
 from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import SENTINEL, SIGNAL
 from .fwd_epochs import new_fwd_epochs
 from .launcher import Launcher, name_of
 from .rails_links import Rails
@@ -244,8 +245,9 @@ class AllScan:
     def launch(self, kernel: Any, grid: tuple[int, ...] | Callable[..., Any], *args: Any, **options: Any) -> None:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
-        Its programs handle every tile exactly once. Where they do not, on CPU ranks and in debug mode,
-        AllScanOutOfStep; on one rank no tiles are counted, and nothing is found.
+        Its programs handle every tile exactly once, and one of them begins with tile 0 (see ``device.begin``). Where
+        they do not, on CPU ranks and in debug mode, AllScanOutOfStep; on one rank no tiles are counted, and nothing is
+        found.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
@@ -285,7 +287,8 @@ class AllScan:
                 self._check_tiles(channels, f"{name_of(kernel)} with a grid of {grid}")
 
     def _check_tiles(self, channels: list[Channel], what: str) -> None:
-        """Behind a launch of ``what``: raise AllScanOutOfStep unless it has handled all tiles equally often. Waits."""
+        """Behind a launch of ``what``: raise AllScanOutOfStep unless it has handled all tiles equally often and given
+        the rank before its credit. Waits."""
         self.comm.streams.synchronize()
         self.comm.check()
         for channel in channels:
@@ -297,6 +300,12 @@ class AllScan:
                 raise self.comm.order.desynchronized(
                     f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
                     f"once. They have had {usual} launches so far, but {some}{', ...' * (len(others) > 4)}. {REMEDY}."
+                )
+            # by a load of a kernel, as the words of a neighbour are mapped for; over put links they cannot be read
+            if channel.RECV in (SENTINEL, SIGNAL) and (channel.prev_freed + 0)[0] < usual - 1:
+                raise self.comm.order.desynchronized(
+                    f"rank {self.comm.rank}: {what} has not called begin() with tile 0, which tells the rank before "
+                    f"that slots are free. Of a program with several tiles, begin() takes the lowest. {REMEDY}."
                 )
 
     @overload
