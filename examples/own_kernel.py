@@ -24,49 +24,51 @@ from allscan.tools.ranks import launch
 def recurrence_kernel(p_a, p_x, p_y, p_before, channel, T, D, REVERSE: tl.constexpr):
     """y_t = a_t y_{t-1} + x_t, and y before the first token; REVERSE: y_t = x_t + a_{t+1} y_{t+1}. All [T, D]."""
     tile = tl.program_id(0)
-    d = tile * channel.BV + tl.arange(0, channel.BV)[None, :]  # [1, BV] columns of this tile
-    b_carry = tl.zeros([1, channel.BV], tl.float32)
-    b_decay = tl.full([1, channel.BV], 1.0, tl.float32)
-    step = -1 if REVERSE else 1
+    while tile < channel.num_tiles:  # at most max_ctas programs wait at a time, so a program may have several tiles
+        d = tile * channel.BV + tl.arange(0, channel.BV)[None, :]  # [1, BV] columns of this tile
+        b_carry = tl.zeros([1, channel.BV], tl.float32)
+        b_decay = tl.full([1, channel.BV], 1.0, tl.float32)
+        step = -1 if REVERSE else 1
 
-    offsets = (T - 1) * D + d if REVERSE else d
-    t = 0
-    while t < T:
-        b_a = tl.load(p_a + offsets, mask=d < D, other=0.0)
-        b_x = tl.load(p_x + offsets, mask=d < D, other=0.0)
-        b_carry = b_a * (b_x + b_carry) if REVERSE else b_a * b_carry + b_x
-        b_decay *= b_a
-        offsets += step * D
-        t += 1
+        offsets = (T - 1) * D + d if REVERSE else d
+        t = 0
+        while t < T:
+            b_a = tl.load(p_a + offsets, mask=d < D, other=0.0)
+            b_x = tl.load(p_x + offsets, mask=d < D, other=0.0)
+            b_carry = b_a * (b_x + b_carry) if REVERSE else b_a * b_carry + b_x
+            b_decay *= b_a
+            offsets += step * D
+            t += 1
 
-    b_first = tl.zeros([1, channel.BV], tl.float32)  # the incoming state of the whole sequence
-    b_carry, _ = device_allscan(channel, tile, b_carry, b_decay, b_first)
-    tl.store(p_before + d, b_carry, mask=d < D)
+        b_first = tl.zeros([1, channel.BV], tl.float32)  # the incoming state of the whole sequence
+        b_carry, _ = device_allscan(channel, tile, b_carry, b_decay, b_first)
+        tl.store(p_before + d, b_carry, mask=d < D)
 
-    offsets = (T - 1) * D + d if REVERSE else d
-    t = 0
-    while t < T:
-        b_a = tl.load(p_a + offsets, mask=d < D, other=0.0)
-        b_x = tl.load(p_x + offsets, mask=d < D, other=0.0)
-        b_y = b_x + b_carry if REVERSE else b_a * b_carry + b_x
-        tl.store(p_y + offsets, b_y, mask=d < D)
-        b_carry = b_a * b_y if REVERSE else b_y
-        offsets += step * D
-        t += 1
+        offsets = (T - 1) * D + d if REVERSE else d
+        t = 0
+        while t < T:
+            b_a = tl.load(p_a + offsets, mask=d < D, other=0.0)
+            b_x = tl.load(p_x + offsets, mask=d < D, other=0.0)
+            b_y = b_x + b_carry if REVERSE else b_a * b_carry + b_x
+            tl.store(p_y + offsets, b_y, mask=d < D)
+            b_carry = b_a * b_y if REVERSE else b_y
+            offsets += step * D
+            t += 1
+        tile += tl.num_programs(0)
 
 
 class Recurrence(torch.autograd.Function):
     @staticmethod
-    def run(scan, a, x, reverse):
+    def run(scan, a, x, channel, reverse):
         y, before = torch.empty_like(x), torch.empty_like(x[:1])
-        scan.launch(
-            recurrence_kernel, (scan.num_tiles,), a, x, y, before, scan.channel(reverse), *x.shape, REVERSE=reverse
-        )
+        programs = min(scan.num_tiles, scan.comm.max_ctas)
+        scan.launch(recurrence_kernel, (programs,), a, x, y, before, channel, *x.shape, REVERSE=reverse)
         return y, before
 
     @staticmethod
     def forward(ctx, a, x, scan):
-        y, before = Recurrence.run(scan, a, x, False)
+        ctx.fwd_epoch = scan.fwd_epoch()  # of this call, so that ranks in the backward of different calls find out
+        y, before = Recurrence.run(scan, a, x, scan.channel(fwd_epoch=ctx.fwd_epoch), False)
         ctx.save_for_backward(a, y, before)
         ctx.scan = scan
         return y
@@ -74,7 +76,8 @@ class Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         a, y, before = ctx.saved_tensors
-        dx, _ = Recurrence.run(ctx.scan, a, dy.contiguous(), True)
+        channel = ctx.scan.channel(reverse=True, adjoint_of=ctx.fwd_epoch)
+        dx, _ = Recurrence.run(ctx.scan, a, dy.contiguous(), channel, True)
         return dx * torch.cat([before, y[:-1]]), dx, None
 
 
@@ -93,7 +96,8 @@ def compare(T, D):
         (expected * w).sum().backward()
 
         own = [y[mine].to(comm.device).requires_grad_() for y in (a, x)]
-        scan = allscan.AllScan(comm, (1, D))  # once: allocates the channels, on every rank alike
+        # once: allocates the channels, on every rank alike; by default a CPU would have one tile
+        scan = allscan.AllScan(comm, (1, D), tile=(1, 128))
         y = Recurrence.apply(*own, scan)
         (y * w[mine].to(comm.device)).sum().backward()
         pairs = [(y, expected[mine])] + [(p.grad, q.grad[mine]) for p, q in zip(own, whole)]
