@@ -83,6 +83,8 @@ def gradient_case(group, shape, decay_shape, reverse, options=None):
         decay = decays[comm.rank].to(comm.device).requires_grad_()
         start = initial.to(comm.device).requires_grad_()
         prev = allscan.allscan(state, decay, comm=comm, initial_state=start, reverse=reverse)
+        if prev.is_cuda:  # backward may load kernels, with locks of CUDA's that NVSHMEM's proxy may need
+            torch.cuda.current_stream().synchronize()
         (prev * weight).sum().backward()
         first = comm.rank == (comm.size - 1 if reverse else 0)
         last = comm.rank == (0 if reverse else comm.size - 1)
