@@ -25,18 +25,20 @@
 ``scan.launch`` checks the communicator and links NVSHMEM where a link needs it (another node); with mapped neighbours
 ``my_kernel[grid](...)`` does as well.
 
-The rules: every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, ``recv`` before ``send`` or
-one ``shift``, on every rank, also where there is nobody to receive from or to send to; launches on one channel follow
-one another on a stream; a block does nothing between ``recv`` and ``send`` that waits for another block. Values are
-float32 blocks [channel.BK, channel.BV] of compile-time sizes; ``b_first`` is what the first rank receives (zeros or an
-initial state). What a tile holds is yours: it is a number, not a place. A program takes its tiles in any order; where
-it calls ``begin`` itself, it does so once, with the lowest of its tiles, since ``begin`` with tile 0 tells the previous
-rank for all tiles that slots are free. A program of more than one warp needs tiles of at least 32 * num_warps words
-where it receives by sentinel stores.
+The rules, by the numbers of docs/own_kernels.md:
 
-Programs that wait hold their place on the GPU, and the rank that they wait for may itself be waiting for NCCL, whose
-blocks need a whole multiprocessor. So launch at most ``comm.max_ctas`` programs (by default half the multiprocessors),
-each with a loop over its tiles. More programs are safe only if no collective of another library runs beside the kernel.
+1. Every launch handles every tile 0 .. num_tiles - 1 of the channel exactly once, by ``allscan``, ``recv`` before
+   ``send``, or one ``shift``: on every rank, also where there is nobody to receive from or to send to.
+2. Launches on one channel follow one another on a stream.
+3. A block does nothing between ``recv`` and ``send`` that waits for another block.
+4. Values are float32 blocks [channel.BK, channel.BV] of compile-time sizes; -0.0 may arrive as +0.0, all other bits as
+   they are. ``b_first`` is what the first rank receives (zeros or an initial state).
+5. Where a program of more than one warp receives over a sentinel link, a tile has at least 32 * num_warps words.
+6. At most ``comm.max_ctas`` programs (by default half the multiprocessors), each with a loop over its tiles. Programs
+   that wait hold their place on the GPU, and the rank that they wait for may itself be waiting for NCCL, whose blocks
+   need a whole multiprocessor. More programs are safe only if no collective of another library runs beside the kernel.
+7. A program takes its tiles in any order. If it calls ``begin`` itself, it does so once, before its first tile, with
+   its lowest tile: ``begin`` with tile 0 tells the previous rank for all tiles that slots are free.
 """
 
 from .shmem_kernels.channel import (
