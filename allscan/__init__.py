@@ -19,7 +19,7 @@ if not _rejected:
         _rejected, _cause = f"torch or triton is not imported: {type(error).__name__}: {error}", error
 if not _rejected:
     from . import device, zigzag
-    from .base.errors import AllScanError, AllScanHostTimeout, AllScanOutOfStep, AllScanTimeout
+    from .base.errors import AllScanError, AllScanHostTimeout, AllScanOutOfStep, AllScanRejected, AllScanTimeout
     from .comm.communicator import Communicator
     from .comm.heap import finalize, init
     from .ops.allscan import allscan
@@ -39,6 +39,7 @@ __all__ = [
     "AllScanError",
     "AllScanHostTimeout",
     "AllScanOutOfStep",
+    "AllScanRejected",
     "AllScanTimeout",
     "Communicator",
     "Work",

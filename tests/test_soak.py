@@ -27,7 +27,7 @@ def test_soak():
         assert sum(found["errors"].values()) == 4
     raised = sum((found["errors"] for found in answers), Counter())
     assert raised["SkippedBatch"] == 2 and raised["TypeError"] == 1, raised  # of the victims
-    assert raised["AllScanTimeout"] + raised["AllScanOutOfStep"] + raised["Rejected"] == 5, raised
+    assert raised["AllScanTimeout"] + raised["AllScanOutOfStep"] + raised["AllScanRejected"] == 5, raised
 
 
 @pytest.mark.cpu

@@ -82,5 +82,10 @@ class AllScanHostTimeout(AllScanError):
     interrupted in it (Ctrl-C). All ranks that came raise this. The operation has launched nothing."""
 
 
+class AllScanRejected(AllScanError):
+    """Another rank has rejected the call that this rank waits for it in: its name and reason are in the message. This
+    rank's call counts as rejected, too, so where all ranks raise they are in step."""
+
+
 class AllScanOutOfStep(AllScanError):
     """The ranks have not made the same calls. What the call that raises has returned is not to be used."""

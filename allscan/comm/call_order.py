@@ -17,12 +17,20 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..base.errors import REMEDY, AllScanHostTimeout, AllScanOutOfStep, AllScanTimeout, DeferredError, names_of
+from ..base.errors import (
+    REMEDY,
+    AllScanHostTimeout,
+    AllScanOutOfStep,
+    AllScanRejected,
+    AllScanTimeout,
+    DeferredError,
+    names_of,
+)
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
 from .compile_watch import give_up
-from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, Rejected, StoreExchange, by_rank, differing
+from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
 
 E = TypeVar("E", bound=Exception)
 
@@ -212,7 +220,7 @@ class Order:
         try:
             mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None
             answers = self.store_exchange.exchange(mine, what, self._excuse, within=self._within())
-        except Rejected:
+        except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
             error = self.raised_everywhere(self.desynchronized(self.lost or self._explained(problem)))
@@ -264,7 +272,7 @@ class Order:
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
             answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse, within=self._within())
-        except Rejected:
+        except AllScanRejected:
             self.launches -= 1  # this rank rejects the call, too
             raise
         except AllScanOutOfStep as problem:  # another rank is not about to launch anything

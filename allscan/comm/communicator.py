@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.checks import integer, switch
-from ..base.errors import AllScanOutOfStep
+from ..base.errors import AllScanOutOfStep, AllScanRejected
 from ..bindings import versions
 from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
@@ -25,7 +25,7 @@ from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
 from .heap import desert, init, outside_inference_mode, resolve_transport, symmetric_heap
-from .host_exchange import FAILED, LOST, Abandoned, Rejected, StoreExchange, StoreGone, by_rank, differing
+from .host_exchange import FAILED, LOST, Abandoned, StoreExchange, StoreGone, by_rank, differing
 from .memory import Line, Memory
 from .topology import Topology, check_algorithm, reach
 
@@ -285,7 +285,7 @@ class Communicator(Calls):
         store_exchange = self.order.store_exchange
         while True:
             # another rank may just have learnt of it in another call: it comes next
-            with contextlib.suppress(AllScanOutOfStep, Rejected):
+            with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
                 specs = store_exchange.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync", excuse)
                 break
         if any(spec != specs[0] for spec in specs):

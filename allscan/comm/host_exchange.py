@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.errors import AllScanHostTimeout, AllScanOutOfStep
+from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
 from .compile_watch import another_compiles
 
@@ -36,10 +36,6 @@ _absent: set[int] = set()  # global ranks that have not come to the last exchang
 
 class Abandoned(RuntimeError):
     """A rank has said that it will not come."""
-
-
-class Rejected(RuntimeError):
-    """A rank does not come because it has rejected the call that the exchange is part of."""
 
 
 class StoreGone(RuntimeError):
@@ -112,8 +108,8 @@ class StoreExchange:
         """Every rank's ``value``, in rank order. ``what`` is alike on all of them, or AllScanOutOfStep.
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
-        with REJECTED they raise Rejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the life
-        of this StoreExchange, behind which processes may end. within: seconds in place of EXCHANGE_TIMEOUT_S.
+        with REJECTED they raise AllScanRejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the
+        life of this StoreExchange, behind which processes may end. within: seconds in place of EXCHANGE_TIMEOUT_S.
         Raises AllScanHostTimeout, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
         compiles, or is interrupted; Abandoned if one has called ``abandon``."""
         if self.size == 1:
@@ -131,7 +127,7 @@ class StoreExchange:
             self._read(store, base, bool(last))
             raise
         self._read(store, base, bool(last))
-        for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, Rejected), (LOST, AllScanOutOfStep)):
+        for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, AllScanRejected), (LOST, AllScanOutOfStep)):
             if decision.startswith(prefix):
                 raise error_of(f"{what}: {decision.removeprefix(prefix)}")
         if decision.startswith(FAILED):

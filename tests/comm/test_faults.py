@@ -7,6 +7,7 @@ import copy
 import errno
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from triton import knobs
 
 import allscan
+from allscan.base import errors
 from allscan.bindings.arena import Arena
 from allscan.bindings.shared_memory import SharedMemoryHeap
 from allscan.comm import compile_watch, host_exchange
@@ -442,6 +444,20 @@ def missed_case():
 @pytest.mark.cpu
 def test_a_missed_first_call_does_not_shift_the_later_ones(fresh):
     assert fresh(2).run(missed_case) == [(True, 0.0), (None, 32.0)]
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+def test_the_errors_of_other_ranks_have_one_base_class():
+    """Each is public, and survives pickling."""
+    names = [name for name, x in vars(errors).items() if inspect.isclass(x) and issubclass(x, Exception)]
+    assert {"AllScanTimeout", "AllScanHostTimeout", "AllScanRejected", "AllScanOutOfStep"} <= {*names}
+    for name in names:
+        error = getattr(errors, name)
+        assert getattr(allscan, name) is error and name in allscan.__all__
+        assert issubclass(error, allscan.AllScanError) and issubclass(error, RuntimeError)
+        made = error(*range(7)) if name == "AllScanTimeout" else error("why")
+        assert str(pickle.loads(pickle.dumps(made))) == str(made)
 
 
 def failing_steps_case(failing, most):

@@ -530,7 +530,7 @@ def test_a_later_move_that_differs(fresh):
     """With other tokens on one rank than before: no rank returns, and none waits longer than the time-out."""
     known, new = fresh(2).run(later_move_case, timeout=60.0)
     assert known[0] == "AllScanOutOfStep" and "waited 2 s" in known[1], known
-    assert new[0] == "Rejected" and "rank 0 has rejected this call" in new[1], new
+    assert new[0] == "AllScanRejected" and "rank 0 has rejected this call" in new[1], new
 
 
 def compiled_move_case(group):
