@@ -260,21 +260,24 @@ class Communicator(Calls):
         neighbour sent a tile in another step raises ``AllScanOutOfStep`` instead of taking it. So a rank that
         skips the calls of an iteration is found in the next launch.
         """
+        self.order.steps += 1  # also where it raises: resync() compares the numbers of calls
         self.check()
-        self.order.steps += 1
         self.streams.follow()
         self.memory.step.add_(1)
 
     def resync(self) -> None:
         """Bring the ranks back into step after a call that one of them missed or rejected, or after a time-out.
 
-        Collective: every rank of the group calls it, outside of a CUDA graph's capture. It waits for this rank's
-        kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not to be used,
-        and their backward passes raise. Graphs that were captured before stay good. No memory is taken or lost.
+        Collective: every rank of the group calls it, in the same step, outside of a CUDA graph's capture. It waits for
+        this rank's kernels, of which none waits longer than ``timeout``. Results of calls that were under way are not
+        to be used, and their backward passes raise. Graphs that were captured before stay good. No memory is taken or
+        lost. Ranks without a fault may call it, too.
 
         Raises:
             AllScanHostTimeout: if a rank does not come (after a fault that this rank knows of within twice ``timeout``,
                 in which the others hear of it).
+            AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times since the last
+                ``resync``: close the communicator and make a new one on all ranks, and begin with the same batch.
             RuntimeError: if the ranks do not have the same AllScans.
         """
         if self._closed:
@@ -286,8 +289,14 @@ class Communicator(Calls):
         while True:
             # another rank may just have learnt of it in another call: it comes next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
-                specs = store_exchange.exchange([tuple(scan.spec) for scan in scans], "Communicator.resync", excuse)
+                mine = self.order.steps, [tuple(scan.spec) for scan in scans]
+                steps, specs = zip(*store_exchange.exchange(mine, "Communicator.resync", excuse), strict=True)
                 break
+        if len(set(steps)) > 1:
+            raise self.order.desynchronized(
+                f"the ranks call resync() in different steps (calls of step(): {by_rank(steps)}) and would go on with "
+                "different batches. All ranks: close() this communicator, make a new one and begin with the same batch."
+            )
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         store_exchange.take_back("rejected")

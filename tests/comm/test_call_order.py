@@ -422,6 +422,28 @@ def test_backwards_in_another_order(run):
         assert "before Communicator.resync()" in old[1]
 
 
+def other_steps_case(group):
+    """The ranks before the last resync() in step 2; the last one, which has seen nothing, in step 3."""
+    with allscan.Communicator(group, timeout=5.0) as comm:
+        state = torch.ones(1, 16, device=comm.device)
+        for _ in range(2 + (comm.rank == comm.size - 1)):
+            comm.step()
+        answers = raised(comm.resync), raised(allscan.allscan, state, comm=comm), raised(comm.step)
+    with allscan.Communicator(group) as comm:
+        comm.step()
+        comm.resync()
+        comm.step()
+        return answers, (allscan.allscan(state, comm=comm) == comm.rank).all().item()
+
+
+@pytest.mark.quick
+def test_resync_in_different_steps(run):
+    """All ranks raise, and none goes on with a batch that the others do not have."""
+    for answers, right in run(3, other_steps_case):
+        assert right and all(answer and answer[0] == "AllScanOutOfStep" for answer in answers), answers
+        assert all("rank 0: 2; rank 1: 2; rank 2: 3" in text for _, text in answers), answers
+
+
 def interrupted_case(group):
     """Rank 1 is interrupted when all ranks have agreed upon a call, before it has noted that."""
     with allscan.Communicator(group, timeout=2.0) as comm:

@@ -345,6 +345,9 @@ class Training:
                 f"{self.comm.size} ranks; here: {error}"
             )
         self.optimizer.zero_grad()
+        if self.comm.rank == planned.victim and planned.fault == "next":  # it goes back to the others' batch
+            for comm in (self.data, self.comm):
+                comm.order.steps -= 1
         self.comm.resync()
         self.data.resync()
         assert error is not None
