@@ -78,7 +78,9 @@ class Communicator(Calls):
         transport: "auto", "nvshmem", "ipc" or "shm"; see ``init``.
         timeout: seconds that a kernel waits for another rank before it gives up and the communicator is broken. Longer
             than a rank may be busy with something else, such as writing a checkpoint. The time in which Triton or
-            torch.compile compiles on any rank of the job does not count, up to 10 minutes of one compilation.
+            torch.compile compiles on any rank of the job does not count, up to 10 minutes of one compilation. The host
+            waits as long, and at least 120 s, in ``barrier``, ``close`` and first calls (after ``resync`` in first
+            calls timeout + 5 s).
         debug: compare every launch with the other ranks', on the host, before it is made: slow, but the first call that
             differs, in kind, shape, direction or ``step``, is named on every rank (RuntimeError). Default: whether
             the environment has ALLSCAN_DEBUG=1. Also compares the arguments of every call, looks at its gates, and for
@@ -136,6 +138,7 @@ class Communicator(Calls):
         self.debug = os.environ.get("ALLSCAN_DEBUG") == "1" if debug is None else debug
         self.group = _process_group(group)
         store_exchange = StoreExchange((0,) if self.group is None else dist.get_process_group_ranks(self.group))
+        store_exchange.timeout = self._timeout
         self.rank, self.size = store_exchange.rank, store_exchange.size
         self.transport = resolve_transport(transport)
         if self.rank == 0:

@@ -18,7 +18,7 @@ from ..base.errors import AllScanHostTimeout, AllScanOutOfStep, AllScanRejected
 from ..bindings.torch_compat import default_store
 from .compile_watch import another_compiles
 
-EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others where the host needs all of them
+EXCHANGE_TIMEOUT_S = 120.0  # how long a rank waits for the others at least where the host needs all
 ABSENT_TIMEOUT_S = 10.0  # the same where one of them did not come the last time
 GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all
 
@@ -76,6 +76,8 @@ class StoreExchange:
     that comes to one that has failed without it goes on to the next.
     """
 
+    timeout = 0.0  # of the communicator: a rank that its kernels would wait for is waited for here, too
+
     def __init__(self, ranks: Iterable[int], name: str = "") -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
@@ -88,7 +90,9 @@ class StoreExchange:
     def private(self) -> StoreExchange:
         """Another one of the same ranks, whose exchanges meet no others'. After an exchange of this one, whose number
         makes the name."""
-        return StoreExchange(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
+        other = StoreExchange(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
+        other.timeout = self.timeout
+        return other
 
     def _next_topic(self, store: dist.Store, what: str) -> str:
         """The number of the next exchange that has not failed yet."""
@@ -109,9 +113,9 @@ class StoreExchange:
 
         ``excuse``: asked now and then whether a rank will not come; a decision that ends the exchange on all ranks:
         with REJECTED they raise AllScanRejected, with LOST AllScanOutOfStep. last: the name of the last exchange in the
-        life of this StoreExchange, behind which processes may end. within: seconds in place of EXCHANGE_TIMEOUT_S.
-        Raises AllScanHostTimeout, on all ranks, if one does not come within EXCHANGE_TIMEOUT_S, or later while a rank
-        compiles, or is interrupted; Abandoned if one has called ``abandon``."""
+        life of this StoreExchange, behind which processes may end. within: seconds in place of the following.
+        Raises AllScanHostTimeout, on all ranks, if one does not come within max(EXCHANGE_TIMEOUT_S, timeout), or later
+        while a rank compiles, or is interrupted; Abandoned if one has called ``abandon``."""
         if self.size == 1:
             return [value]
         store = self._store()
@@ -157,7 +161,7 @@ class StoreExchange:
         def missing() -> int:
             return next((self.ranks[r] for r, key in enumerate(keys) if not store.check([key])), self.ranks[0])
 
-        limit = EXCHANGE_TIMEOUT_S if within is None else within
+        limit = max(EXCHANGE_TIMEOUT_S, self.timeout) if within is None else within
         if _absent & set(self.ranks):
             limit = min(limit, ABSENT_TIMEOUT_S)
         keys = [f"{base}{rank}" for rank in range(self.size)]

@@ -446,6 +446,28 @@ def test_a_missed_first_call_does_not_shift_the_later_ones(fresh):
     assert fresh(2).run(missed_case) == [(True, 0.0), (None, 32.0)]
 
 
+def late_on_the_host_case():
+    """Rank 0 comes to each operation later than EXCHANGE_TIMEOUT_S, as one that writes a checkpoint."""
+    host_exchange.EXCHANGE_TIMEOUT_S = host_exchange.GRACE_S = 0.2
+    comm = allscan.Communicator(timeout=20.0)
+    x = torch.ones(1, 4, 1, 16)
+
+    def gla():
+        return allscan.zeco_gla(x, x, x, 0 * x, comm=comm, cu_seqlens=[0, 8])[0].sum().item()
+
+    found = []
+    for call in (lambda: allscan.allscan(torch.ones(1, 16), comm=comm).sum().item(), comm.barrier, gla, comm.close):
+        time.sleep(0 if comm.rank else 1.0)
+        found.append(call())
+    return found
+
+
+@pytest.mark.cpu
+def test_host_operations_wait_as_long_as_kernels(fresh):
+    (state, *_), (state_of_1, *_) = fresh(2).run(late_on_the_host_case)
+    assert (state, state_of_1) == (0.0, 16.0)
+
+
 @pytest.mark.cpu
 @pytest.mark.quick
 def test_the_errors_of_other_ranks_have_one_base_class():
