@@ -49,7 +49,8 @@ class SplitOperator:
         sequence = options.pop(SEQUENCE, None)
         if sequence is None:
             return self.original(*arguments, **options)
-        return self.split(self.original, sequence, *arguments, **options)
+        original = self.original if on_gpu(sequence.comm.device) else in_torch(self.original)
+        return self.split(original, sequence, *arguments, **options)
 
 
 def _convolution(original, sequence, x, weight, bias=None, activation=None, **_) -> torch.Tensor:
@@ -135,6 +136,20 @@ def of_package(function) -> Callable | None:
     inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     found = inside.get("implementation")  # of use_kernel_func_from_hub_with_fallback
     return None if found is inside.get("torch_function") else found
+
+
+def in_torch(function) -> Callable:
+    """transformers' own function in place of a package's, whose kernels need a GPU."""
+    own = getattr(function, "__wrapped__", None)
+    if own is None or of_package(function) is None:
+        return function
+    taken = inspect.signature(own).parameters
+
+    @functools.wraps(own)
+    def call(*arguments, **options) -> Any:
+        return own(*arguments, **{name: x for name, x in options.items() if name in taken})
+
+    return call
 
 
 def ours(function, device, options) -> Callable | None:

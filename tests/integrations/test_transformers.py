@@ -589,6 +589,37 @@ def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
         assert choices == [name] * 3 + [None] * 3
 
 
+def flas_on_cpus_case(group, family):
+    """Relative errors of logits and gradients where the model's file calls fla's function."""
+    from transformers.integrations import use_kernel_func_from_hub_with_fallback
+
+    from allscan.integrations.transformers import sequence_parallel
+
+    name, theirs, more = RULES[family]
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    alone, tokens = made(family, **more), TOKENS[dist.get_world_size(group)]
+    whole = torch.randint(1, VOCABULARY, (1, sum(tokens)))
+    logits, _, grads = expected(alone, whole, whole, [0, sum(tokens)])
+    with pytest.MonkeyPatch.context() as patch, allscan.Communicator(group) as comm:
+        own = vars(modeling)[name]
+        own = getattr(own, "original", own)
+        patch.setattr(modeling, name, use_kernel_func_from_hub_with_fallback(theirs, "fla")(own))
+        mine, model = place(comm, tokens), sequence_parallel(made(family, keep=True, **more), comm=comm)
+        found = model(input_ids=whole[:, mine], labels=whole[:, mine])
+        found.loss.backward()
+        summed = gradients(model)
+        for gradient in summed.values():
+            dist.all_reduce(gradient, group=group)
+    return relative(found.logits, logits[:, mine]), max(relative(summed[n], g) for n, g in grads.items() if g.any())
+
+
+@pytest.mark.parametrize("family", [*RULES])
+def test_cpu_ranks_call_no_kernels_of_fla(run, family):
+    pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
+    for errors in run(2, flas_on_cpus_case, family):
+        assert max(errors) < 1e-4, errors
+
+
 def copies_case(group, family, layout, packed):
     """What a forward and backward pass copies of T tokens a rank, for T in the table: [ordinary model, split one]. The
     recurrences, which are not of interest here, are one product, and there are no softmax layers."""
