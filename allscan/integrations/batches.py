@@ -161,9 +161,11 @@ def read(stamp: str) -> _Stamp:
     return _Stamp(rows, tuple(tokens), layout, digests and tuple(digests), others)
 
 
-def looked_at(comm, ids) -> int | None:
-    """What debug mode tells the other ranks of this one's input_ids."""
-    return checksum(ids) if comm.debug and ids is not None else None
+def looked_at(comm, ids, stamp) -> int | None:
+    """What the other ranks are told of this one's input_ids: at the first batch without a ``stamp``, and in debug mode.
+    Waits for the GPU."""
+    first = stamp is None and STAMP not in comm.attributes
+    return checksum(ids) if ids is not None and (first or comm.debug) else None
 
 
 def misfit(comm, rows, tokens, layout, stamps, seen=None) -> str | None:
@@ -171,6 +173,8 @@ def misfit(comm, rows, tokens, layout, stamps, seen=None) -> str | None:
     ``looked_at``. Alike on all ranks."""
     if len(set(rows)) > 1:
         return f"the numbers of rows differ between ranks: {by_rank(rows)}"
+    if seen and all(stamp is None for stamp in stamps):
+        comm.attributes[STAMP] = True
     seen = seen or [None] * len(rows)
     if all(stamp is None for stamp in stamps):
         if comm.size > 1 and seen[0] is not None and len({*zip(seen, tokens, strict=True)}) == 1 and tokens[0] > 1:

@@ -69,7 +69,8 @@ def sequence_parallel(
     cuDNN's or FlashAttention's kernels as PyTorch has them; what they give is merged. Else that function ("sdpa",
     "eager" or FlashAttention) is called with keys in the order of the sequence, once for each sequence of a rank, in
     zigzag for each half. Each forward pass asks on the host how
-    many tokens the ranks have. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
+    many tokens the ranks have, and at the first batch that ``cut_batch`` has not cut whether all ranks have the same
+    tokens, which is a warning. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
     tokens, in zigzag ``allscan.zigzag.zigzag_positions``.
 
     Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
@@ -269,11 +270,12 @@ def _model(
     if attention.memory is not None and use_cache:
         reject(comm, "use_cache=True needs all keys at once: attention.memory must be None")
     wanted = torch.is_grad_enabled() and inputs_embeds is not None and inputs_embeds.requires_grad
-    stamp = options.pop(STAMP, None), looked_at(comm, input_ids)
+    stamp = options.pop(STAMP, None)
+    told = stamp, looked_at(comm, input_ids, stamp)
     kernel = max(getattr(model.config, name, 0) for name in KERNELS) if use_cache else 0
     B, T = x.shape[:2]
     asked = Asked(B, T, cu_seqlens, zigzag, per_document, attention, inner, home)
-    sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, stamp, kernel)
+    sequence, wanted_by_any = agree_sequence(comm, asked, position_ids, wanted, told, kernel)
     if wanted_by_any and not wanted and torch.is_grad_enabled():
         # another rank has learned tokens, which these see: where all else is frozen no backward would run here
         x = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds

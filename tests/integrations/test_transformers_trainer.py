@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -474,6 +475,11 @@ def cut_case(group, layout):
         for text, changed in wrong.items():
             answers[text] = raised(cut, **changed)
         errors.append(relative(share(cut()), want))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(input_ids=whole[:, :8])
+        assert sum("every rank was given the same tokens" in str(w.message) for w in warned) == other  # once
         comm.debug = True
         if other:
             changed = part | dict(input_ids=part["input_ids"].flip(0) if last else part["input_ids"])
@@ -488,7 +494,7 @@ def cut_case(group, layout):
 @pytest.mark.parametrize("size, layout", [(1, "zigzag"), (2, "contiguous"), (3, "contiguous"), (3, "zigzag")])
 def test_cut_batches(run, size, layout):
     """Kind: a split model that is given something else than the parts of one batch, by cut_batch's stamp, and without
-    one where the numbers of rows differ or, in debug mode, all ranks have the same tokens."""
+    one where the numbers of rows differ or, at the first batch and in debug mode, all ranks have the same tokens."""
     for errors, answers in run(size, cut_case, layout):
         assert max(errors) < 1e-5
         for text, answer in answers.items():
