@@ -39,7 +39,7 @@ flash_packed = operator(
 
 
 class Pieces(Tables):
-    """Of packed sequences that have tokens first .. end - 1 of the whole, a part of a rank: cu_seqlens of their queries
+    """Of packed sequences that have tokens first .. end - 1 of the row, a part of a rank: cu_seqlens of their queries
     there, and of their keys up to its end; how many tokens of each are before it; where the first one begins; and how
     long the longest is."""
 
@@ -60,7 +60,7 @@ def pieces_of(comm, first, end, lengths) -> Pieces:
 
 class Documents(Tables):
     """Of packed sequences that are each cut, of this rank's pieces: cu_seqlens of their queries, and of the keys that
-    they see, one piece after the other; how many tokens of the sequence are before each; which tokens of the whole
+    they see, one piece after the other; how many tokens of the sequence are before each; which tokens of the row
     these keys are, those that both pieces of a sequence see twice; and where each token is among them, for the first
     piece and for the second, or behind them where that does not see it."""
 
@@ -107,7 +107,7 @@ def takes_packed(q, k, v) -> bool:
 
 def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
     """o [1, T, H, V] of this rank's queries [1, H, T, D] to the keys [1, G, S, D] and values of all ranks, in the order
-    of the whole. parts: (first token, end) of its tokens, one after the other; lengths: cu_seqlens of the whole."""
+    of the row. parts: (first token, end) of its tokens, one after the other; lengths: cu_seqlens of the row."""
     scale, outputs = q.shape[-1] ** -0.5 if scale is None else scale, []
     width = v.shape[-1]
     q, k, v = (x[0].transpose(0, 1) for x in widened(q, k, v))

@@ -21,7 +21,7 @@ from .softmax import chunks, reject
 
 STAMP = "allscan_cut"  # the argument by which a model's forward is told
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")  # [B, T, ...]
-KEPT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the whole
+KEPT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the row
 
 
 DOCUMENTS = "zigzag, per_document=True"  # the layout of such a batch in its stamp
@@ -50,7 +50,7 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_docu
     Args:
         batch: what the ordinary model takes by name, the same on every rank: ``input_ids`` [B, T] or ``inputs_embeds``
             [B, T, H]; with these ``labels``, ``shift_labels``, ``position_ids``. An ``attention_mask`` [B, T] must mask
-            nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the whole; so does what
+            nothing and is left out. ``cu_seq_lens_q``, and fla's ``cu_seqlens``, stay those of the row; so does what
             is no tensor or has no dimension, such as ``use_cache`` or ``num_items_in_batch``.
         comm, layout, per_document: those of ``sequence_parallel``. "contiguous": the first T % P of P ranks get one
             token more than the others. "zigzag": T must be a multiple of 2P. per_document=True: so must each sequence

@@ -56,20 +56,20 @@ def sequence_parallel(
     per_document: bool = False,
     attention: Attention = WHOLE,
 ) -> torch.nn.Module:
-    """Let ``module``, in place, take this rank's part of each sequence where it took the whole; returns it.
+    """Let ``module``, in place, take this rank's part of each sequence where it took all of it; returns it.
 
     The layers call zeco_gla, zeco_kda or zeco_gated_delta_rule, whatever their ``mode``, and the tokens that short
     convolutions look back at come from the ranks before. A rank may have few tokens or none: fla's norms and MLPs,
     which have no backward for none, see one of zeros then. Softmax attention gathers the keys and values of all ranks,
     and the last rank of the contiguous layout has the most to do; each call of such a layer asks on the host how many
-    tokens the ranks have. ``cu_seqlens`` is that of the whole, as for zeco_gla.
+    tokens the ranks have. ``cu_seqlens`` is that of the row, as for zeco_gla.
     A causal language model's loss is this rank's share of the mean over the tokens of all ranks: the sum over the ranks
     is the loss (DistributedDataParallel and FSDP over all ranks average gradients instead: multiply the loss by
     ``comm.size``). Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks. A
     ``criterion`` of the model's is used as fla does, with its ``ignore_index``; its ``reduction`` is "mean" (over the
     tokens, by their ``weight`` if it has one) or "sum".
 
-    With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the whole, which the ordinary model
+    With ``use_cache=True``, on all ranks or on none, every rank's cache is that of the row, which the ordinary model
     goes on from, each rank by itself: ``sequence_parallel(model, comm=None)``. The logits of the last token are on the
     rank that has it, in zigzag the first.
 
@@ -79,13 +79,13 @@ def sequence_parallel(
             ``GatedDeltaNetModel`` or ``GLAForCausalLM``, hybrids included. Parameters, their names and checkpoints stay
             as they are.
         comm: the ranks that share a sequence, in the order of its parts; None makes the module an ordinary one again.
-        layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the whole is cut into, as for
+        layout: "zigzag" if rank r's tokens are chunks r and 2P - 1 - r of the 2P that the row is cut into, as for
             zeco_gla. All ranks of a softmax layer have the same work then.
         per_document: with cu_seqlens in the zigzag layout, the same on every rank: whether each sequence is cut into 2P
             chunks, and not the row of all, as for zeco_gla. Lengths are multiples of 2P then, and all ranks have the
             same work in softmax layers whatever they are; labels do not reach over the end of a sequence.
         attention: how softmax layers run, see ``allscan.integrations.attention.Attention``: without a window, a
-            cache and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the whole.
+            cache and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the row.
 
     Raises:
         ValueError: if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its

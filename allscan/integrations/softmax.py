@@ -35,7 +35,7 @@ def gathered(x, chunks, comm) -> torch.Tensor:
 
 
 class _Order(Tables):
-    """Where each token of the whole is among those of all ranks, one rank after the other; and the other way round."""
+    """Where each token of the row is among those of all ranks, one rank after the other; and the other way round."""
 
     def __init__(self, comm, lengths) -> None:
         places = [place for rank in range(comm.size) for place in document_places(lengths, rank, comm.size)]
@@ -55,7 +55,7 @@ class _Ordered(torch.autograd.Function):
 
 
 def documents_in_order(comm, lengths, *tensors) -> list[torch.Tensor]:
-    """[B, S, ...] of packed sequences that are each cut, of one rank after the other, in the order of the whole."""
+    """[B, S, ...] of packed sequences that are each cut, of one rank after the other, in the order of the row."""
     table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
     return [_Ordered.apply(x, *table.tensors) for x in tensors]
 

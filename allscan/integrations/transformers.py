@@ -53,7 +53,7 @@ def sequence_parallel(
     per_document: bool = False,
     attention: Attention = WHOLE,
 ) -> nn.Module:
-    """Let ``model``, in place, take this rank's part of each sequence where it took the whole; returns it.
+    """Let ``model``, in place, take this rank's part of each sequence where it took all of it; returns it.
 
     A rank may have no tokens, in zigzag all of them: it runs one token of padding, which no other rank sees and no
     result has, since transformers' layers take none.
@@ -73,7 +73,7 @@ def sequence_parallel(
     tokens, which is a warning. Positions go on over the cuts; ``position_ids`` of one's own are those of this rank's
     tokens, in zigzag ``allscan.zigzag.zigzag_positions``.
 
-    Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the whole, the same on every rank, or ``position_ids`` of
+    Packed sequences, in a batch of one: ``cu_seq_lens_q`` of the row, the same on every rank, or ``position_ids`` of
     this rank's tokens, which begin a sequence wherever they do not rise by 1. Either keeps sequences apart in all
     layers, also where the ordinary model would need packages for it. With per_document=True it is ``cu_seq_lens_q``,
     and labels do not reach over the end of a sequence; ``cut_batch`` and
@@ -83,7 +83,7 @@ def sequence_parallel(
     Labels are shifted across the cuts. ``num_items_in_batch`` is the number of labels on all ranks.
 
     ``use_cache`` is False unless it is given. With ``use_cache=True``, on all ranks or on none, every rank's cache is
-    that of the whole, which the ordinary model goes on from, each rank by itself: ``sequence_parallel(model,
+    that of the row, which the ordinary model goes on from, each rank by itself: ``sequence_parallel(model,
     comm=None)``. The logits of the last token are on the rank that has it: the last one, in zigzag the first.
 
     Args:
@@ -314,7 +314,7 @@ def _model(
 
 
 def _of_last_tokens(outputs, sequence) -> None:
-    """Let the cache among a model's outputs have the convolutions' states of the whole."""
+    """Let the cache among a model's outputs have the convolutions' states of the row."""
     for cache in (x for x in outputs if hasattr(x, "layers")):
         for layer in cache.layers:
             for state in getattr(layer, "conv_states", {}).values():

@@ -300,7 +300,7 @@ class _Config:
 def _attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: this rank's queries [B, H, T, D] to the whole's keys up to each."""
+    """transformers' attention function: this rank's queries [B, H, T, D] to the row's keys up to each."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where a rank's tokens of transformers' models lie in the whole: asked of all ranks at each forward pass."""
+"""Where a rank's tokens of transformers' models lie in the row: asked of all ranks at each forward pass."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SplitSequence:
 
     comm: Communicator
     tokens: list[int]  # of each rank
-    lengths: torch.Tensor | None  # cu_seqlens of the whole, on the CPU
+    lengths: torch.Tensor | None  # cu_seqlens of the row, on the CPU
     inner: str  # the attention function that the model had
     zigzag: bool = False
     per_document: bool = False  # each of packed sequences, of which none is empty, is cut
@@ -57,7 +57,7 @@ class SplitSequence:
         return self.tokens[self.comm.rank]
 
     def chunks(self) -> list[tuple[int, int, int]]:
-        """(rank, first token, end) of the ranks' parts, in the order of the whole."""
+        """(rank, first token, end) of the ranks' parts, in the order of the row."""
         return chunks(self.tokens, self.zigzag)
 
     def parts(self) -> list[Part]:
@@ -164,7 +164,7 @@ def agree_sequence(comm, asked: Asked, position_ids, wanted, stamp, kernel) -> t
             problem = f"with per_document=True packed sequences are told by cu_seq_lens_q, got position_ids {begun}"
         elif lengths is not None and zigzag and any(begun):  # as where they are those of another layout
             problem = f"in the zigzag layout position_ids of packed sequences begin with 0, got {lengths[:-1]}"
-            problem = f"{problem} of the whole at positions {begun}: see allscan.zigzag.zigzag_positions"
+            problem = f"{problem} of the row at positions {begun}: see allscan.zigzag.zigzag_positions"
         elif lengths is not None and (lengths[0] != 0 or any(a > b for a, b in zip(lengths, lengths[1:]))):
             problem = f"cu_seq_lens_q must rise from 0, got {lengths}"
         elif lengths is not None and lengths[-1] != sum(tokens):

@@ -64,7 +64,7 @@ def partition_start(
     call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With
     ``first_token``: ValueError on a rank that can see that it is wrong.
     """
-    halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the whole
+    halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the row
     if first_token is not None:
         _check_first_token(comm, lengths, first_token, first_token + T // halves, halves)
         tokens, first = [T], first_token

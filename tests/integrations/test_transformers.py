@@ -985,10 +985,10 @@ def zigzag_case(group):
         model.model.forward, last = ordinary, comm.rank == comm.size - 1
         contiguous = torch.arange(12)[None] + 12 * comm.rank
         rejected = {
-            "begin with 0, got (0, 9) of the whole at positions [0, 1]": dict(
+            "begin with 0, got (0, 9) of the row at positions [0, 1]": dict(
                 position_ids=torch.where(mine < 9, mine, mine - 8)[None]
             ),
-            "of the whole at positions [0, 12, 18]": dict(position_ids=contiguous if last else mine[None]),
+            "of the row at positions [0, 12, 18]": dict(position_ids=contiguous if last else mine[None]),
             "on every rank or on none": dict(position_ids=mine[None]) if last else {},
             "got rank 0: 12; rank 1: 10": dict(input_ids=part[:, :10] if last else part),
             "wants an even number of tokens": dict(input_ids=part[:, :11]),

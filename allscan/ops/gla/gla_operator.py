@@ -89,7 +89,7 @@ def zeco_gla(
             from the rank that has it to the others, by one scan more, with cu_seqlens by two; its gradient is the sum
             over the ranks.
         cu_seqlens: packed sequences, B = 1: integers [N + 1] rising from 0 to the number of tokens of *all* ranks;
-            sequence i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the whole. The same on every rank; a tensor
+            sequence i has tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of the row. The same on every rank; a tensor
             on the CPU or the GPU, or a list. Sequences may be empty, and lie on any number of ranks. On one
             communicator a cu_seqlens has one split: each rank has the same T whenever it comes again. A call and its
             backward have the values of when it was made. A tensor on the GPU is read once, which waits for it, and
@@ -99,14 +99,14 @@ def zeco_gla(
         first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
             cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
             tokens follow one another is the caller's word; debug mode compares it.
-        layout: "zigzag" where the whole is cut into 2P chunks and rank r has chunk r in the first half of its T tokens
+        layout: "zigzag" where the row is cut into 2P chunks and rank r has chunk r in the first half of its T tokens
             and chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even.
             Two states are sent instead of one: that of the first halves in ascending order of ranks, then that of the
             second halves in descending order. first_token is that of the first half; final_state is rank 0's.
         per_document: of packed sequences in the zigzag layout, the same on every rank. False: the row of all is cut,
             wherever sequences begin. True: each sequence is cut into 2P chunks of its own, and rank r has chunks r and
             2P - 1 - r of each, one sequence after the other (``allscan.zigzag.zigzag_positions``): each length is
-            a multiple of 2P, T is a P-th of the whole on every rank, and first_token r T / 2. Then the states of all N
+            a multiple of 2P, T is a P-th of the row on every rank, and first_token r T / 2. Then the states of all N
             sequences are sent, in an ascending and a descending scan: N rounded up to a power of 2, a shape of its own.
         recompute: whether backward makes the decayed queries and keys and the scores inside the chunks again. False:
             they are kept from forward, which takes about B * T * H * (4 * K + 256) bytes until backward for bfloat16
