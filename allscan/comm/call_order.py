@@ -208,9 +208,9 @@ class Order:
         return excuse
 
     def _within(self) -> float | None:
-        """Seconds that a call waits for the others on the host. After a resync() a rank may fail again before a call
+        """Seconds that a call after a resync() waits for the others on the host. A rank may fail again before a call
         that the others have made, and that is a first call again: they wait for it as their kernels would."""
-        return self._timeout + GRACE_S if self.inside and self.generation else None
+        return self._timeout + GRACE_S if self.inside else None
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
@@ -219,7 +219,8 @@ class Order:
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
             mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None
-            answers = self.store_exchange.exchange(mine, what, self._excuse, within=self._within())
+            within = self._within() if self.generation else None
+            answers = self.store_exchange.exchange(mine, what, self._excuse, within=within)
         except AllScanRejected:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
@@ -271,7 +272,8 @@ class Order:
         self.launches += 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse, within=self._within())
+            within = self._within() if self.generation else None
+            answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse, within=within)
         except AllScanRejected:
             self.launches -= 1  # this rank rejects the call, too
             raise

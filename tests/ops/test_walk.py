@@ -157,7 +157,7 @@ def first_case():
     """(functions that the first call went through, its exchanges, its milliseconds) of this rank."""
     comm, exchanges = allscan.Communicator(), []
     exchange = comm.order.store_exchange.exchange
-    comm.order.store_exchange.exchange = lambda *args: exchanges.append(args) or exchange(*args)
+    comm.order.store_exchange.exchange = lambda *args, **how: exchanges.append(args) or exchange(*args, **how)
     state, decay = torch.randn(2, 16, 16), torch.rand(2, 16)
     comm.barrier()
     exchanges.clear()
