@@ -84,8 +84,10 @@ class StoreExchange:
         self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
         self._prefix = f"allscan/{self.name}/"
         self.rank, self._world = 0, None
+        self._job_store: Any = None
         if self.size > 1:
             self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
+            self._job_store = default_store()
 
     def private(self) -> StoreExchange:
         """Another one of the same ranks, whose exchanges meet no others'. After an exchange of this one, whose number
@@ -270,7 +272,7 @@ class StoreExchange:
         """Raises StoreGone if this StoreExchange belongs to a job that has ended."""
         if self.gone:
             raise StoreGone("torch.distributed was ended, or restarted, since this communicator was made")
-        store: dist.Store = default_store()
+        store: dist.Store = self._job_store
         return store
 
     @staticmethod
