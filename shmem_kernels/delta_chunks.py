@@ -22,6 +22,8 @@ later tokens:
         e^(sum up to the middle)
     2   neither: by halves down to n = 1, and the token itself
 
+Of one gate a head (SCALAR) scores are multiplied by the decays, of sums of the gates between two tokens.
+
 So no factor that counts is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate.
 tests/support/delta_chunks.py has the same in float64, with the error analysis.
 
@@ -178,6 +180,23 @@ def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, p_weights, BT: tl.conste
 
 
 @triton.jit
+def scalar_decays(p_g, h, start, end, H: tl.constexpr, BT: tl.constexpr):
+    """Of one gate a head: (e^G_t, e^(G - G_t) [BT], e^G)."""
+    u = start + tl.arange(0, BT)
+    b_g = load_gates(p_g, u.to(tl.int64) * H + h, u < end)[None, :]
+    b_before = exp2(tl.sum(tl.where(lower(BT, 0), b_g, 0.0), 1))
+    return b_before, exp2(tl.sum(tl.where(upper(BT, 1), b_g, 0.0), 1)), exp2(tl.sum(b_g))
+
+
+@triton.jit
+def decays_between(p_g, p_weights, h, start, end, H: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """e^(G_t - G_s), s <= t, of one gate a head [BT, BT], of sums of the gates between two tokens alone."""
+    u = start + tl.arange(0, BT)
+    b_g = load_gates(p_g, u.to(tl.int64) * H + h, u < end)[:, None]
+    return exp2(gate_sums(p_weights, ONWARD, True, tl.where(lower(BT, 1), b_g, 0.0), BT, PRECISION))
+
+
+@triton.jit
 def chunk_of(p_chunks, p_beta, n, h, H: tl.constexpr, BT: tl.constexpr):
     """(first token, end, where a number of each token lies, whether there is such a token, beta) of chunk n."""
     start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
@@ -247,7 +266,7 @@ def operands_kernel(
                 b_sum = tl.sum(gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR), 0)
                 tl.store(p_sums + (n * H + h).to(tl.int64) * K + j * BJ + c, b_sum, mask=j * BJ + c < K)
                 b_least = tl.minimum(b_least, b_sum)
-            strong = tl.min(b_least) < -LIMIT
+            strong = (tl.min(b_least) < -LIMIT) & (not SCALAR)
             tl.store(p_strong + n * H + h, strong.to(tl.int32))
             if strong:
                 return
@@ -257,13 +276,19 @@ def operands_kernel(
     b_least = tl.zeros([BJ], tl.float32)
     if SOLVED:
         b_solved = load(p_solved + base_a, at_a, inside_a)
+    if SCALAR:
+        b_before_1, b_after_1, decay = scalar_decays(p_g, h, start, end, H, BT)
     for j in range((K + BJ - 1) // BJ):
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+        b_zeros = tl.zeros([BT, BJ], tl.float32)
         base, at, inside = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         b_q, b_k = load(p_q + base, at, inside).to(tl.float32), load(p_k + base, at, inside).to(tl.float32)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
-        b_before = exp2(b_sums)
+        if SCALAR:
+            b_before, b_after = b_before_1[:, None] + b_zeros, b_after_1[:, None] + b_zeros
+        else:
+            b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
+            b_before = exp2(b_sums)
         tl.store(p_qg + base + at, cast(b_q * b_before, p_qg.dtype.element_ty), mask=inside)
         b_kb = b_k * b_before * b_beta[:, None]
         b_total = tl.sum(b_g, 0)
@@ -274,20 +299,28 @@ def operands_kernel(
             b_least = tl.minimum(b_least, b_total)
         else:
             tl.store(p_w + base + at, cast(b_kb, p_w.dtype.element_ty), mask=inside)  # until T is there
-            if STRONG:
+            if SCALAR:
+                b_aq = product(b_q, tl.trans(b_k), b_aq, PRECISION)
+                b_ak = product(b_k, tl.trans(b_k), b_ak, PRECISION)
+            elif STRONG:
                 b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, p_weights, BT, PRECISION)
             else:
                 b_column = tl.trans(b_k * exp2(-b_sums))
                 b_aq = tf32_product(b_q * b_before, b_column, b_aq, PRECISION)
                 b_ak = tf32_product(b_k * b_before, b_column, b_ak, PRECISION)
-        if SOLVED or STRONG or PRECISION != "bf16":
+        if SCALAR:
+            pass
+        elif SOLVED or STRONG or PRECISION != "bf16":
             b_after = exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
         else:
             b_after = exp2(b_total[None, :] - b_sums)
         tl.store(p_kg + base + at, cast(b_k * b_after, p_kg.dtype.element_ty), mask=inside)
     if SOLVED:
-        tl.store(p_strong + n * H + h, (tl.min(b_least) < -LIMIT).to(tl.int32))
+        tl.store(p_strong + n * H + h, ((tl.min(b_least) < -LIMIT) & (not SCALAR)).to(tl.int32))
     else:
+        if SCALAR:
+            b_between = decays_between(p_g, p_weights, h, start, end, H, BT, PRECISION)
+            b_aq, b_ak = b_aq * b_between, b_ak * b_between
         b_aq = tl.where(lower(BT, 0), b_aq * scale, 0.0)
         tl.store(p_scores + base_a + at_a, cast(b_aq, p_scores.dtype.element_ty), mask=inside_a)
         b_ak = tl.where(lower(BT, 1), b_ak * b_beta[:, None], 0.0)

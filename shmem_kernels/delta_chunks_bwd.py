@@ -1,7 +1,8 @@
 """Delta rules inside of a chunk, backward; see delta_chunks.py for what is what.
 
 With dS' the gradient of the state that leaves the chunk and dv_new = Aqk^T do + kg dS', which adjoint_kernel (delta.py)
-has made, pairs_kernel makes what needs no decays of pairs, gradient_kernel and strong_gradient_kernel all else:
+has made, pairs_kernel makes what needs no decays of pairs, and gradient_kernel, strong_gradient_kernel or
+scalar_gradient_kernel all else:
 
     r = T^T dv_new, the gradient of the right side of (1 + Akk) v_new = beta v - beta k e^G S
     dAqk = do v_new^T, s <= t         dAkk = -r v_new^T, s < t         dv = beta r
@@ -24,9 +25,11 @@ from .delta_chunks import (
     PAIRS,
     chunk_of,
     decay_factors,
+    decays_between,
     first_of_class,
     gate_sums,
     gates_at,
+    scalar_decays,
     state_tile,
     tile,
     weighted,
@@ -51,8 +54,10 @@ def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def pairs_kernel(
     p_v,
+    p_g,
     p_beta,
     p_chunks,
+    p_weights,
     p_solved,
     p_v_new,
     p_do,
@@ -72,7 +77,7 @@ def pairs_kernel(
     PRECISION: tl.constexpr,
 ):
     """Of one chunk and head dv; r = T^T dv_new in place of dv_new; scale dAqk and dAkk, s < t (pairs [NC, H, 2, BT,
-    BT]); and sums, see sums_at."""
+    BT]), of one gate a head times the decays; and sums, see sums_at."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     base_a, at_a, inside_a = tile(h, start, end, H, BT, BT, BT)
@@ -90,6 +95,9 @@ def pairs_kernel(
         b_r = cast(b_r, p_dv_new.dtype.element_ty)
         b_b = product(b_r, b_v_new, b_b, PRECISION)
         tl.store(p_dv_new + base + at, b_r, mask=inside)
+    if SCALAR:
+        b_between = decays_between(p_g, p_weights, h, start, end, H, BT, PRECISION)
+        b_a, b_b = b_a * b_between, b_b * b_between
     b_same = tl.sum(tl.where(lower(BT, 0) & upper(BT, 0), b_a, 0.0), 1) * scale
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     at_p = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
@@ -140,7 +148,6 @@ def gradient_kernel(
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     p_parts += sums_at(n, h, H, BT)
     b_same, b_dbeta = tl.load(p_parts), tl.load(p_parts + BT)
-    b_dg = tl.zeros([BT], tl.float32)  # SCALAR
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     for j in range((K + BJ - 1) // BJ):
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
@@ -185,13 +192,83 @@ def gradient_kernel(
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
-        if SCALAR:
-            b_dg += tl.sum(tl.where(inside, b_gates, 0.0), 1)
-        else:
-            tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
+        tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
     tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
-    if SCALAR:
-        tl.store(p_dg + at_t, cast(b_dg, p_dg.dtype.element_ty), mask=inside_t)
+
+
+@triton.jit
+def scalar_gradient_kernel(
+    p_q,
+    p_k,
+    p_g,
+    p_beta,
+    p_chunks,
+    p_states,
+    p_dstates,
+    p_v_new,
+    p_do,
+    p_dv_new,
+    p_pairs,
+    p_parts,
+    p_dq,
+    p_dk,
+    p_dg,
+    p_dbeta,
+    scale,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    SCALAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The same of one gate a head, whatever it is: pairs have their decays."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
+    DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
+    start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
+    p_parts += sums_at(n, h, H, BT)
+    b_same, b_dbeta = tl.load(p_parts), tl.load(p_parts + BT)
+    b_before, b_after, decay = scalar_decays(p_g, h, start, end, H, BT)
+    p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
+    b_gates = tl.zeros([BT], tl.float32)  # dG
+    b_left = tl.zeros([BT], tl.float32)  # what a token leaves in the state, of dg after it
+    b_last = tl.zeros([BJ], tl.float32)
+    for j in range((K + BJ - 1) // BJ):
+        base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
+        base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+        b_dq = tl.zeros([BT, BJ], tl.float32)
+        b_x = tl.zeros([BT, BJ], tl.float32)
+        b_dk = tl.zeros([BT, BJ], tl.float32)
+        for i_v in range((V + BV - 1) // BV):
+            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+            base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+            b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
+            b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+            b_state = tl.trans(b_state)
+            b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
+            b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
+            b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
+        b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
+        b_dq = product(load_weights(p_pairs, 0, BT), b_k, b_dq * (b_before * scale)[:, None], PRECISION)
+        b_x = product(load_weights(p_pairs, 1, BT), b_k, b_x * -b_before[:, None], PRECISION)
+        b_later = rounded(b_k.to(tl.float32) * b_beta[:, None], DTYPE)
+        b_gates += tl.sum(b_q.to(tl.float32) * b_dq + b_later * b_x, 1)
+        b_dbeta += tl.sum(b_k.to(tl.float32) * b_x, 1)
+        b_dq += b_same[:, None] * b_k.to(tl.float32)
+        tl.store(p_dq + base + at, cast(b_dq, p_dq.dtype.element_ty), mask=inside)
+        b_dk *= b_after[:, None]
+        b_left += tl.sum(b_k.to(tl.float32) * b_dk, 1)
+        b_sum = product(tl.trans(load_weights(p_pairs, 0, BT)), b_q, tl.zeros([BT, BJ], tl.float32), PRECISION)
+        b_sum = product(tl.trans(load_weights(p_pairs, 1, BT)), cast(b_later, DTYPE), b_sum, PRECISION)
+        b_gates -= tl.sum(b_k.to(tl.float32) * b_sum, 1)
+        b_dk += b_sum + b_x * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
+        tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
+    tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
+    b_dg = tl.sum(tl.where(lower(BT, 0), b_gates[:, None], 0.0) + tl.where(upper(BT, 1), b_left[:, None], 0.0), 0)
+    tl.store(p_dg + at_t, cast(b_dg + tl.sum(b_last) * decay, p_dg.dtype.element_ty), mask=inside_t)
 
 
 @triton.jit
@@ -236,7 +313,6 @@ def strong_gradient_kernel(
     b_dbeta = tl.load(p_parts + BT)
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
-    b_dg = tl.zeros([BT], tl.float32)  # SCALAR
     for j in range((K + BJ - 1) // BJ):
         b_zeros = tl.zeros([BT, BJ], tl.float32)
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
@@ -318,10 +394,5 @@ def strong_gradient_kernel(
             m -= 1
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
-        if SCALAR:
-            b_dg += tl.sum(tl.where(inside, b_gates, 0.0), 1)
-        else:
-            tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
+        tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
     tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)
-    if SCALAR:
-        tl.store(p_dg + at_t, cast(b_dg, p_dg.dtype.element_ty), mask=inside_t)

@@ -493,24 +493,33 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
     return own_chunks.ChunkPass(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 
 
-def test_delta_chunk_kernels(monkeypatch):
-    """Chunk kernels of our own for KDA; no product reads from where nothing was put."""
-    dtype, H, T, K = torch.bfloat16, 4, 130, 128
+@pytest.mark.parametrize(
+    "scalar, K, V",
+    [(False, 128, 128), (True, 128, 128), (False, 256, 64), (True, 64, 256)],
+    ids=["KDA", "Gated DeltaNet", "KDA, K=256, V=64", "Gated DeltaNet, K=64, V=256"],
+)
+def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
+    """Chunk kernels of our own; no product reads from where nothing was put."""
+    dtype, H, T = torch.bfloat16, 4, 130
     layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
-    states = chunk_pass(layout, K, K, dtype, False, monkeypatch)
-    x, outside = torch.zeros(1, T, H, K, dtype=dtype), torch.zeros(1, H, K, K)
-    g, beta = torch.zeros(1, T, H, K), torch.zeros(1, T, H)
+    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch)
+    x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
+    outside = torch.zeros(1, H, K, V)
+    beta = torch.zeros(1, T, H)
     kept = kept_for(states)
-    inputs = Inputs(x, x, x, g, beta)
+    inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
     _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
-    states.whole_backward(inputs, Saved(*saved), Outer(x, outside, outside), kept, 0.1)
+    states.whole_backward(inputs, Saved(*saved), Outer(v, outside, outside), kept, 0.1)
     ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.pairs_kernel
-    ours += delta_chunks_bwd.gradient_kernel, delta_chunks_bwd.strong_gradient_kernel
+    if scalar:
+        ours += (delta_chunks_bwd.scalar_gradient_kernel,)
+    else:
+        ours += delta_chunks_bwd.gradient_kernel, delta_chunks_bwd.strong_gradient_kernel
     Launches.made = [launch for launch in Launches.made if launch[0] in ours]
     seen = set()
     for kernel, compiled in compiled_launches():
         seen.add(kernel)
-        assert compiled.count(r"wgmma\.mma"), kernel
+        assert compiled.count(r"\bmma\.|wgmma\.mma"), kernel
         if VERSION == (3, 6) and kernel is not delta_chunks.output_kernel:  # it is pipelined
             assert not compiled.lost_operands(), kernel
     assert seen == set(ours)

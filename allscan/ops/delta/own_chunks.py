@@ -11,7 +11,12 @@ from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
 from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
-from ...shmem_kernels.delta_chunks_bwd import gradient_kernel, pairs_kernel, strong_gradient_kernel
+from ...shmem_kernels.delta_chunks_bwd import (
+    gradient_kernel,
+    pairs_kernel,
+    scalar_gradient_kernel,
+    strong_gradient_kernel,
+)
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
@@ -19,8 +24,8 @@ from .records import Between, DeltaShape, Ends, Entering, Inputs, Kept, OfOutput
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Block sizes and warps on a GPU: what fits the registers. Products of bfloat16 have 64 columns, however few there
-    are: of those with 32 ptxas 12.8 makes wrong code (tests/shmem_kernels/test_compile.py)."""
+    """Block sizes, warps and registers on a GPU: what was fastest there. Of products of bfloat16 with 32 columns ptxas
+    12.8 makes wrong code in some kernels (tests/shmem_kernels/test_compile.py follows that of each)."""
     fine = dtype != torch.bfloat16
     both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
     narrow = both | dict(BJ=32)
@@ -35,12 +40,13 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         pairs=both if fine else both | dict(BV=128),
         gradient=narrow,
         strong_gradient=both,
+        scalar_gradient=narrow if fine else narrow | dict(BV=128),
     )
 
 
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
-    names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient"
+    names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient", "scalar_gradient"
     return dict.fromkeys(names, dict(BJ=BK, BV=BV_max))
 
 
@@ -73,7 +79,7 @@ class ChunkPass(StatePass):
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        for STRONG in (False, True):
+        for STRONG in (False,) if self.scalar else (False, True):
             self._operands(plan, x, strong, Saved(scores, solved), operands, scale=scale, SOLVED=False, STRONG=STRONG)
         leaves = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
@@ -126,11 +132,16 @@ class ChunkPass(StatePass):
         chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
-        made = dv, pairs, parts
-        self._launch_chunks(plan, "pairs", pairs_kernel, v, beta, chunks, solved, v_new, do, dv_new, *made, scale=scale)
-        given = q, k, g, beta, chunks, strong, weights, h, dh, v_new, do, dv_new, pairs, parts
+        given, made = (v, g, beta, chunks, weights, solved, v_new, do, dv_new), (dv, pairs, parts)
+        self._launch_chunks(plan, "pairs", pairs_kernel, *given, *made, scale=scale)
+        given, made = (h, dh, v_new, do, dv_new, pairs, parts), (dq, dk, dg, dbeta)
+        if self.scalar:
+            given = q, k, g, beta, chunks, *given
+            self._launch_chunks(plan, "scalar_gradient", scalar_gradient_kernel, *given, *made, scale=scale)
+            return dq, dk, dv, dg, dbeta
+        given = q, k, g, beta, chunks, strong, weights, *given
         for name, kernel in (("gradient", gradient_kernel), ("strong_gradient", strong_gradient_kernel)):
-            self._launch_chunks(plan, name, kernel, *given, dq, dk, dg, dbeta, scale=scale)
+            self._launch_chunks(plan, name, kernel, *given, *made, scale=scale)
         return dq, dk, dv, dg, dbeta
 
     def _operands_memory(self, plan: Plan, v) -> tuple:
