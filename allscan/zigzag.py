@@ -152,14 +152,15 @@ def _all_to_all(received, send, come, leave, comm) -> None:
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm, to) -> Tensor:
-        ctx.comm, ctx.to = comm, to
+        ctx.handle, ctx.to = comm.handle, to  # a graph keeps no communicator
         return _moved(x, comm, to)
 
     @staticmethod
     def backward(ctx, dx) -> tuple[Tensor, None, None]:
-        with ctx.comm.call(True, "the backward of to_zigzag()", (dx,)):
-            _check(dx, ctx.comm, not ctx.to)
-            return _Move.apply(dx, ctx.comm, not ctx.to), None, None
+        comm = communicator_of(ctx.handle)
+        with comm.call(True, "the backward of to_zigzag()", (dx,)):
+            _check(dx, comm, not ctx.to)
+            return _Move.apply(dx, comm, not ctx.to), None, None
 
 
 def _moved(x, comm, to) -> Tensor:

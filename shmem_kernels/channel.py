@@ -23,7 +23,8 @@ once (``recv``, then ``send``; or ``allscan``; or ``shift``), and the program th
 launch less. So every tile carries a tag of what its sender has counted besides launches, and a tile whose tag differs
 from the receiver's own is a fault (AllScanOutOfStep), found in the first launch that pairs two different calls:
 
-    step        how often ``Communicator.step()`` was called, a word that is counted in stream order (15 bits)
+    step        how often ``Communicator.step()`` was called, a word that is counted in stream order, plus STAMP times
+                the call's stamp: a number for what all ranks have alike in it, of which each has a word (15 bits)
     backwards   how many adjoint launches this tile has had, in both directions together (8 bits)
     of          an adjoint launch: 1 + the epoch, modulo 255, of the forward launch that it belongs to; any other: 0
 
@@ -77,6 +78,8 @@ BROKEN = tl.constexpr(-1)  # a tile's epoch after a fault
 STEPS = tl.constexpr(1 << 15)
 BACKWARDS = tl.constexpr(1 << 8)
 CALLS = tl.constexpr((1 << 8) - 1)  # of is 1 .. CALLS; 0 stands for none
+STAMP = tl.constexpr(1 << 3)  # steps that one of STAMPS stamps stands for
+STAMPS = tl.constexpr(1 << 12)
 TAG_STEP = tl.constexpr(1 << 16)
 TAG_BACKWARDS = tl.constexpr(1 << 8)
 
@@ -98,7 +101,7 @@ class Channel(NamedTuple):
     epoch: Any  # [num_tiles], mine: the last epoch that each tile has completed here
     clock: Any  # [num_tiles], mine: where a waiting tile shares its clock among its threads
     backwards: Any  # [num_tiles], mine: the adjoint launches of each tile; both directions' channels have the same
-    step: Any  # [1], mine: how often Communicator.step() was called
+    step: Any  # [1], mine: how often Communicator.step() was called, and the stamp of the call
     fwd_epoch: Any  # [1], mine: the epoch of a forward launch, written by it and read by its adjoint
     info: Any  # [INFO_WORDS], mine: ranks, PEs and what a fault needs
     num_tiles: tl.constexpr

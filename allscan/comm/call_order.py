@@ -9,10 +9,15 @@ must be found before a number of another call is taken for one's own:
   where the ranks call ``Communicator.step()``; else the counts that are compared wherever the host meets the others.
 * it *ignores* what a call returned, so that autograd never runs the call's backward on this rank. Tags again, and
   ``allscan.comm.backwards.PendingBackward``.
+
+Or it makes the same call with another ``cu_seqlens`` or ``invariant`` than the others, of which all know by earlier
+calls, so that nobody is asked: a ``stamp`` of these is part of the tags.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,7 +33,7 @@ from ..base.errors import (
 )
 from ..bindings.torch_compat import stops_recomputation
 from ..shmem_kernels import wait
-from ..shmem_kernels.channel import BACKWARDS, CALLS, STEPS, TAG_BACKWARDS, TAG_STEP
+from ..shmem_kernels.channel import BACKWARDS, CALLS, STAMP, STAMPS, TAG_BACKWARDS, TAG_STEP
 from .compile_watch import give_up
 from .host_exchange import GRACE_S, LOST, REJECTED, Excuse, StoreExchange, by_rank, differing
 
@@ -59,6 +64,7 @@ class Order:
         self.inside = False  # in a call; what it calls is part of it
         self.reverse = False  # the direction of the present call
         self.everywhere = False  # the error that ends the present call is raised on all ranks alike
+        self.stamp = 0  # of the present call, as far as its launches are not part of a plan, which has its own
         self.rejected: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
         # the last two: a rank that has settled one may reject the next before others have settled it
         self._rejections: list[tuple[int, str]] = []
@@ -297,6 +303,15 @@ class Order:
             raise self.raised_everywhere(RuntimeError(f"{what} has returned NaN: {found}"))
 
 
+@functools.lru_cache(maxsize=1024)
+def stamp(lengths: tuple[int, ...] | None, *numbers: int) -> int:
+    """A number below STAMPS for what all ranks have alike in a call: ``lengths``, the values of its cu_seqlens, and
+    other ``numbers``. Where these differ so do their stamps, but for one pair in STAMPS."""
+    text = repr((lengths and [*map(int, lengths)], *map(int, numbers)))  # no bool, which is the same key as an int
+    found: int = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % STAMPS.value
+    return found
+
+
 def _sentences(rejected: dict[int, tuple[int, str]]) -> str:
     return "".join(f"Rank {p} has rejected its call {number}: {why}. " for p, (number, why) in sorted(rejected.items()))
 
@@ -307,10 +322,16 @@ def different_tags(
     """The error for two arrival words of one epoch (shmem_kernels/links.py) whose tags differ."""
     wanted, came = _fields(expected), _fields(seen)
     own, other = names_of((rank, neighbour), job_ranks)
-    if wanted[0] != came[0]:
+    steps = [fields[0] % STAMP.value for fields in (wanted, came)]
+    if steps[0] != steps[1]:
         why = (
-            f"here it is step {wanted[0]}, there it was step {came[0]} (Communicator.step(), modulo {STEPS.value}): "
+            f"here it is step {steps[0]}, there it was step {steps[1]} (Communicator.step(), modulo {STAMP.value}): "
             "one of the two has skipped a call"
+        )
+    elif wanted[0] != came[0]:
+        why = (
+            "both scan a state of this shape, in calls whose cu_seqlens, layout, invariant or operator differ, or a "
+            f"multiple of {STAMP.value} steps apart (Communicator.step())"
         )
     elif wanted[1] != came[1]:
         why = (

@@ -266,7 +266,7 @@ class Communicator(Calls):
         self.order.steps += 1  # also where it raises: resync() compares the numbers of calls
         self.check()
         self.streams.follow()
-        self.memory.step.add_(1)
+        self.memory.steps.add_(1)
 
     def resync(self) -> None:
         """Bring the ranks back into step after a call that one of them missed or rejected, or after a time-out.

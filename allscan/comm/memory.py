@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..bindings.torch_compat import without_dispatch_modes
 from ..shmem_kernels import wait
+from ..shmem_kernels.channel import STAMP, STAMPS
 
 _kept_alive: list[object] = []  # what kernels of communicators that were not closed may still write to
 
@@ -16,21 +18,33 @@ class Memory:
     """Of one communicator on this rank.
 
     heap: the symmetric heap; None for one rank.
-    record: the fault record, which the host reads. fault, step: words on the device.
+    record: the fault record, which the host reads. fault: a word on the device. steps: int64 [STAMPS, 2] there, by a
+    call's stamp the word that its kernels take for ``step``, at multiples of 16 bytes; step: that of no stamp.
     """
 
     def __init__(self, heap: Any, device: torch.device) -> None:
         self.heap, self.device = heap, device
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.steps = _first_steps(device)
+        self.step = self.steps[0]
+        self._steps = {0: self.step}
         self._offsets: set[int] = set()
-        self._buffers = {id(buffer): buffer for buffer in (self.record, self.fault, self.step)}
+        self._buffers = {id(buffer): buffer for buffer in (self.record, self.fault, self.steps)}
+
+    def step_of(self, stamp: int) -> torch.Tensor:
+        """The word of ``steps`` for a stamp."""
+        found = self._steps.get(stamp)
+        if found is None:
+            with without_dispatch_modes():  # of selective checkpointing, which counts the operators of torch
+                found = self._steps[stamp] = self.steps[stamp]
+        return found
 
     def reset(self) -> None:
         """As if nothing had happened. While no kernel runs."""
-        for words in (self.record, self.fault, self.step):
+        for words in (self.record, self.fault):
             words.zero_()
+        self.steps.copy_(_first_steps(self.device))
 
     def alloc(self, nbytes: int) -> int:
         """Offset of a block of this rank's arena, until ``free``."""
@@ -61,6 +75,10 @@ class Memory:
     def abandon(self) -> None:
         """Kernels may use all of it until this process ends."""
         _kept_alive.append(self._buffers)
+
+
+def _first_steps(device: torch.device) -> torch.Tensor:
+    return torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device=device).repeat_interleave(2).view(-1, 2)
 
 
 class Line(NamedTuple):

@@ -30,6 +30,7 @@ from ..base.checks import (
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
+from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import CHAIN, ScanKind, get_or_create_scan
@@ -187,6 +188,9 @@ def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = ""
     return get_or_create_scan(comm, shape, agree, deferred, kind=kind)
 
 
+ZIGZAG = stamp(None, True)
+
+
 def scan_zigzag(comm, inputs: ScanInputs, reverse=False, layout="zigzag", async_op=False, part: str = "half") -> Any:
     """The same of pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
@@ -215,6 +219,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse=False, layout="zigzag", async_
         deferred = DeferredError(error)
     if deferred is not None:
         get_or_create_scan(comm, None, deferred=deferred)
+    comm.order.stamp = comm.order.stamp or ZIGZAG  # of an operator, or this
     if first:
         if part == "half":  # no rank does without the way back
             _scan_of(comm, there.shape, transitions[0], ("zigzag", False, initial_state is None))
@@ -277,14 +282,15 @@ class _AllScan(Function):
             None if again else PendingBackward(prepared.launcher.backwards, prepared.reverse, fwd_epoch, fwd_epochs)
         )
         shape = None if factor is None else factor.shape
-        ctx.given = weakref.ref(prepared), comm.handle, fwd_epoch, number, pending, decay is not None, shape
+        of_call = comm.handle, comm.order.stamp
+        ctx.given = weakref.ref(prepared), of_call, fwd_epoch, number, pending, decay is not None, shape
         return prev
 
     @staticmethod
     def backward(ctx, dprev) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
-        reference, handle, fwd_epoch, number, pending, has_decay, shape = ctx.given
+        reference, (handle, stamp_of_call), fwd_epoch, number, pending, has_decay, shape = ctx.given
         prepared = reference()
         if prepared is None:
             raise lost(handle)
@@ -294,6 +300,7 @@ class _AllScan(Function):
         factor, prev = saved_tensors(ctx, lambda: comm, not reverse)
         with comm.call(not reverse, "the backward of allscan()", (dprev,)):
             reject_second_derivative("allscan()")
+            comm.order.stamp = stamp_of_call
             if shape is None:
                 given, transition = number, None
             else:

@@ -19,7 +19,7 @@ from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
-from .allscan import Together
+from .allscan import ZIGZAG, Together
 
 NAME = "allscan_segments()"
 
@@ -178,6 +178,7 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
         found = Together.apply(None, *taken)
         *given, initial_state = [x if t is None else t for x, t in zip(given, found, strict=True)]
         parts = [Segments(*given[:3]), Segments(*given[3:])]
+    scans.comm.order.stamp = scans.comm.order.stamp or ZIGZAG
     there, passed = _scan(scans, parts[0], initial_state, Direction())
     handed = passed if scans.is_first(True) else None
     back, left = _scan(scans, parts[1], handed, Direction(reverse=True))
@@ -206,12 +207,13 @@ class _AllScanSegments(Function):
         ctx.set_materialize_grads(False)
         pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
-        ctx.given = weakref.ref(scans), comm.handle, number, direction, fwd_epoch, pending, decays is not None, shapes
+        of_call = comm.handle, comm.order.stamp
+        ctx.given = weakref.ref(scans), of_call, number, direction, fwd_epoch, pending, decays is not None, shapes
         return entering, leaving
 
     @staticmethod
     def backward(ctx: Any, dentering: Any, dleaving: Any) -> tuple[Tensor | None, ...]:
-        reference, handle, number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
+        reference, (handle, stamp), number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
         scans = reference()
         if scans is None:
             raise lost(handle)
@@ -221,6 +223,7 @@ class _AllScanSegments(Function):
         saved = saved_tensors(ctx, lambda: comm, not direction.reverse)
         with comm.call(not direction.reverse, f"the backward of {NAME}", (dentering, dleaving)):
             reject_second_derivative(NAME)
+            comm.order.stamp = stamp
             uses = any(ctx.needs_input_grad[2:4])
             shapes = (factor_shape or comm.nothing.shape, shape if uses else comm.nothing.shape)
             kinds = [(torch.float32, x, comm.device) for x in shapes]

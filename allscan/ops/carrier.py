@@ -41,6 +41,7 @@ class Carried(NamedTuple):
     decay: Any = None  # [B, 1 or 2, H, K]
     transition: Any = None  # [B, 1 or 2, H, K, K]
     passes: tuple[bool, bool] = (True, True)  # in each half
+    stamp: int = 0  # of the call, see call_order.stamp
 
 
 class StateCarrier(Protocol):
@@ -124,7 +125,8 @@ class AllScanCarrier:
             return
         factors = (carried.decay, carried.transition) if carried.passes[0] else ()
         fwd_epoch = plan.view(carried.fwd_epoch, 0, 1)
-        scan.launcher.record_scan(plan, Scanned(carried.state, carried.out, fwd_epoch, *factors), reverse)
+        buffers = Scanned(carried.state, carried.out, fwd_epoch, *factors)
+        scan.launcher.record_scan(plan, buffers, reverse, carried.stamp)
 
     def _scan(self, shape) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
@@ -132,6 +134,7 @@ class AllScanCarrier:
     def carry(self, carried, reverse, zigzag) -> None:
         scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
         halves = [self._half(carried, i) for i in range(1 + zigzag)]
+        self.comm.order.stamp = carried.stamp
         if zigzag:
             order = (1, 0) if reverse else (0, 1)  # backward, second halves go from the first rank to the last
             channels = two_way_channels(scan, fwd_epoch, reverse)
@@ -172,10 +175,10 @@ class InOrderCarrier(AllScanCarrier):
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanKind(tile))
 
     def record_segments(
-        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], directions: tuple[bool, bool], **fixed: Any
+        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], how: tuple[bool, bool, int], **fixed: Any
     ) -> None:
         """Record a scan of a kernel of shmem_kernels/segments.py; the last two buffers are the outgoing state and the
-        forward epoch. directions: over the ranks in reverse; an adjoint."""
+        forward epoch. how: (over the ranks in reverse; an adjoint; the call's stamp)."""
         given = [x for x in buffers if x is not None]
         scan = self.prepare(given[-2].shape)
         launcher, tiles = scan.launcher, scan.spec.num_tiles
@@ -187,10 +190,16 @@ class InOrderCarrier(AllScanCarrier):
             fixed["num_warps"] = max(1, min(8, math.prod(scan.tile) // 512))
         # waiting programs hold their places; on one rank none waits
         programs = tiles if self.comm.size == 1 else min(tiles, scan.max_ctas)
-        launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), given, *directions)
+        launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), given, how)
 
     def record_halves(
-        self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], back: Sequence[Buffer], **fixed: Any
+        self,
+        plan: Plan,
+        kernel: Any,
+        buffers: Sequence[Buffer | None],
+        back: Sequence[Buffer],
+        stamp: int,
+        **fixed: Any,
     ) -> None:
         """The same over each of the HALVES of this rank's tokens, with REVERSE from the last. ``buffers``: the kernel's
         first; ``back``: the outgoing state of each half, and the forward epochs. The last rank's outgoing state of the
@@ -201,7 +210,7 @@ class InOrderCarrier(AllScanCarrier):
         for i in range(halves):
             half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
             given = *buffers, handed, leaving[half], plan.view(fwd_epoch, 2 * half, 1)
-            self.record_segments(plan, kernel, given, (against, reverse), HALF=half, **fixed)
+            self.record_segments(plan, kernel, given, (against, reverse, stamp), HALF=half, **fixed)
             handed = leaving[half] if self.comm.rank == self.comm.size - 1 else None
 
 

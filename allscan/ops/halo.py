@@ -24,6 +24,7 @@ from ..base.checks import (
     zigzag_of,
 )
 from ..base.errors import DeferredError
+from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import get_or_create_scan
@@ -276,6 +277,7 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
     """halo() of cut documents; T: of this rank, where x has ends alone."""
     tokens, ends = xs[0].shape[1] if T is None else T, T is not None
     partition_start(comm, lengths, tokens, first_token, PER_DOCUMENT)
+    comm.order.stamp = stamp(lengths, PER_DOCUMENT)
     N, widths = len(lengths) - 1, sum(_widths(xs))
     if not tokens:  # nor on any rank
         return tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * N * n)) for x in xs)
@@ -338,11 +340,12 @@ def _widths(xs) -> list[int]:
 
 def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | None:
     """Which of the tokens beyond the cut belong to the sequence on this rank's side, [n, 1], with zigzag [2n, 1]; None
-    without cu_seqlens. The first call with these is collective."""
+    without cu_seqlens. The first call with these is collective. Of them is the stamp of the call."""
     if cu_seqlens is None:
         return None
     lengths, half = boundaries_on_host(cu_seqlens), T // (1 + zigzag)
     first = partition_start(comm, lengths, T, first_token, zigzag)
+    comm.order.stamp = stamp(lengths, zigzag)
     starts = [first, lengths[-1] - first - half][: 1 + zigzag]
     key = ("halo", first, T, lengths, n, reverse, zigzag)
     ranges = [(a, a + half) for a in starts]

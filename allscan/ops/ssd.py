@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base.autograd import check_saveable, product, wants_gradient
 from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor, integer, zigzag_of
 from ..base.errors import DeferredError
+from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
@@ -127,6 +128,7 @@ def zeco_ssd(
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
+        comm.order.stamp = stamp(cu_seqlens, zigzag, invariant)
         if invariant:
             given |= dict(x=x, A=A, B=B, C=C, D=D)
             y, final = _in_order(comm, given, spans, zigzag, steps, asked)

@@ -30,7 +30,8 @@ from .rails_links import Rails
 from .work import Work
 from .workspace import Spec, Workspace, reset
 
-_FWD_EPOCH = Channel._fields.index("fwd_epoch")
+_STEP = Channel._fields.index("step")  # with fwd_epoch behind it: what a channel has of a call
+_BEHIND = _STEP + 2
 
 
 class Variant(NamedTuple):
@@ -67,12 +68,13 @@ class Launcher:
         self.backwards = Backwards(comm)
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
-        # by ADJOINT and direction: what kernels take before and behind the address of the forward epoch
+        # by ADJOINT and direction: what kernels take before and behind the addresses of step and of the forward epoch
         self._addresses: list[list[tuple[tuple[Any, ...], tuple[Any, ...]]]] = [[], []]
         if rails is None:
             for adjoint, channels in enumerate((self.channels, self._adjoint_channels)):
                 addresses = [channel_addresses(channel) for channel in channels]
-                self._addresses[adjoint] = [(x[:_FWD_EPOCH], x[_FWD_EPOCH + 1 :]) for x in addresses]
+                self._addresses[adjoint] = [(x[:_STEP], x[_BEHIND:]) for x in addresses]
+        self._steps = comm.memory.steps.data_ptr()
         self._launches: dict[tuple[Variant, bool], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
 
@@ -85,13 +87,19 @@ class Launcher:
                 reset(channel)
         self.backwards.made, self.backwards.dropped = 0, [False, False]
 
-    def channel(self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None) -> Channel:
-        """As of ``AllScan.channel``, whatever the algorithm."""
-        if fwd_epoch is not None:
-            return _with_fwd_epoch(self.channels[reverse], fwd_epoch)
+    def channel(
+        self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None, stamp: int = 0
+    ) -> Channel:
+        """As of ``AllScan.channel``, whatever the algorithm. stamp: see call_order.stamp."""
         if adjoint_of is not None:
-            return _with_fwd_epoch(self._adjoint_channels[reverse], adjoint_of)
-        return self.channels[reverse]
+            return self._of_call(self._adjoint_channels[reverse], stamp, adjoint_of)
+        channel = self.channels[reverse]
+        return channel if fwd_epoch is None and not stamp else self._of_call(channel, stamp, fwd_epoch)
+
+    def _of_call(self, channel: Channel, stamp: int, fwd_epoch: Tensor | None) -> Channel:
+        step = self.comm.memory.step_of(stamp) if stamp else channel.step
+        own = step, channel.fwd_epoch if fwd_epoch is None else fwd_epoch
+        return Channel._make((*channel[:_STEP], *own, *channel[_BEHIND:]))  # a third of _replace's time
 
     def linked(self, kernel: Any) -> Any:
         """``kernel``, with NVSHMEM if a link needs it."""
@@ -167,24 +175,28 @@ class Launcher:
         """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
-        if self.rails is None and launch.ready and launchable(addresses):
+        stamp = self.comm.order.stamp
+        if self.rails is None and launch.ready and launchable(addresses):  # _with_channel, in less time
             before, behind = self._addresses[adjoint][reverse]
             fwd_epoch = addresses.pop()
-            launch.at((*addresses, (*before, fwd_epoch, *behind)))
+            launch.at((*addresses, (*before, self._steps + 16 * stamp, fwd_epoch, *behind)))
         else:
-            self._with_tensors(launch, reverse, adjoint, *tensors)
+            self._with_tensors(launch, (reverse, adjoint, stamp), *tensors)
 
-    def _with_channel(self, reverse: bool, adjoint: bool, addresses: list[int]) -> tuple[Any, ...]:
-        """``addresses``, as ``Launch`` takes them; the last one is the forward epoch's."""
+    def _with_channel(self, how: tuple[bool, bool, int], addresses: list[int]) -> tuple[Any, ...]:
+        """``addresses``, as ``Launch`` takes them; the last one is the forward epoch's. how: (reverse, adjoint,
+        stamp)."""
+        reverse, adjoint, stamp = how
         before, behind = self._addresses[adjoint][reverse]
-        return (*addresses[:-1], (*before, addresses[-1], *behind))
+        return (*addresses[:-1], (*before, self._steps + 16 * stamp, addresses[-1], *behind))
 
-    def _with_tensors(self, launch: Callable[..., object], reverse: bool, adjoint: bool, *tensors: Tensor) -> None:
+    def _with_tensors(self, launch: Callable[..., object], how: tuple[bool, bool, int], *tensors: Tensor) -> None:
         """The same with tensors, in a launch."""
+        reverse, adjoint, stamp = how
         channel = (self._adjoint_channels if adjoint else self.channels)[reverse]
-        self.after_launch(launch(*tensors[:-1], _with_fwd_epoch(channel, tensors[-1])))
+        self.after_launch(launch(*tensors[:-1], self._of_call(channel, stamp, tensors[-1])))
 
-    def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool) -> None:
+    def record_scan(self, plan: Plan, buffers: Scanned, reverse: bool, stamp: int) -> None:
         """Record a scan in a plan whose runs are in a call of the communicator, with ``reverse`` the adjoint."""
         if self.rails is not None:
             raise ValueError("plans need a chain")
@@ -192,19 +204,18 @@ class Launcher:
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         variant = Variant(transition is not None, decay is not None, strides, factor is state, False, reverse)
-        self.record_launch(plan, self._make_launch(variant), (state, factor, state, out, fwd_epoch), reverse, reverse)
+        given = state, factor, state, out, fwd_epoch
+        self.record_launch(plan, self._make_launch(variant), given, (reverse, reverse, stamp))
 
-    def record_launch(
-        self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], reverse: bool, adjoint: bool
-    ) -> None:
+    def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], how: tuple[bool, bool, int]) -> None:
         """Record a kernel that takes these ``buffers``, but in place of the last, the forward epoch, the channel of a
-        direction with it."""
+        direction with it. how: (reverse, adjoint, stamp)."""
         plan.launch_with(
             launch,
             buffers,
-            partial(self._with_tensors, launch, reverse, adjoint),
-            partial(self._with_channel, reverse, adjoint),
-            partial(self.before_launch, launch.kernel, reverse),
+            partial(self._with_tensors, launch, how),
+            partial(self._with_channel, how),
+            partial(self.before_launch, launch.kernel, how[0]),
         )
 
     def _make_launch(self, variant: Variant) -> Any:
@@ -320,10 +331,6 @@ class PreparedScan:
             beside.wait(tensors)
             comm._look_for_nan("the scan", result=out)
         return Work(comm, out, beside, tensors)  # the forward epoch's memory is used there, too
-
-
-def _with_fwd_epoch(channel: Channel, fwd_epoch: Tensor) -> Channel:
-    return Channel._make((*channel[:_FWD_EPOCH], fwd_epoch, *channel[_FWD_EPOCH + 1 :]))  # a third of _replace's time
 
 
 def check_out(inputs: ScanInputs) -> None:

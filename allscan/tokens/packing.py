@@ -139,6 +139,7 @@ class Layout(Tables):
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
+        self.stamp = 0  # of calls with this layout, see call_order.stamp
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
         tables.append(weights(BT))

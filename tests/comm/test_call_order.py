@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import math
 import random
 import time
 import uuid
@@ -11,6 +13,7 @@ from datetime import timedelta
 from itertools import product
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +21,9 @@ import torch.distributed as dist
 import allscan
 from allscan.comm import heap
 from allscan.comm.agreed import Agreement
+from allscan.comm.call_order import stamp
+from allscan.launch.compiled_kernel import channel_addresses
+from allscan.shmem_kernels.channel import STAMPS
 from support.call_order import (
     TIMEOUT,
     ignoring_case,
@@ -657,3 +663,116 @@ def heard_at_the_end_case(group):
 def test_close_says_that_a_kernel_has_given_up(run):
     error, again = run(2, heard_at_the_end_case)[1]
     assert error[0] == "AllScanTimeout" and "rank 0" in error[1] and again is None, error
+
+
+MIXED = {  # what ranks may mix after both were agreed upon, and the tokens of a rank
+    "cu_seqlens": (40, lambda n: (dict(cu_seqlens=[0, 30, n]), dict(cu_seqlens=[0, 35, n]))),
+    "some packed": (40, lambda n: (dict(cu_seqlens=[0, n]), {})),
+    "zigzag": (40, lambda n: [dict(cu_seqlens=[0, at, n], layout="zigzag") for at in (30, 35)]),
+    "invariant": (128, lambda n: (dict(invariant=64), dict(invariant=128))),
+    "layout": (40, lambda n: ({}, dict(layout="zigzag"))),
+}
+
+
+def mixed_case(group, operator, what):
+    """The last rank makes call 4 and the next two with other arguments, all of which are known: for each call what is
+    known of results and gradients, or the error; the end; whether all is right behind resync()."""
+    comm = allscan.Communicator(group, timeout=2.0)
+    tokens, ways = MIXED[what]
+    ways = ways(tokens * comm.size)
+    generator = torch.Generator().manual_seed(comm.rank)
+    given = [torch.randn(1, tokens, 1, 16, generator=generator).to(comm.device) for _ in range(3)]
+    q, k, v = (x.requires_grad_() for x in given)
+
+    def call(**options):
+        if operator == "zeco_gla":
+            o, _ = allscan.zeco_gla(q, k, v, -q.detach().abs() / 16, comm=comm, **options)
+        elif operator == "zeco_kda":
+            g = -q.detach().abs() / 16
+            o, _ = allscan.zeco_kda(q, k / 8, v, g, k[..., 0].sigmoid(), comm=comm, chunk="allscan", **options)
+        elif operator == "halo":
+            o = allscan.halo(q, 3, comm=comm, **options)
+        elif operator == "allscan":
+            o = allscan.allscan((q, k) if options else q, comm=comm, **options)
+            o = torch.stack(o) if options else o
+        elif operator == "allscan_segments":
+            found, _ = allscan.allscan_segments((q, k) if options else q, comm=comm, **options)
+            o = torch.stack(found) if options else found
+        else:
+            dt, A = v[..., 0].abs() / 16, -torch.ones(1, device=comm.device)
+            o = allscan.zeco_ssd(q, dt, A, k, v, 64, comm=comm, **options)
+        q.grad = None
+        o.square().sum().backward()
+        return o.detach().norm().item(), q.grad.norm().item()
+
+    right = [call(**ways[i]) for i in (0, 1, 0)]
+    found = []
+    for _ in range(3):
+        try:
+            found.append(call(**ways[comm.rank == comm.size - 1]))
+        except RuntimeError as problem:
+            found.append(type(problem).__name__)
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    end = raised(comm.barrier)
+    comm.resync()
+    again = all(
+        math.isclose(a, b, rel_tol=1e-4) for i in (1, 0) for a, b in zip(call(**ways[i]), right[i], strict=True)
+    )
+    comm.close()
+    return found, end, again
+
+
+@pytest.mark.parametrize(
+    "operator, what, size",
+    [
+        *[("zeco_gla", what, size) for what, size in zip(MIXED, (2, 3, 3, 2))],
+        *product(["halo", "zeco_ssd"], ["cu_seqlens", "zigzag"], [2]),
+        *product(["zeco_kda"], ["cu_seqlens", "zigzag", "invariant"], [2]),
+        ("zeco_ssd", "invariant", 2),
+        *product(["allscan", "allscan_segments", "zeco_ssd", "zeco_gla"], ["layout"], [3]),
+        ("halo", "layout", 2),
+    ],
+)
+def test_ranks_that_mix_what_they_know(run, operator, what, size):
+    """No call asks the others: the first launch that pairs two different ones finds them."""
+    answers = run(size, mixed_case, operator, what)
+    assert all(end and end[0] in ("AllScanOutOfStep", "AllScanTimeout") and again for _, end, again in answers), answers
+    found, end, _ = answers[-1]
+    for one in found:  # no gradient is one of another call, nor is a result on the last rank
+        assert isinstance(one, str) or one[0] != one[0], answers
+    assert end[0] == "AllScanOutOfStep" and "in calls whose cu_seqlens" in end[1], end
+    for others, _, _ in answers[:-1]:
+        assert all(isinstance(one, str) or one[1] != one[1] for one in others), answers
+
+
+def stamps_case(group):
+    """What compiled kernels are given of a channel is what the interpreter is; of a stamp's word, what it counts."""
+    with allscan.Communicator(group) as comm, allscan.AllScan(comm, (2, 4, 8)) as scan:
+        launcher, fwd_epoch = scan.launcher, scan.fwd_epoch()
+        alike = []
+        for reverse, adjoint, number in product((False, True), (False, True), (0, 1, STAMPS.value - 1)):
+            *rest, taken = launcher._with_channel((reverse, adjoint, number), [16, 32, fwd_epoch.data_ptr()])
+            kind = dict(adjoint_of=fwd_epoch) if adjoint else dict(fwd_epoch=fwd_epoch)
+            wanted = launcher.channel(reverse, **kind, stamp=number)
+            alike.append(rest == [16, 32] and taken == channel_addresses(wanted))
+        words = [comm.memory.step_of(number)[0].item() for number in (0, 1, 7)]
+        comm.step()
+        words += [comm.memory.step_of(number)[0].item() for number in (0, 1, 7)]
+        comm.resync()
+        return alike, words, comm.memory.step_of(7)[0].item()
+
+
+def test_the_words_of_stamps(run):
+    for alike, words, last in run(2, stamps_case):
+        assert all(alike) and words == [0, 8, 56, 1, 9, 57] and last == 56
+
+
+@pytest.mark.quick
+def test_stamps():
+    lengths = [(0, 10 + i, 100) for i in range(64)]
+    found = {stamp(x, kind, segment) for x in lengths for kind in (0, 1) for segment in (0, 64)}
+    assert 240 < len(found) <= 256 and max(found) < STAMPS.value
+    assert stamp((0, 3), True, 0) == stamp(tuple(np.array([0, 3])), 1, 0) != stamp((0, 3), 0, 0)
+    digest = hashlib.blake2b(b"([0, 12, 40], 1, 128)", digest_size=8).digest()  # the same in every process
+    assert stamp((0, 12, 40), 1, 128) == int.from_bytes(digest, "little") % STAMPS.value

@@ -273,7 +273,9 @@ class StatePass:
         passes = [any(index % len(halves) == i for index in self.layout.passing) for i in halves]
         lead = self.B, len(halves), self.H
         own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
-        carried = Carried(own, prev, kept.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]))
+        carried = Carried(
+            own, prev, kept.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]), stamp=self.layout.stamp
+        )
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
     def _carry_in_order(self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool) -> None:
@@ -284,7 +286,9 @@ class StatePass:
         tables = self._segments(plan), plan.constant(self.layout.first_segments)
         buffers = kept.transitions, leaves, *tables, outside, kept.enters
         fixed = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=reverse)
-        carrier.record_halves(plan, delta_segments_kernel, buffers, (*leaving, kept.fwd_epoch), **fixed)
+        carrier.record_halves(
+            plan, delta_segments_kernel, buffers, (*leaving, kept.fwd_epoch), self.layout.stamp, **fixed
+        )
 
     def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, outputs: tuple) -> tuple:
         h, v_new = outputs

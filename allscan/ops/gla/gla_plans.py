@@ -172,6 +172,7 @@ class GLAPlan(Plan):
 
     def __init__(self, carrier: StateCarrier, shape: Shape, scale: float, layout: Layout, reverse: bool) -> None:
         super().__init__(carrier.comm.graphs)
+        self.stamp = layout.stamp
         self.shape, self.scale, self.layout, self.reverse = shape, scale, layout, reverse
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
@@ -362,7 +363,8 @@ class GLAPlan(Plan):
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     outputs = long()
             if before or behind:
-                carrier.record(self, Carried(own, out, fwd_epoch, decay), reverse, zigzag)
+                carried = Carried(own, out, fwd_epoch, decay, stamp=self.stamp)
+                carrier.record(self, carried, reverse, zigzag)
             else:
                 nothing_enters()
             if long:
@@ -394,7 +396,7 @@ class GLAPlan(Plan):
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     outputs = long()
             buffers = states, sums, gates, self.segments, self.first_segments, outside, final
-            carrier.record_halves(self, gated_segments_kernel, buffers, (*leaving, fwd_epoch), **fixed)
+            carrier.record_halves(self, gated_segments_kernel, buffers, (*leaving, fwd_epoch), self.stamp, **fixed)
             if long:
                 self.join()
         return outputs
