@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from allscan import device
 from allscan.base.tiling import H100_MULTIPROCESSORS, default_tile, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
 from allscan.bindings.triton_compat import OPTIONS
@@ -29,10 +30,12 @@ from allscan.shmem_kernels.rails import RAILS, Slice, rails_kernel
 from allscan.shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from allscan.shmem_kernels.transition import transition_kernel
 from allscan.tokens.packing import Layout, TokenRange
+from allscan.tools import compiled as tool
+from allscan.tools.compiled import channel_type
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
 from support.delta import kept_for
-from support.sm90 import Compiled, channel_type
+from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
 
@@ -259,6 +262,28 @@ def test_a_builtin_that_has_changed_is_compiled_again(monkeypatch):
     assert key() == before
     monkeypatch.setattr(blocks.exp2, "hash_attrs", blocks.cast.hash_attrs)
     assert key() != before
+
+
+@triton.jit
+def own_kernel(p_x, p_out, channel, D):
+    d = tl.program_id(0) * channel.BV + tl.arange(0, channel.BV)[None, :]
+    b_x = tl.load(p_x + d, mask=d < D, other=0.0)
+    b_prev, _ = device.allscan(channel, tl.program_id(0), b_x, 1.0, tl.zeros([1, channel.BV], tl.float32))
+    tl.store(p_out + d, b_prev, mask=d < D)
+
+
+@pytest.mark.quick
+def test_an_own_kernel_by_the_tool():
+    """As docs/own_kernels.md has it; what does not fit the kernel is rejected by name."""
+    channel, fixed = channel_type(BK=1, BV=512)
+    arguments = {"p_x": "*fp32", "p_out": "*fp32", "channel": channel, "D": "i32"}
+    found, wide = (tool.Compiled(own_kernel, arguments, {"channel": fixed}, num_warps=n) for n in (4, 1))
+    assert found.spilled_bytes == 0 < found.registers < wide.registers and found.count(r"ld\.volatile") > 0
+    for constants in ({}, {"channel": fixed, "BLOCK": 2}):
+        with pytest.raises(ValueError, match="the kernel's arguments are"):
+            tool.Compiled(own_kernel, arguments, constants)
+    with pytest.raises(TypeError, match="a triton.jit function"):
+        tool.Compiled(print, arguments, {"channel": fixed})
 
 
 @pytest.mark.quick

@@ -18,7 +18,8 @@ from allscan.shmem_kernels.segments import (
     row_sums_kernel,
     segments_kernel,
 )
-from support.sm90 import Compiled, channel_type
+from allscan.tools.compiled import channel_type
+from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
 

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import struct
-import subprocess
-import tempfile
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from allscan.bindings.triton_compat import OPTIONS, words
-from allscan.shmem_kernels.channel import Channel
-from allscan.shmem_kernels.links import NONE
+from allscan.bindings.triton_compat import words
+from allscan.tools import compiled
 
 from .descriptors import Follower
-
-
-def channel_type(recv=NONE.value, send=NONE.value, num_tiles=64, BK=4, BV=128, DEPTH=3, ADJOINT=False):
-    """(type of a Channel argument, its constants by field)."""
-    constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send, ADJOINT=ADJOINT)
-    types = {name: "constexpr" for name in constants}
-    types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
-    types |= {name: "*i64" for name in Channel._fields if name not in types}
-    return Channel(**types), constants
 
 
 def parameters_in(cubin: bytes, kernel: str) -> list[int]:
@@ -60,53 +42,13 @@ def parameter_sizes(signature) -> list[int]:
     return [size for _, size in words(signature, [*map(none, signature)])]
 
 
-class Compiled:
-    """PTX, registers and spilled bytes of one kernel."""
+class Compiled(compiled.Compiled):
+    """Whose parameters are those that a graph's node is given, and whose machine code can be looked through."""
 
-    def __init__(
-        self, kernel, arguments: dict, constants: dict, num_warps=4, extern_libs=None, capability=90, **options
-    ):
-        """``arguments``: name -> Triton type, or a tuple of types as of a Channel; ``constants``: name -> value, a
-        tuple's in a dict."""
-        names = kernel.arg_names
-        values, attributes = {}, {}
-        for i, name in enumerate(names):
-            kind = arguments.get(name, "constexpr")
-            if isinstance(kind, tuple):
-                for j, field in enumerate(kind._fields):
-                    if field in constants[name]:
-                        values[(i, j)] = constants[name][field]
-                    else:
-                        attributes[(i, j)] = [["tt.divisibility", 16]]
-            elif kind == "constexpr":
-                values[(i,)] = constants[name]
-            elif kind.startswith("*"):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        signature = {name: arguments.get(name, "constexpr") for name in names}
-        source = ASTSource(kernel, signature, values, attributes)
-        options = OPTIONS | options | {"num_warps": num_warps}
-        if extern_libs:
-            options["extern_libs"] = extern_libs
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        self.ptx, self.cubin, self.shared = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared
-        self.tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0  # columns, of 512
-        sizes = parameter_sizes([*signature.values()])
-        assert parameters_in(self.cubin, compiled.name) == sizes, f"Triton hands {compiled.name} other parameters"
-        usage = self._tool("cuobjdump", "--dump-resource-usage")
-        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-        self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
-
-    def _tool(self, name, *options):
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
-
-    @functools.cached_property
-    def instructions(self) -> list[str]:
-        """Of the machine code, and labels."""
-        return self._tool("nvdisasm", "-c", "--no-dataflow").splitlines()
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        sizes = parameter_sizes([*self.signature.values()])
+        assert parameters_in(self.cubin, self.name) == sizes, f"Triton hands {self.name} other parameters"
 
     def lost_operands(self) -> list[tuple[str, str, str]]:
         """Products that read outside of shared memory, or it cannot be said from where; see descriptors.Follower."""
@@ -152,9 +94,3 @@ class Compiled:
             if target := re.fullmatch(r"UR(\d+)", operands[0]):
                 written |= {int(target[1]) + i for i in range(2 if re.search("64|WIDE", operation) else 1)}
         return found
-
-    def count(self, pattern: str) -> int:
-        """How many instructions of the PTX match the regular expression."""
-        return sum(
-            bool(re.search(pattern, line)) for line in self.ptx.splitlines() if not line.lstrip().startswith("//")
-        )

@@ -1,0 +1,114 @@
+"""A kernel compiled for a GPU, without one: its registers, spills, PTX and machine code.
+
+    from allscan.tools.compiled import Compiled, channel_type
+
+    channel, fixed = channel_type(BK=128, BV=32)
+    found = Compiled(my_kernel, {"p_x": "*fp32", "channel": channel, "T": "i32"}, {"channel": fixed}, num_warps=8)
+    print(found.registers, found.spilled_bytes)
+
+Of an own kernel with a channel and any other. Not in Triton's interpreter: TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..bindings.triton_compat import OPTIONS
+from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.links import SENTINEL
+
+
+def channel_type(
+    recv: int = SENTINEL.value,
+    send: int = SENTINEL.value,
+    num_tiles: int = 64,
+    BK: int = 4,
+    BV: int = 128,
+    DEPTH: int = 3,
+    ADJOINT: bool = False,
+) -> tuple[Channel, dict[str, int]]:
+    """(type of a Channel argument, its constants by field). recv, send: links, by default of a rank with two mapped
+    neighbours; for put links ``Compiled`` needs NVSHMEM's library as ``extern_libs``."""
+    constants = dict(num_tiles=num_tiles, BK=BK, BV=BV, DEPTH=DEPTH, RECV=recv, SEND=send, ADJOINT=ADJOINT)
+    types = {name: "constexpr" for name in constants}
+    types |= {name: "*fp32" for name in ("inbox", "next_inbox", "outbox")}
+    types |= {name: "*i64" for name in Channel._fields if name not in types}
+    return Channel(**types), constants
+
+
+class Compiled:
+    """One kernel. ``registers`` of a thread, ``spilled_bytes`` of a thread, ``shared`` memory of a block in bytes,
+    ``tensor_memory`` (columns, of 512), ``ptx``, ``cubin``, ``instructions``."""
+
+    def __init__(
+        self, kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], capability: int = 90, **options: Any
+    ) -> None:
+        """Compile ``kernel`` for a GPU of this capability.
+
+        Args:
+            kernel: a ``triton.jit`` function.
+            arguments: name -> Triton type ("*fp32", "i32", "fp32"), or a named tuple of them, as of a Channel.
+            constants: name -> value of the other arguments; a tuple's in a dict.
+            capability: of the GPU: 90 is H100's and H200's, 80 A100's.
+            **options: Triton's launch options: num_warps, 4 by default; num_stages, extern_libs ...
+
+        Raises:
+            TypeError: for another kind of kernel.
+            ValueError: for arguments that the kernel does not have, or lacks.
+        """
+        if not isinstance(kernel, triton.JITFunction):
+            raise TypeError(f"a triton.jit function, with TRITON_INTERPRET unset, got {type(kernel).__name__}")
+        names = kernel.arg_names
+        tuples = {name for name, kind in arguments.items() if hasattr(kind, "_fields")}
+        if {*arguments, *constants} != {*names} or tuples - {*constants}:
+            raise ValueError(f"the kernel's arguments are {names}, got {[*arguments]} and constants {[*constants]}")
+        values: dict[tuple[int, ...], object] = {}
+        attributes: dict[tuple[int, ...], list[list[object]]] = {}
+        for i, name in enumerate(names):
+            kind = arguments.get(name, "constexpr")
+            if hasattr(kind, "_fields"):
+                for j, field in enumerate(kind._fields):
+                    if field in constants[name]:
+                        values[(i, j)] = constants[name][field]
+                    else:
+                        attributes[(i, j)] = [["tt.divisibility", 16]]
+            elif kind == "constexpr":
+                values[(i,)] = constants[name]
+            elif kind.startswith("*"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        self.signature = {name: arguments.get(name, "constexpr") for name in names}
+        source = ASTSource(kernel, self.signature, values, attributes)
+        options = {"num_warps": 4} | OPTIONS | {name: value for name, value in options.items() if value is not None}
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        self.name, self.shared = compiled.name, compiled.metadata.shared
+        self.ptx, self.cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+        self.tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
+        usage = self._tool("cuobjdump", "--dump-resource-usage")
+        found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+    def _tool(self, name: str, *options: str) -> str:
+        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+    @functools.cached_property
+    def instructions(self) -> list[str]:
+        """Of the machine code, and labels."""
+        return self._tool("nvdisasm", "-c", "--no-dataflow").splitlines()
+
+    def count(self, pattern: str) -> int:
+        """How many instructions of the PTX match the regular expression."""
+        lines = [line for line in self.ptx.splitlines() if not line.lstrip().startswith("//")]
+        return sum(bool(re.search(pattern, line)) for line in lines)
