@@ -65,6 +65,8 @@ class AllScan:
     Collective over the group: all ranks construct it alike, at the same place in their order of calls, and close it
     alike: ``close``, or ``with``.
 
+    Attributes: comm, shape, depth, protocol, algorithm; tile and num_tiles, as chosen.
+
     Args:
         comm: Communicator.
         shape: [..., K, V] of the float32 state, the same on every rank.
@@ -251,7 +253,7 @@ class AllScan:
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
-        num_warps is by default what the tile fills with 16 bytes a thread, at most 4. A kernel that waits should have
+        num_warps is by default BK * BV / 128, at least 1 and at most 4. A kernel that waits should have
         at most ``comm.max_ctas`` programs: see ``allscan.device``.
 
         Args:
