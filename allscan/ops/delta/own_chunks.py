@@ -132,7 +132,8 @@ class ChunkPass(StatePass):
         chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
-        given, made = (v, g, beta, chunks, weights, solved, v_new, do, dv_new), (dv, pairs, parts)
+        given: tuple[Any, ...] = v, g, beta, chunks, weights, solved, v_new, do, dv_new
+        made: tuple[Buffer, ...] = dv, pairs, parts
         self._launch_chunks(plan, "pairs", pairs_kernel, *given, *made, scale=scale)
         given, made = (h, dh, v_new, do, dv_new, pairs, parts), (dq, dk, dg, dbeta)
         if self.scalar:
