@@ -40,6 +40,17 @@ def integer(name: str, value: Any, least: int = 1) -> int:
     return operator.index(value)
 
 
+def own_place(first_token: Any, cu_seqlens: object) -> int | None:
+    """``first_token`` as an int, or None. Raises TypeError or ValueError."""
+    if first_token is None:
+        return None
+    if cu_seqlens is None:
+        raise ValueError(
+            "first_token needs cu_seqlens: it says where this rank's tokens begin in the row of packed sequences"
+        )
+    return integer("first_token", first_token, 0)
+
+
 def switch(name: str) -> bool:
     """Of an environment variable, 1 by default. Raises ValueError unless it is 0 or 1."""
     value = os.environ.get(name, "").strip() or "1"

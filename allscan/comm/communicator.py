@@ -184,6 +184,8 @@ class Communicator(Calls):
             if node_sizes is not None and sum(node_sizes) != self.size:
                 raise ValueError(f"nodes must be the ranks of each node, {self.size} together, got {node_sizes}")
         except (TypeError, ValueError) as error:
+            if self.size == 1:
+                raise
             problem = f"{type(error).__name__}: {error}"
         chosen = dict(nodes=node_sizes, algorithm=algorithm, debug=bool(self.debug), invariant=self.invariant)
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem
@@ -470,4 +472,5 @@ def _process_group(group: Any) -> dist.ProcessGroup | None:
         return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not a member of the group")
-    raise ValueError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")
+    what = type(group).__name__ + (": pass comm.group" if isinstance(group, Communicator) else "")
+    raise ValueError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {what}")

@@ -19,6 +19,7 @@ from ..base.checks import (
     check_dense,
     check_halves,
     integer,
+    own_place,
     plain,
     signature_of,
     zigzag_of,
@@ -203,7 +204,7 @@ def _check_halo(xs, comm: Communicator, options: Options) -> tuple[int, Any, int
             raise ValueError(f"x must be [B, T, ...], got {_shapes(xs)}")
         if cu_seqlens is not None:
             cu_seqlens = own_boundaries(cu_seqlens)
-            first_token = None if first_token is None else integer("first_token", first_token, 0)
+        first_token = own_place(first_token, cu_seqlens)
         B, T = xs[0].shape[:2]
         if any(x.shape[:2] != (B, T) for x in xs):
             raise ValueError(f"the tensors of x must have B and T alike, got {_shapes(xs)}")
@@ -372,7 +373,7 @@ def _forward(
         agree = Options(n, reverse, cu_seqlens, first_token).alike(dtypes, widths)
         deferred = None
         try:
-            check_packed(comm, cu_seqlens, T, first_token)
+            check_packed(comm, cu_seqlens, T, own_place(first_token, cu_seqlens))
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
         scan = get_or_create_scan(comm, edge.shape, agree, deferred)

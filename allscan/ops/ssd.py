@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.autograd import check_saveable, product, wants_gradient
-from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor, integer, zigzag_of
+from ..base.checks import PER_DOCUMENT, check_dense, check_halves, check_tensor, integer, own_place, zigzag_of
 from ..base.errors import DeferredError
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
@@ -284,7 +284,7 @@ def _prepare(
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
-        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        first_token = own_place(first_token, cu_seqlens)
         shape = _check(comm, given)
         integer("chunk_size", chunk_size)
         check_saveable(inputs := (*given.values(), initial_states), inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -572,3 +573,37 @@ def captured_case(group):
 def test_gates_in_a_capture(run, size=2):
     for answer, same in run(size, captured_case):
         assert same and answer[0] == "RuntimeError" and "cannot be captured" in answer[1], answer
+
+
+def alone_case(group):
+    """What arguments that go with others raise without these, behind a right call with which nothing else differs."""
+    with allscan.Communicator(group) as comm:
+        x = torch.ones(1, 4, 1, 16, device=comm.device)
+        beta = torch.ones(1, 4, 1, device=comm.device)
+        calls = {
+            "zeco_gla": functools.partial(allscan.zeco_gla, x, x, x, -x, comm=comm),
+            "halo": functools.partial(allscan.halo, x, 2, comm=comm),
+            "zeco_ssd": functools.partial(allscan.zeco_ssd, x, beta, -beta[0, 0], x, x, 4, comm=comm),
+            "zeco_kda": functools.partial(allscan.zeco_kda, x, x, x, -x, beta, comm=comm, chunk="allscan"),
+        }
+        found = {}
+        for name, call in calls.items():
+            call()
+            found[name] = raised(call, first_token=4 * comm.rank)
+            call()
+        found["lower_bound"] = raised(calls["zeco_kda"], lower_bound=-2.0)
+        found["Communicator"] = raised(allscan.Communicator, comm)
+        found["ring"] = raised(allscan.Communicator, group, algorithm="ring")
+        comm.barrier()
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_arguments_that_go_with_others(run, size):
+    """A ValueError that says what is missing, in place of an argument without an effect."""
+    for found in run(size, alone_case):
+        said = dict.fromkeys(("zeco_gla", "halo", "zeco_ssd", "zeco_kda"), "first_token needs cu_seqlens")
+        said |= dict(lower_bound="use_gate_in_kernel=True", Communicator="pass comm.group", ring="algorithm must be")
+        for name, text in said.items():
+            assert found[name] and found[name][0] == "ValueError" and text in found[name][1], (name, found[name])
+        assert size > 1 or found["ring"][1].startswith("algorithm must be"), found["ring"]

@@ -16,8 +16,8 @@ from ...base.checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
-    integer,
     others_than_saved,
+    own_place,
     plain_or_traced,
     restored,
     signature_of,
@@ -337,7 +337,9 @@ def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked)
     """By which a call finds what an equal one has prepared; None where each call is to be checked: a wrong number may
     equal a right one (Decimal(1)), and NaN is none."""
     scale, bound, layout = asked.scale, before.lower_bound, asked.layout
-    if asked.cu_seqlens is not None or comm.debug or asked.per_document or num_dispatch_modes():
+    if asked.cu_seqlens is not None or asked.first_token is not None or asked.per_document:
+        return None
+    if comm.debug or num_dispatch_modes():
         return None
     for number in (scale, bound):
         if type(number) not in (float, int, type(None)) or number != number:
@@ -359,10 +361,11 @@ def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: As
         zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
         check_for_an_operator(dict(x._asdict(), initial_state=initial_state), scale)
         cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
-        first_token = asked.first_token
-        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        first_token = own_place(asked.first_token, cu_seqlens)
         if before.chunk not in (None, *CHUNKS):
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
+        if before.lower_bound is not None and not before.gate:
+            raise ValueError("lower_bound is of the gate that use_gate_in_kernel=True makes of g")
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, x.q, x.v, x.g)
         invariant = check_invariant(comm, comm.invariant if asked.invariant is None else asked.invariant, zigzag)

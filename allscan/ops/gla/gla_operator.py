@@ -22,8 +22,8 @@ from ...base.checks import (
     check_for_an_operator,
     check_halves,
     check_tensor,
-    integer,
     others_than_saved,
+    own_place,
     plain_or_traced,
     restored,
     signature_of,
@@ -173,7 +173,7 @@ class Options(NamedTuple):
 
 def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
-    comm, (scale, final, cu_seqlens, _, layout, recompute, per_document, invariant) = carrier.comm, asked
+    comm, (scale, final, cu_seqlens, first, layout, recompute, per_document, invariant) = carrier.comm, asked
     if torch.compiler.is_compiling():
         saves = wants_gradient(tensors) and not recompute
         return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, saves))
@@ -182,7 +182,8 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
         differentiable = bool(key[-1])
         saves = differentiable and not recompute
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
-        known = cu_seqlens is None and not (comm.debug or per_document) and type(scale) in _SCALES and scale == scale
+        known = cu_seqlens is None and first is None and not (comm.debug or per_document)
+        known = known and type(scale) in _SCALES and scale == scale
         known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
         key = key, scale, layout, saves, invariant, type(carrier), carrier.handle
         prepared = comm.calls.get(key) if known else None
@@ -211,7 +212,7 @@ def _checked(carrier, tensors, asked: Asked, saves: bool) -> tuple[Tensor | None
         zigzag = zigzag_of(layout, per_document, boundaries)
         check_for_an_operator(dict(zip(("q", "k", "v", "g", "initial_state"), tensors)), scale)
         cu_seqlens = None if boundaries is None else own_boundaries(boundaries)
-        first_token = None if first_token is None or cu_seqlens is None else integer("first_token", first_token, 0)
+        first_token = own_place(first_token, cu_seqlens)
         check_saveable((*tensors, cu_seqlens), tensors)
         invariant = check_invariant(carrier.comm, invariant, zigzag)
     except (TypeError, ValueError) as error:
