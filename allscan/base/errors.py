@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-REMEDY = "All ranks: close() this communicator and make a new one, or call resync()"
+REMEDY = (
+    "All ranks of this group, also those without an error: close() this communicator and make a new one, or call "
+    "resync()"
+)
 
 
 class DeferredError:

@@ -470,6 +470,14 @@ def test_host_operations_wait_as_long_as_kernels(fresh):
 
 @pytest.mark.cpu
 @pytest.mark.quick
+def test_a_time_out_says_who_is_to_resync():
+    """Not only those that raise: resync() waits for all."""
+    said = str(errors.AllScanTimeout(1, 0, 3, 7, 6, 30.0))
+    assert said.endswith(f"{errors.REMEDY}.") and "All ranks of this group, also those without an error" in said
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
 def test_the_errors_of_other_ranks_have_one_base_class():
     """Each is public, and survives pickling."""
     names = [name for name, x in vars(errors).items() if inspect.isclass(x) and issubclass(x, Exception)]
