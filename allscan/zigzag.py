@@ -97,6 +97,32 @@ def zigzag_positions(
     return torch.cat([torch.arange(*place, device=comm.device) for place in places])
 
 
+def zigzag_first_token(T: int, *, comm: Communicator) -> int:
+    """What operators take as ``first_token`` of packed sequences in the zigzag layout, whether the row is cut or, with
+    per_document=True, each document.
+
+    Args:
+        T: tokens of each rank.
+        comm: the ranks.
+
+    Returns:
+        r T / 2, the tokens in the first halves of the ranks before rank r. Where the row is cut this rank's first half
+        begins there.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for an odd T.
+
+    Example:
+        >>> first = allscan.zigzag.zigzag_first_token(T, comm=comm)
+        >>> o, _ = allscan.zeco_gla(q, k, v, g, comm=comm, layout="zigzag", cu_seqlens=lengths, first_token=first)
+    """
+    check_communicator(comm)
+    if T % 2 or T < 0:
+        raise ValueError(f"T must be even, got {T}")
+    return comm.rank * T // 2
+
+
 def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
     return (rank, 2 * size - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
 

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 import allscan
 from allscan.base.checks import ScanInputs
 from allscan.scan.two_way import two_way_scan
-from allscan.zigzag import from_zigzag, to_zigzag, zigzag_positions
+from allscan.zigzag import from_zigzag, to_zigzag, zigzag_first_token, zigzag_positions
 from support.delta import DeltaCase, operator_case
 from support.gla import BF16, GLACase, Whole, check, gla_case
 from support.values import error, late, place, raised
@@ -44,6 +44,9 @@ def zigzag_case(group, T):
             to_zigzag(own[:, 1:], comm=comm)
         with pytest.raises(ValueError, match="T must be even"):
             zigzag_positions(T + 1, comm=comm)
+        with pytest.raises(ValueError, match="T must be even"):
+            zigzag_first_token(T + 1, comm=comm)
+        assert zigzag_first_token(T, comm=comm) == zigzag_positions(T, comm=comm)[0]
         total = torch.arange(P * T)
         lengths = [0, 0, 2 * P, P * T] if T > 2 else [0, P * T]
         for cu_seqlens in (lengths, torch.tensor(lengths, dtype=torch.int32, device=comm.device)):

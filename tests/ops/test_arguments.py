@@ -97,6 +97,7 @@ TAKE_A_COMMUNICATOR = {
     "to_zigzag": lambda comm: to_zigzag(X, comm=comm),
     "from_zigzag": lambda comm: from_zigzag(X, comm=comm),
     "zigzag_positions": lambda comm: allscan.zigzag.zigzag_positions(T, comm=comm),
+    "zigzag_first_token": lambda comm: allscan.zigzag.zigzag_first_token(T, comm=comm),
     "cut_batch": lambda comm: of_integration("batches", "cut_batch", dict(input_ids=X[..., 0, 0].long()), comm=comm),
     "fla": lambda comm: of_integration("fla", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
     "transformers": lambda comm: of_integration("transformers", "sequence_parallel", torch.nn.Linear(2, 2), comm=comm),
@@ -134,7 +135,9 @@ def test_something_else_in_place_of_a_communicator(no_communicators, name, kind)
 @pytest.mark.cpu
 def test_all_functions_that_take_a_communicator_are_looked_at():
     public = {name: getattr(allscan, name) for name in allscan.__all__}
-    public |= {name: x for name, x in vars(allscan.zigzag).items() if name.endswith(("_zigzag", "_positions"))}
+    public |= {
+        name: x for name, x in vars(allscan.zigzag).items() if name.endswith(("_zigzag", "_positions", "_token"))
+    }
     functions = {name: x for name, x in public.items() if inspect.isfunction(x)}
     taking = {name for name, x in functions.items() if "comm" in inspect.signature(x).parameters}
     assert len(taking) >= 9 and taking <= {*TAKE_A_COMMUNICATOR}, taking
