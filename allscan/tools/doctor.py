@@ -148,11 +148,12 @@ def _last_run() -> str:
         return "no record here (it is kept in the repository, tests/gpu/last_run.json)"
     with open(path) as file:
         record = json.load(file)
-    same = "these very sources" if record["sha256"] == source_hash() else "OTHER sources than these"
+    same = "these sources" if record["sha256"] == source_hash() else "other sources than these"
     gpus = f"{len(record['gpus'])} x {record['gpus'][0]}"
     part = "" if len(record["parts"]) > 1 else f" (of those with -m {record['parts'][0]!r})"
     failed = record["failed"] + record["error"]
-    return f"{record['passed']} passed, {failed} failed{part} on {gpus}, {record['date']}, {same}"
+    names = "".join(f"\n  failed: {name}" for name in record.get("tests_that_failed", ()))
+    return f"{record['passed']} passed, {failed} failed{part} on {gpus}, {record['date']}, {same}{names}"
 
 
 def self_test() -> bool:

@@ -159,6 +159,20 @@ def test_doctor_tells_of_a_broken_installation(tmp_path):
     assert "cannot open shared object file" in done.stdout and "pip install --force-reinstall torch==" in done.stdout
 
 
+@pytest.mark.quick
+def test_doctor_names_what_failed_on_gpus(tmp_path, monkeypatch):
+    """By name, since a count alone says nothing of what is safe."""
+    record = tmp_path / "tests" / "gpu" / "last_run.json"
+    record.parent.mkdir(parents=True)
+    failed = ["tests/gpu/test_waiting.py::test_one", "tests/gpu/test_plans.py::test_two[3]"]
+    counts = dict(passed=5, failed=1, error=1, parts=["not alone", "alone"], tests_that_failed=failed)
+    record.write_text(json.dumps(dict(counts, date="2026-01-01", gpus=["a GPU"] * 2, sha256="")))
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "allscan" / "tools" / "doctor.py"))
+    said = doctor._last_run()
+    assert "5 passed, 2 failed on 2 x a GPU, 2026-01-01, other sources than these" in said
+    assert [line.strip() for line in said.splitlines()[1:]] == [f"failed: {name}" for name in failed]
+
+
 def test_the_first_communicator_warns_once(tmp_path):
     code = "import allscan\nfor _ in range(2):\n    allscan.Communicator().close()"
     done = python(["-c", code], tmp_path, torch="2.16.0")
