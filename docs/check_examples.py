@@ -52,19 +52,40 @@ def _run(path: str, rank: int, size: int, port: int | None) -> None:
                 sys.exit(1)
 
 
+def _serve(end) -> None:
+    """torch.distributed's store, as torchrun has it: it outlives every rank. In a process of its own, since a process
+    that is forked beside the store's thread may find a lock that nobody gives back."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    end.send(store.port)
+    time.sleep(2 * TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _store(fork):
+    """Its port."""
+    ours, theirs = multiprocessing.Pipe()
+    server = fork(target=_serve, args=(theirs,))
+    server.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        server.kill()
+        server.join()
+
+
 def run(program: str) -> tuple[bool, str]:
     """(whether it has ended well on all its ranks, their output)."""
     said = re.match(r"# runs on (\d) ranks", program)
     size, end = int(said[1]) if said else 1, time.monotonic() + TIMEOUT_S
-    import torch.distributed as dist
-
-    # as torchrun's: it outlives every rank
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if size > 1 else None
-    with tempfile.TemporaryDirectory() as folder:
+    fork = multiprocessing.get_context("fork").Process
+    beside = _store(fork) if size > 1 else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, beside as port:
         path = Path(folder, "example.py")  # Triton reads the source of a kernel, so it must lie in a file
         path.write_text(program, encoding="utf-8")
-        fork = multiprocessing.get_context("fork").Process
-        processes = [fork(target=_run, args=(str(path), rank, size, store and store.port)) for rank in range(size)]
+        processes = [fork(target=_run, args=(str(path), rank, size, port)) for rank in range(size)]
         for process in processes:
             process.start()
         for process in processes:
