@@ -24,8 +24,8 @@ neighbour costs the others as little as possible.
 **Exact for every gate.** A decay between two places is the exponential of the *sum of the gates between them*, and that
 sum is formed by adding those gates only: never as a difference of two cumulative sums, and never as a product of one
 factor below 1 and one above. So no gate from 0 to -inf overflows, cancels or loses the small terms. The exception is
-operands_kernel where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and the
-other chunks, those of strong decay, are ``strong_decay_kernel``'s.
+operands_kernel where a chunk's gates are so mild that such a product is harmless; it is decided chunk by chunk, and
+``strong_decay_kernel`` takes the other chunks, those of strong decay.
 
 **Sequences.** A piece is what this rank has of one sequence; segments lie inside one piece, chunks inside one segment.
 The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS, SEGMENT_WORDS], ``p_chunks`` [NC, 2]
@@ -33,8 +33,9 @@ The tables are int32, made by ``allscan/tokens/packing.py``: ``p_segments`` [NS,
 (B is 1 for packed sequences).
 
 Tensors: q, k, g, q_in, k_out [tokens, H, K], v, o [tokens, H, V], A [tokens, H, BT]; a segment's incoming state
-[NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, gates
-as logarithms to base 2; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT] bfloat16 (blocks.load_weights).
+[NS, H, K, V] and its gates [NS, H, K], ``prev`` [B, H, K, V], the gates of a chunk [NC, H, K], all float32, the
+gates of chunks and segments as logarithms to base 2, g natural; ``p_strong`` [NC, H] int32; ``p_weights`` [3, BT, BT]
+bfloat16 (blocks.load_weights).
 PRECISION is that of the products' operands: "bf16" for bfloat16 inputs, with TF32 for A, and "tf32x3" for others
 (float16 could not hold the small end of a decay). With "tf32x3" all is stored as float32. With "bf16" q_in, k_out and
 incoming states of chunks are stored as bfloat16, the last with 8 bits more beside it; A as bfloat16 where it is used
@@ -83,7 +84,7 @@ def keys_kernel(
 ):
     """Of one chunk: k_out, the sum of its gates, and whether its decay is strong (below 2 ** -RANGE).
 
-    A warp for 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
+    One warp per 128 columns, BR tokens at a time from the last, in blocks [BK / 4, BR, 4]: of the layouts tried, sums
     over tokens cost least with these.
     """
     n, h = tl.program_id(0), tl.program_id(1)
@@ -125,9 +126,9 @@ def operands_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """q_in and A of one chunk; with KEYS also what keys_kernel makes, otherwise that is given. Of a strong chunk q_in,
-    k_out and A are strong_decay_kernel's: with KEYS it runs behind this kernel and writes over them, otherwise it has
-    run, and this kernel leaves them alone.
+    """q_in and A of one chunk; with KEYS also what keys_kernel makes, otherwise that is given. strong_decay_kernel
+    writes q_in, k_out and A of strong chunks: with KEYS it runs behind this kernel and writes over them, otherwise it
+    has run, and this kernel leaves them alone.
 
     With G the sum of the chunk's gates and b_t half of (the sum of the gates up to t) - (the sum of those behind t)
         A = scale * (q exp2(b)) (k exp2(-b))^T,    q_in = q exp2(b) exp2(G / 2),    k_out = k exp2(-b) exp2(G / 2)
@@ -320,7 +321,7 @@ def final_kernel(
     k, inside, offsets = _block_of_state(K, V, BK, BV)
     s_first, s_end = tl.load(p_first_segments + index), tl.load(p_first_segments + index + 1)
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
-    n = s_first * 0
+    n = 0
     while n < s_end - s_first:
         s = s_end - 1 - n if REVERSE else s_first + n
         if (tl.load(p_segments + s * SEGMENT_WORDS + FLAGS) & FINISH) != 0:
