@@ -34,16 +34,8 @@ A forward launch leaves its epoch in ``fwd_epoch``, and the adjoint launch finds
 tile is sent before anything is waited for: it takes one hop, whatever the number of ranks. A program that has several
 tiles calls ``send_ahead`` for all of them before it waits for the first, so that none waits for another's neighbour.
 
-**No deadlock.** A tile of epoch e waits for (a) ``freed >= e - DEPTH``, given by the *beginning* of next's launch
-e - DEPTH + 1, and (b) the same tile of epoch e on prev; and within a program for the tiles before it.
-Order waits by (epoch, place of the rank, place in the program): (b) leads to the same epoch and a smaller rank, ends at
-the first rank; an earlier tile of the program waits for smaller ranks and earlier epochs likewise. (a) with
-DEPTH >= 2 leads to an earlier launch of next, which completes by induction; with DEPTH = 1 it leads to next's launch of
-the same epoch, where every program gives the credit before it waits for anything. A call that goes over the ranks and
-back (the zigzag layout) is a launch in one direction and then one in the other, on one stream: number the launches of
-both directions in that order, which is the same on all ranks, and every wait still leads to an earlier launch, or to a
-smaller place in the direction of the same one. Blocks need not be co-resident, except that a rank's waiting blocks must
-not keep *another rank's* blocks off a GPU: one rank a GPU.
+**No deadlock.** Every wait leads to an earlier launch or to a smaller rank of the same one, in whatever order programs
+take their tiles: docs/memory_model.md, which has the proof and its conditions.
 
 **Room for others.** Waiting blocks hold their place. Kernels that wait therefore have at most ``Communicator.max_ctas``
 programs, by default half the multiprocessors, and leave the others to whatever else is to run: NCCL above all, whose
@@ -224,7 +216,8 @@ def allscan(channel, tile, b_state, b_decay, b_first):
 
 @triton.jit
 def send_ahead(channel, tile, begun, b_state, b_decay):
-    """Send the tile now if all its decays are zero. Does nothing on the first rank, which never waits for a tile.
+    """Send the tile now if all its decays are zero. Does nothing on the first rank, which waits for no tile, nor on the
+    last, which sends none.
 
     For kernels in which a program has several tiles: ``begun = begin(channel, its lowest tile)``, which all its tiles
     have in common; ``send_ahead`` for each of them; then ``allscan_begun`` for each, in any order.

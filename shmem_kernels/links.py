@@ -3,8 +3,8 @@
 ``SENTINEL``  Stores into the mapped inbox. Every word says for itself that it has arrived: a free slot is filled with
               -0.0, which is never sent (the sender turns -0.0 into +0.0), and the receiver polls the words themselves.
               A 4-byte store arrives whole, so no word needs an order to another, and no fence is paid. (PTX promises
-              that of relaxed stores; these are plain ones, 16 bytes a thread. That they arrive whole and soon is what
-              GPUs do, and what the tests' thousands of epochs of fresh values would show.)
+              that of relaxed stores; these are plain ones, 16 bytes a thread, of which we assume that they arrive whole
+              and in bounded time. The tests' thousands of epochs of fresh values would show where they do not.)
               So a scan sends a word on as soon as it has come (``pass_words``).
 ``SIGNAL``    Stores into the mapped inbox, then the arrival word as a release.
 ``PUT``       NVSHMEM's put with signal, for a neighbour that is not mapped (another node). Puts may overtake each
@@ -231,7 +231,11 @@ def _in_fours(b_here, BK: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def _a_word_for_each_thread(channel):
-    """So that no two warps hold the same words, and a reduction of them is over the whole block."""
+    """So that no two warps hold the same words, and a reduction of them is over the whole block.
+
+    Of one warp several lanes may hold the same word, where the tile has fewer than 32. They load it by one instruction,
+    which reads an address once for all its lanes, so that none finds the word refilled that another has seen. If a lane
+    did, it would wait in vain: a time-out, not a wrong number."""
     tl.static_assert(
         (num_warps() == 1) | (channel.BK * channel.BV >= 32 * num_warps()),
         "a tile needs at least one word for each thread: launch with fewer warps or choose larger tiles",
