@@ -29,7 +29,7 @@ else
 endif
 
 # a bare checkout needs no installation, nor do the processes that are started from here
-export PYTHONPATH := $(CURDIR)
+export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
 
 .PHONY: venv demo check test test-gpu test-network test-triton peer on-gpu network-on-gpu triton-on-gpu peer-on-gpu matrix bench docs clean
 
@@ -74,9 +74,9 @@ endif
 
 peer-on-gpu:
 	@test -d "$(PEER)/tests/ops" || { echo 'make peer PEER=/path/to/flash-linear-attention, a checkout'; exit 2; }
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PYTHON) -m support.peer "$(PEER)" $(OPTIONS)
+	PYTHONPATH=$(CURDIR)/tests:$(PYTHONPATH) $(PYTHON) -m support.peer "$(PEER)" $(OPTIONS)
 
-OTHER := PYTHONPATH=$(TRITON):$(CURDIR) $(PYTHON)
+OTHER := PYTHONPATH=$(TRITON):$(PYTHONPATH) $(PYTHON)
 triton-on-gpu:
 	@test -d "$(TRITON)/triton" || { echo 'make test-triton TRITON=/folder, of pip install --no-deps --target /folder triton==3.9.0'; exit 2; }
 	$(OTHER) -m pytest --gpu -m kernels -n $(JOBS) $(OPTIONS)
