@@ -223,6 +223,7 @@ def test_tiles_in_descending_order(run, depth, protocol):
     assert run(3, descending_case, depth, protocol, False) == [(depth + 2, None)] * 3
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("protocol", ["sentinel", "signal"])
 def test_a_launch_that_has_not_begun_with_tile_0(run, protocol):
     """It gives no credit: found behind the first launch that should have given one, before anybody waits for it."""

@@ -248,8 +248,8 @@ class AllScan:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
         Its programs handle every tile exactly once, and one of them begins with tile 0 (see ``device.begin``). Where
-        they do not, on CPU ranks and in debug mode, AllScanOutOfStep; on one rank no tiles are counted, and nothing is
-        found.
+        they do not, AllScanOutOfStep: of tiles on CPU ranks and in debug mode, of tile 0 on CPU ranks. On one rank no
+        tiles are counted, and nothing is found.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
@@ -289,8 +289,8 @@ class AllScan:
                 self._check_tiles(channels, f"{name_of(kernel)} with a grid of {grid}")
 
     def _check_tiles(self, channels: list[Channel], what: str) -> None:
-        """Behind a launch of ``what``: raise AllScanOutOfStep unless it has handled all tiles equally often and given
-        the rank before its credit. Waits."""
+        """Behind a launch of ``what``: raise AllScanOutOfStep unless it has handled all tiles equally often and, as far
+        as a CPU rank sees it, given the rank before its credit. Waits."""
         self.comm.streams.synchronize()
         self.comm.check()
         for channel in channels:
@@ -303,8 +303,9 @@ class AllScan:
                     f"rank {self.comm.rank}: {what} has not handled each of the {self.spec.num_tiles} tiles exactly "
                     f"once. They have had {usual} launches so far, but {some}{', ...' * (len(others) > 4)}. {REMEDY}."
                 )
-            # by a load of a kernel, as the words of a neighbour are mapped for; over put links they cannot be read
-            if channel.RECV in (SENTINEL, SIGNAL) and (channel.prev_freed + 0)[0] < usual - 1:
+            # the neighbour's word: GPUs have but its address, put links not even that
+            mapped = isinstance(channel.prev_freed, Tensor) and channel.RECV in (SENTINEL, SIGNAL)
+            if mapped and channel.prev_freed[0] < usual - 1:
                 raise self.comm.order.desynchronized(
                     f"rank {self.comm.rank}: {what} has not called begin() with tile 0, which tells the rank before "
                     f"that slots are free. Of a program with several tiles, begin() takes the lowest. {REMEDY}."
