@@ -307,8 +307,8 @@ class AllScan:
             mapped = isinstance(channel.prev_freed, Tensor) and channel.RECV in (SENTINEL, SIGNAL)
             if mapped and channel.prev_freed[0] < usual - 1:
                 raise self.comm.order.desynchronized(
-                    f"rank {self.comm.rank}: {what} has not called begin() with tile 0, which tells the rank before "
-                    f"that slots are free. Of a program with several tiles, begin() takes the lowest. {REMEDY}."
+                    f"rank {self.comm.rank}: {what} has not called begin() with tile 0, which tells the previous "
+                    f"rank that slots are free. Of a program with several tiles, begin() takes the lowest. {REMEDY}."
                 )
 
     @overload
