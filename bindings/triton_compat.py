@@ -22,6 +22,8 @@ from typing import Any
 
 import triton
 from triton import JITFunction, knobs
+from triton.backends.compiler import GPUTarget as GPUTarget  # with ASTSource for tools/compiled.py
+from triton.compiler import ASTSource as ASTSource
 from triton.language import core  # builtins: inline assembly, functions of linked libraries, ``_semantic``
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITCallable

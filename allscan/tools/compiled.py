@@ -19,10 +19,8 @@ import tempfile
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from ..bindings.triton_compat import OPTIONS
+from ..bindings.triton_compat import OPTIONS, ASTSource, GPUTarget
 from ..shmem_kernels.channel import Channel
 from ..shmem_kernels.links import SENTINEL
 
