@@ -61,13 +61,13 @@ class Compiled:
 
         Raises:
             TypeError: for another kind of kernel.
-            ValueError: for arguments that the kernel does not have, or lacks.
+            ValueError: for arguments of the kernel that are not given; others than its own are ignored.
         """
         if not isinstance(kernel, triton.JITFunction):
             raise TypeError(f"a triton.jit function, with TRITON_INTERPRET unset, got {type(kernel).__name__}")
         names = kernel.arg_names
         tuples = {name for name, kind in arguments.items() if hasattr(kind, "_fields")}
-        if {*arguments, *constants} != {*names} or tuples - {*constants}:
+        if {*names} - {*arguments, *constants} or tuples - {*constants}:
             raise ValueError(f"the kernel's arguments are {names}, got {[*arguments]} and constants {[*constants]}")
         values: dict[tuple[int, ...], object] = {}
         attributes: dict[tuple[int, ...], list[list[object]]] = {}

@@ -274,14 +274,14 @@ def own_kernel(p_x, p_out, channel, D):
 
 @pytest.mark.quick
 def test_an_own_kernel_by_the_tool():
-    """As docs/own_kernels.md has it; what does not fit the kernel is rejected by name."""
+    """As docs/own_kernels.md has it; what is not given is found by name."""
     channel, fixed = channel_type(BK=1, BV=512)
     arguments = {"p_x": "*fp32", "p_out": "*fp32", "channel": channel, "D": "i32"}
     found, wide = (tool.Compiled(own_kernel, arguments, {"channel": fixed}, num_warps=n) for n in (4, 1))
     assert found.spilled_bytes == 0 < found.registers < wide.registers and found.count(r"ld\.volatile") > 0
-    for constants in ({}, {"channel": fixed, "BLOCK": 2}):
+    for given, constants in ((arguments, {}), ({"channel": channel, "D": "i32"}, {"channel": fixed})):
         with pytest.raises(ValueError, match="the kernel's arguments are"):
-            tool.Compiled(own_kernel, arguments, constants)
+            tool.Compiled(own_kernel, given, constants)
     with pytest.raises(TypeError, match="a triton.jit function"):
         tool.Compiled(print, arguments, {"channel": fixed})
 
