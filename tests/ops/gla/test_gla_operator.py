@@ -481,7 +481,6 @@ def calls_that_are_known_case(group):
             (plain, call(lambda x: torch._neg_view(-x))),
             (plain, call(lambda x: x.mT.contiguous().mT)),
             (plain, call(scale=16**-0.5)),
-            (plain, call(first_token=3)),  # which is for cu_seqlens only
             (scaled, call(scale=0.5)),
             (begun, call(initial_state=initial)),
             (kept, call(recompute=False)),
@@ -499,6 +498,7 @@ def calls_that_are_known_case(group):
             dict(scale=[0.25]),
             dict(scale=float("nan")),
             dict(layout=["contiguous"]),
+            dict(first_token=3),  # which is for cu_seqlens only
             dict(scale=Decimal(1)),  # is no number of Python's, although it equals 1
         )
         names = dict(zip("qkvg", tensors, strict=True))
@@ -514,7 +514,7 @@ def calls_that_are_known_case(group):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_that_are_known(run, size):
-    wanted = ["TypeError"] * 2 + ["ValueError"] * 4 + ["NotImplementedError"]
+    wanted = ["TypeError"] * 2 + ["ValueError"] * 5 + ["NotImplementedError"]
     assert run(size, calls_that_are_known_case) == [wanted] * size
 
 
