@@ -59,7 +59,8 @@ class Order:
         """As if no call had been made."""
         self.generation += 1
         self.made = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
-        self.steps = 0
+        self.steps = 0  # calls of Communicator.step(), of which those in CUDA graphs are counted on the device only
+        self.missed_steps = 0  # those that have raised, which the device has not counted
         self.launches = 0  # in debug mode
         self.inside = False  # in a call; what it calls is part of it
         self.reverse = False  # the direction of the present call

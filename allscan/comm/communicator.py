@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import uuid
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
@@ -189,7 +190,8 @@ class Communicator(Calls):
             problem = f"{type(error).__name__}: {error}"
         chosen = dict(nodes=node_sizes, algorithm=algorithm, debug=bool(self.debug), invariant=self.invariant)
         mine = self.transport, reach(heap, pes, self.rank), os.uname().nodename, tuple(chosen.items()), problem
-        transports, reaches, hosts, choices, problems = zip(*store_exchange.exchange(mine, "Communicator"), strict=True)
+        answers = store_exchange.exchange((*mine, uuid.uuid4().hex), "Communicator")
+        transports, reaches, hosts, choices, problems, (token, *_) = zip(*answers, strict=True)
         if len(set(transports)) > 1:
             raise ValueError(f"the ranks of the group use different transports: {by_rank(transports)}")
         if any(problems):
@@ -199,7 +201,7 @@ class Communicator(Calls):
         self.topology = Topology(reaches, node_sizes, hosts, self._algorithm)
         self.mapped = all(self.topology.mapped_links)
         self.order = Order(
-            store_exchange.private() if self.size > 1 else store_exchange, self._timeout, self.host_record
+            store_exchange.private(token) if self.size > 1 else store_exchange, self._timeout, self.host_record
         )
         self._closed = False
         if self.size > 1:
@@ -265,8 +267,10 @@ class Communicator(Calls):
         neighbour sent a tile in another step raises ``AllScanOutOfStep`` instead of taking it. So a rank that
         skips the calls of an iteration is found in the next launch.
         """
-        self.order.steps += 1  # also where it raises: resync() compares the numbers of calls
+        self.order.steps += 1
+        self.order.missed_steps += 1  # where it raises, see _steps
         self.check()
+        self.order.missed_steps -= 1
         self.streams.follow()
         self.memory.steps.add_(1)
 
@@ -294,7 +298,7 @@ class Communicator(Calls):
         while True:
             # another rank may just have learnt of it in another call: it comes next
             with contextlib.suppress(AllScanOutOfStep, AllScanRejected):
-                mine = self.order.steps, [tuple(scan.spec) for scan in scans]
+                mine = self._steps(), [tuple(scan.spec) for scan in scans]
                 steps, specs = zip(*store_exchange.exchange(mine, "Communicator.resync", excuse), strict=True)
                 break
         if len(set(steps)) > 1:
@@ -302,6 +306,8 @@ class Communicator(Calls):
                 f"the ranks call resync() in different steps (calls of step(): {by_rank(steps)}) and would go on with "
                 "different batches. All ranks: close() this communicator, make a new one and begin with the same batch."
             )
+        self.order.missed_steps = 0
+        self.memory.reset_steps()  # at once: where a rank fails from here on, resync() comes again
         if any(spec != specs[0] for spec in specs):
             raise RuntimeError("the ranks do not have the same AllScans: close this communicator and make a new one")
         store_exchange.take_back("rejected")
@@ -313,6 +319,10 @@ class Communicator(Calls):
         self._drain()
         self.order.restart()
         store_exchange.exchange(None, "the end of Communicator.resync", self.order.excuse_after_fault(FAILED, 1))
+
+    def _steps(self) -> int:
+        """Calls of ``step`` since the last ``resync``, those of CUDA graphs that were replayed among them. Waits."""
+        return int(self.memory.step[0]) + self.order.missed_steps
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this and its device work so far is done.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from ..base.errors import AllScanError
 from ..bindings import nvshmem_host
 from ..bindings.arena import arena_bytes
 from ..bindings.cuda_ipc import CudaIpcHeap
@@ -125,7 +126,10 @@ def finalize() -> None:
     if still_open := [repr(user) for user in users if not user.gone]:
         raise RuntimeError(f"finalize() with open communicators: {'; '.join(still_open)}. close() them first")
     for user in users:
-        user.close()
+        try:
+            user.close()
+        except AllScanError as error:  # that nothing has said before
+            warnings.warn(f"{user!r} is closed: {error}", stacklevel=2)
     together = not _deserted
     if _heap.transport == "nvshmem" and dist.is_initialized() and dist.group.WORLD is _job:
         together = _all_come()

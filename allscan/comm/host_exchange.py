@@ -89,10 +89,10 @@ class StoreExchange:
             self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
             self._job_store = default_store()
 
-    def private(self) -> StoreExchange:
-        """Another one of the same ranks, whose exchanges meet no others'. After an exchange of this one, whose number
-        makes the name."""
-        other = StoreExchange(self.ranks, f"{self.name}/{self._counts().get(self.name, 0)}")
+    def private(self, token: str) -> StoreExchange:
+        """Another one of the same ranks, whose exchanges meet no others', with a ``token`` that is alike on all of them
+        and was never used: a store may outlive its process group."""
+        other = StoreExchange(self.ranks, f"{self.name}/{token}")
         other.timeout = self.timeout
         return other
 

@@ -26,7 +26,9 @@ class Memory:
         self.heap, self.device = heap, device
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
-        self.steps = _first_steps(device)
+        self._first_steps = torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device="cpu")
+        self._first_steps = self._first_steps.repeat_interleave(2).view(-1, 2)
+        self.steps = self._first_steps.to(device, copy=True)
         self.step = self.steps[0]
         self._steps = {0: self.step}
         self._offsets: set[int] = set()
@@ -41,10 +43,13 @@ class Memory:
         return found
 
     def reset(self) -> None:
-        """As if nothing had happened. While no kernel runs."""
+        """As if nothing had happened but for ``steps``. While no kernel runs."""
         for words in (self.record, self.fault):
             words.zero_()
-        self.steps.copy_(_first_steps(self.device))
+
+    def reset_steps(self) -> None:
+        """As at first. While no kernel runs; takes no memory of the GPU, of which there may be none left."""
+        self.steps.copy_(self._first_steps)
 
     def alloc(self, nbytes: int) -> int:
         """Offset of a block of this rank's arena, until ``free``."""
@@ -75,10 +80,6 @@ class Memory:
     def abandon(self) -> None:
         """Kernels may use all of it until this process ends."""
         _kept_alive.append(self._buffers)
-
-
-def _first_steps(device: torch.device) -> torch.Tensor:
-    return torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device=device).repeat_interleave(2).view(-1, 2)
 
 
 class Line(NamedTuple):

@@ -300,7 +300,7 @@ def check_absent_rank(comm: Any, epochs: int) -> str:
                 named = timeout.neighbour
             if named is None:
                 raise WrongResultError("a rank that waits for one that never comes does not end by a time-out")
-        own.order.store_exchange.private().exchange(None, "network_check, all ranks have ended")
+        own.order.store_exchange.private("end").exchange(None, "network_check, all ranks have ended")
         own.resync()
         _compare(scan.scan(state), own.rank * torch.ones_like(state), "after resync()")
     return "time-outs name a neighbour, and resync() brings all back"

@@ -24,6 +24,7 @@ from allscan.comm.agreed import Agreement
 from allscan.comm.call_order import stamp
 from allscan.launch.compiled_kernel import channel_addresses
 from allscan.shmem_kernels.channel import STAMPS
+from allscan.tools import ranks
 from support.call_order import (
     TIMEOUT,
     ignoring_case,
@@ -777,3 +778,54 @@ def test_stamps():
     assert stamp((0, 3), True, 0) == stamp(tuple(np.array([0, 3])), 1, 0) != stamp((0, 3), 0, 0)
     digest = hashlib.blake2b(b"([0, 12, 40], 1, 128)", digest_size=8).digest()  # the same in every process
     assert stamp((0, 12, 40), 1, 128) == int.from_bytes(digest, "little") % STAMPS.value
+
+
+def failed_resync_case(group):
+    """What calls of resync() raise where it fails on rank 1 in the middle; whether a scan is right then."""
+    with allscan.Communicator(group, timeout=5) as comm:
+        x = torch.ones(2, 16, 16, device=comm.device)
+        for _ in range(3):
+            comm.step()
+            allscan.allscan(x, comm=comm)
+        if comm.rank == 1:
+            comm.memory.reset = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        first = raised(comm.resync)
+        vars(comm.memory).pop("reset", None)
+        again = raised(comm.resync)
+        return first[0], again, allscan.allscan(x, comm=comm)[0, 0, 0].item() == comm.rank
+
+
+def test_resync_again_after_one_that_failed_on_one_rank(run):
+    (of_0, *rest_of_0), (of_1, *rest_of_1) = run(2, failed_resync_case)
+    assert of_0 == "AllScanOutOfStep" and of_1 == "OutOfMemoryError"
+    assert rest_of_0 == rest_of_1 == [None, True]
+
+
+def replayed_steps_case(group):
+    """What resync() raises where rank 1 has replayed a graph with a step() once more."""
+    comm = allscan.Communicator(group, timeout=5)
+    comm.step()
+    for _ in range(2 + comm.rank):  # what a replay does
+        comm.memory.steps.add_(1)
+    error = raised(comm.resync)
+    raised(comm.close)
+    return error
+
+
+def test_resync_counts_steps_of_graphs(run):
+    for name, text in run(2, replayed_steps_case):
+        assert name == "AllScanOutOfStep" and "rank 0: 3; rank 1: 4" in text
+
+
+def names_case(group):
+    names = []
+    for _ in range(2):
+        with allscan.Communicator(group) as comm:
+            names.append(comm.order.store_exchange.name)
+            comm.order.store_exchange._counts().clear()  # as where torch.distributed is restarted over the same store
+    return names
+
+
+def test_a_communicator_reads_nothing_of_an_earlier_one(fresh):
+    first, second = fresh(2).run(ranks.on_first, 2, names_case)
+    assert first == second and len({*first}) == 2

@@ -279,9 +279,12 @@ def ended_job_case(how):
             assert raised(allscan.allscan, torch.ones(3, 16), comm=comm)[0] == "StoreGone"
         allscan.finalize()
     else:
+        if how == "fault":  # of which nothing has been said
+            comm.order.unsaid = lambda: allscan.AllScanOutOfStep("a kernel has given up")
         with pytest.warns(UserWarning, match="is closed without the other ranks") as warned:
             allscan.finalize()
-        assert len(warned) == 2
+        assert len(warned) == 2 + (how == "fault")
+        assert sum("is closed: a kernel has given up" in str(one.message) for one in warned) == (how == "fault")
         allscan.finalize()
     assert comm.closed and other.closed and time.monotonic() - start < 5
     dist.init_process_group("gloo", store=dist.PrefixStore(how, store), rank=1 - rank, world_size=2)
@@ -293,7 +296,7 @@ def ended_job_case(how):
     return found
 
 
-@pytest.mark.parametrize("how", ["close", "finalize", "leave"])
+@pytest.mark.parametrize("how", ["close", "finalize", "leave", "fault"])
 def test_a_communicator_whose_process_group_is_gone(fresh, how):
     assert fresh(2).run(ended_job_case, how) == [16.0, 0.0]
 

@@ -347,7 +347,10 @@ class Training:
         self.optimizer.zero_grad()
         if self.comm.rank == planned.victim and planned.fault == "next":  # it goes back to the others' batch
             for comm in (self.data, self.comm):
-                comm.order.steps -= 1
+                if comm.order.missed_steps:
+                    comm.order.missed_steps -= 1
+                else:
+                    comm.memory.steps.sub_(1)
         self.comm.resync()
         self.data.resync()
         assert error is not None
