@@ -434,7 +434,7 @@ def test_communicators_in_threads(fresh):
 def missed_case():
     """Rank 1 does not come to a first call; what both call afterwards works."""
     host_exchange.EXCHANGE_TIMEOUT_S = 2.0
-    with allscan.Communicator() as comm:
+    with allscan.Communicator(timeout=2.0) as comm:
         allscan.allscan(torch.ones(1, 16), comm=comm)
         missed = raised(allscan.allscan, torch.ones(2, 16), comm=comm) if comm.rank == 0 else None
         dist.barrier()
