@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import allscan
-from support.delta import NAMES, DeltaCase, Whole, of_rank, own_case
+from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
 from support.delta_chunks import chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
@@ -134,13 +134,28 @@ def test_a_prefix_does_not_depend_on_what_follows(run):
     assert all("chunk must be one of" in answer for answer in run(2, prefix_case))
 
 
-def weak_prefix_case(group, rule, dtype):
+def gates_at_the_limit(tokens):
+    """Of a channel whose sum is not below what kernels take for strong, while that of 16 bits of each gate is."""
+    generator, sums = torch.Generator().manual_seed(0), (0.0, 0.0)
+    while not sums[0] >= -110.0 > sums[1] + 1e-4:
+        g = -4.0 - torch.rand(tokens, generator=generator)
+        g[16:] /= 100
+        g[3] -= 110.0 / LOG2_E + g.sum()
+        to_base_2 = g * LOG2_E
+        high = (to_base_2.view(torch.int32) & -65536).view(torch.float32)
+        sums = to_base_2.cumsum(0)[-1], (high.double() + (to_base_2 - high).to(BF16)).sum()
+    return g
+
+
+def weak_prefix_case(group, rule, dtype, at_limit=False):
     """Whether o and its gradients of the first tokens of a chunk are the same bits whether its later gates are strong,
     so that another kernel makes them, or not."""
     with allscan.Communicator(group) as comm:
-        cut, tokens, same = 41, [64 + 30], []
-        for strength in (None, -5.0):
+        cut, tokens, same = 20 if at_limit else 41, [64 + 30], []
+        for strength in (0.0 if at_limit else None, -5.0):
             whole = Whole(DeltaCase(rule, tokens, gates="mild", dtype=dtype), comm.device)
+            if at_limit:
+                whole.g[0, :cut] = gates_at_the_limit(cut)[:, None, None]
             if strength is not None:
                 whole.g[:, cut:64] = strength
             whole.do[:, cut:] = 0.0
@@ -154,6 +169,12 @@ def weak_prefix_case(group, rule, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, dtype):
     [same] = run(1, weak_prefix_case, rule, dtype)
+    assert all(same.values()), same
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
+    [same] = run(1, weak_prefix_case, "kda", dtype, True)
     assert all(same.values()), same
 
 
