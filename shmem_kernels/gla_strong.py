@@ -286,6 +286,7 @@ def _grad_columns(
             PRECISION,
         )
     # From the first: of what earlier ones give by way of the state
+    tl.debug_barrier()  # other threads read what is in p_dg
     b_earlier = tl.zeros([BS], tl.float32)
     for i in range(BT // BC):
         own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
