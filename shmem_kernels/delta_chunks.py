@@ -61,6 +61,10 @@ LIMIT = tl.constexpr(110.0)  # to base 2
 # Where a chunk's sum is not below, no entry's is below -LIMIT in first_of_class. That adds in another order, and in
 # bfloat16 16 bits of each gate, so that the two sums differ, by less than 2^-8
 MILD = tl.constexpr(-LIMIT.value + 0.0625)
+# Factors of a gradient: e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-55 and 2^55, and a
+# gradient times one of them within float32's range: without, one of 1e-9 lost digits, and one of 2e7 overflowed
+BIG = tl.constexpr(2.0**55)
+SMALL = tl.constexpr(2.0**-55)
 # Tables of blocks.load_weights: of 8 levels of pairs each which tokens' gates a token sums up, which pairs are of it
 SUMS = tl.constexpr(3)
 PAIRS = tl.constexpr(11)
@@ -150,13 +154,14 @@ def first_of_class(p_weights, b_g, b_sums, BT: tl.constexpr, PRECISION: tl.const
 @triton.jit
 def decay_factors(p_weights, m, b_g, b_first, b_second, BT: tl.constexpr, PRECISION: tl.constexpr):
     """(factor of the later token of a pair, of the earlier one) of level m: 7 has class 0, 6 class 1 within sub-blocks
-    of 16 tokens; 5 and 4, between halves of 64 and 32 tokens, have classes 1 and 2, and 3 to 0, of 16 to 2, class 2."""
+    of 16 tokens, both times BIG and SMALL; 5 and 4, between halves of 64 and 32 tokens, have classes 1 and 2, and 3 to
+    0, of 16 to 2, class 2."""
     b_sums = level_sums(p_weights, m, b_g, BT, PRECISION)
     t = tl.arange(0, BT)[:, None]
     b_begin = tl.where(m < 4, b_second, tl.where(m == 7, 0, b_first))
     b_end = tl.where(m == 7, b_first, tl.where(m == 6, b_second, BT))
-    b_row = tl.where((t >= b_begin[None, :]) & (t < b_end[None, :]), exp2(b_sums), 0.0)
-    return b_row, exp2(tl.minimum(tl.where(m >= 6, -b_sums, b_sums), LIMIT))
+    b_row = tl.where((t >= b_begin[None, :]) & (t < b_end[None, :]), exp2(b_sums), 0.0) * tl.where(m >= 6, BIG, 1.0)
+    return b_row, exp2(tl.minimum(tl.where(m >= 6, -b_sums, b_sums), LIMIT)) * tl.where(m >= 6, SMALL, 1.0)
 
 
 @triton.jit

@@ -21,8 +21,10 @@ import triton.language as tl
 
 from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, times, upper
 from .delta_chunks import (
+    BIG,
     LIMIT,
     PAIRS,
+    SMALL,
     chunk_of,
     decay_factors,
     decays_between,
@@ -169,13 +171,13 @@ def gradient_kernel(
             b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
             b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
         b_k = load(p_k + base_k, at_k, inside_k)
-        b_keys = cast(rounded(b_k.to(tl.float32) * exp2(-b_sums), DTYPE), DTYPE)
-        b_dk *= b_decay[None, :]
+        b_keys = cast(rounded(b_k.to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE), DTYPE)
+        b_dk *= (b_decay * BIG)[None, :]
         b_last = b_last * b_decay + tl.sum(b_keys.to(tl.float32) * b_dk, 0)
-        b_sum = product(load_weights(p_pairs, 0, BT), b_keys, b_sum * scale, PRECISION)
-        b_x = product(load_weights(p_pairs, 1, BT), b_keys, -b_x, PRECISION)
+        b_sum = product(load_weights(p_pairs, 0, BT), b_keys, b_sum * (scale * SMALL), PRECISION)
+        b_x = product(load_weights(p_pairs, 1, BT), b_keys, b_x * -SMALL, PRECISION)
         b_q = load(p_q + base_k, at_k, inside_k)
-        b_before = exp2(b_sums)
+        b_before = exp2(b_sums) * BIG
         b_queries = cast(rounded(b_q.to(tl.float32) * b_before, DTYPE), DTYPE)
         b_dk = product(tl.trans(load_weights(p_pairs, 0, BT)), b_queries, b_dk, PRECISION)
         b_gates = b_queries.to(tl.float32) * b_sum  # dG
@@ -188,7 +190,7 @@ def gradient_kernel(
         b_x *= b_before
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_x, 1)
         b_x = b_x * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
-        b_dk = b_x + exp2(-b_sums) * b_dk
+        b_dk = b_x + (exp2(-b_sums) * SMALL) * b_dk
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
@@ -329,12 +331,13 @@ def strong_gradient_kernel(
         b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
         b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
         b_mild = tl.arange(0, BT)[:, None] < b_first[None, :]  # as in gradient_kernel, bit by bit
-        b_row = exp2(b_sums)
+        b_row = exp2(b_sums) * BIG
         b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-        b_keys = cast(rounded(b_k * exp2(tl.minimum(-b_sums, LIMIT)), DTYPE), DTYPE)
-        b_dq *= scale
+        b_keys = cast(rounded(b_k * (exp2(tl.minimum(-b_sums, LIMIT)) * SMALL), DTYPE), DTYPE)
+        b_dq *= scale * SMALL
+        b_x *= -SMALL
         b_dq = tl.where(b_mild, product(load_weights(p_pairs, 0, BT), b_keys, b_dq, PRECISION), b_dq)
-        b_x = tl.where(b_mild, product(load_weights(p_pairs, 1, BT), b_keys, -b_x, PRECISION), -b_x)
+        b_x = tl.where(b_mild, product(load_weights(p_pairs, 1, BT), b_keys, b_x, PRECISION), b_x)
         b_gates = rounded(load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_row, DTYPE) * b_dq  # dG
         b_gates += rounded(b_k * b_row * b_beta[:, None], DTYPE) * b_x
         b_dq *= b_row

@@ -178,6 +178,29 @@ def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
     assert all(same.values()), same
 
 
+def scaled_case(group, dtype, gate, scale):
+    """Errors against float64, and differences from gradients at scale 1, of gradients at another scale over that."""
+    with allscan.Communicator(group) as comm:
+        tokens, found = [64 + 30], []
+        whole = Whole(DeltaCase("kda", tokens, K=32, V=32, dtype=dtype), comm.device)
+        whole.g = gate - 0.1 * torch.rand(whole.g.shape, generator=torch.Generator().manual_seed(1))
+        wanted = whole.reference()
+        for factor in (1.0, scale):
+            whole.do, whole.dfinal = whole.do * factor, whole.dfinal * factor
+            o, final, *grads = whole.ours(comm, place(comm, tokens), chunk="allscan")
+            found.append([o.double(), final.double(), *(x.double() / factor for x in grads)])
+        return relative_all(NAMES, found[1], wanted), relative_all(NAMES, *found)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
+@pytest.mark.parametrize("gate", [-1.0, -1.5, -4.6], ids=["weak", "strong", "strong within 16 tokens"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_small_and_large_gradients(run, dtype, gate, scale):
+    """A gradient times e^G_t alone or e^-G_s alone, which are far from 1, is within the range of float32, too."""
+    [(errors, differences)] = run(1, scaled_case, dtype, gate, scale)
+    assert max(errors.values()) < LIMIT[dtype] and max(differences.values()) < 1e-5, (errors, differences)
+
+
 def prepared_case(group):
     """What calls raise that are like those before but for one argument that is wrong; whether ones that are like them
     but for one that is right have results of their own, as a communicator has that knows no calls."""
