@@ -118,8 +118,9 @@ class Wire:
         return set(self.inbox[at : at + self.WORDS]) == {epoch * 1000 + tile}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wires(tmp_path_factory):
+    """One of this process: a second library that asks for libucp.so.0 is given the first stub."""
     return Wire(tmp_path_factory.mktemp("hostile"))
 
 
