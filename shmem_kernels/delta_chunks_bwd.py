@@ -111,6 +111,41 @@ def pairs_kernel(
 
 
 @triton.jit
+def by_states(
+    of_v,
+    states,
+    place,
+    b_last,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BJ: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """do S^T, r S^T and v_new dS^T [BT, BJ], and b_last [BJ] with the sums of S dS over V, of the j-th columns of a
+    chunk: the products with its incoming state and with the gradient of its outgoing one. of_v: pointers to do, r,
+    v_new; states: to S, dS; place: n, h, first and last token, j."""
+    p_do, p_r, p_v_new = of_v
+    p_states, p_dstates = states
+    n, h, start, end, j = place
+    b_dq = tl.zeros([BT, BJ], tl.float32)
+    b_x = tl.zeros([BT, BJ], tl.float32)
+    b_dk = tl.zeros([BT, BJ], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
+        base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
+        b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
+        b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
+        b_state = tl.trans(b_state)
+        b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
+        b_x = product(load(p_r + base_v, at_v, inside_v), b_state, b_x, PRECISION)
+        b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
+    return b_dq, b_x, b_dk, b_last
+
+
+@triton.jit
 def gradient_kernel(
     p_q,
     p_k,
@@ -157,19 +192,10 @@ def gradient_kernel(
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
         b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
         b_decay = exp2(tl.sum(b_g, 0))
-        b_sum = tl.zeros([BT, BJ], tl.float32)
-        b_x = tl.zeros([BT, BJ], tl.float32)
-        b_dk = tl.zeros([BT, BJ], tl.float32)
-        b_last = tl.zeros([BJ], tl.float32)
-        for i_v in range((V + BV - 1) // BV):
-            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-            base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
-            b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
-            b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-            b_state = tl.trans(b_state)
-            b_sum = product(load(p_do + base_v, at_v, inside_v), b_state, b_sum, PRECISION)
-            b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
-            b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
+        of_v, states, place = (p_do, p_dv_new, p_v_new), (p_states, p_dstates), (n, h, start, end, j)
+        b_sum, b_x, b_dk, b_last = by_states(
+            of_v, states, place, tl.zeros([BJ], tl.float32), H, K, V, BT, BJ, BV, PRECISION
+        )
         b_k = load(p_k + base_k, at_k, inside_k)
         b_keys = cast(rounded(b_k.to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE), DTYPE)
         b_dk *= (b_decay * BIG)[None, :]
@@ -241,18 +267,8 @@ def scalar_gradient_kernel(
     for j in range((K + BJ - 1) // BJ):
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
-        b_dq = tl.zeros([BT, BJ], tl.float32)
-        b_x = tl.zeros([BT, BJ], tl.float32)
-        b_dk = tl.zeros([BT, BJ], tl.float32)
-        for i_v in range((V + BV - 1) // BV):
-            base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
-            base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
-            b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
-            b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-            b_state = tl.trans(b_state)
-            b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
-            b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
-            b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
+        of_v, states, place = (p_do, p_dv_new, p_v_new), (p_states, p_dstates), (n, h, start, end, j)
+        b_dq, b_x, b_dk, b_last = by_states(of_v, states, place, b_last, H, K, V, BT, BJ, BV, PRECISION)
         b_q, b_k = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k)
         b_dq = product(load_weights(p_pairs, 0, BT), b_k, b_dq * (b_before * scale)[:, None], PRECISION)
         b_x = product(load_weights(p_pairs, 1, BT), b_k, b_x * -b_before[:, None], PRECISION)
