@@ -9,14 +9,18 @@ take the memory), random weights, bfloat16, T tokens a rank, DistributedDataPara
 * kimi_linear: KDA, 16 heads of 128; MLA, 16 heads, latents of 512. --mla 128: keys of 96 + 32, values of 128; 192:
   Kimi's own, keys of 128 + 64.
 * qwen3_next: Gated DeltaNet, 16 heads of 128 for keys and 32 for values; gated softmax, 16 heads of 256, 2 of them for
-  keys and values. fla rejects its rule's backward on Hopper before Triton 3.7.1: where a rank computes it alone, that
-  is All-Scan's operator on one rank, and column ``rule`` says so.
+  keys and values.
+
+Kernels inside the recurrent layers' chunks are All-Scan's for all methods, which are faster than fla's: what the split
+costs is then a larger part. Where a rank computes a layer alone, that is All-Scan's operator on one rank (column
+``rule``). --chunk fla: fla's, whose configurations are chosen first, and fla's own operator where a rank is alone, but
+for Gated DeltaNet, whose backward fla rejects on Hopper before Triton 3.7.1.
 
 Beside each other:
 
 * allscan: allscan.integrations.transformers; a state is sent, softmax layers gather their keys and values or latents;
 * allscan, zigzag: the same in the layout in which all ranks have equal work in softmax layers; two states are sent;
-* heads: all-to-all turns tokens into heads around fla's rule and around attention (Ulysses; as Megatron-core and
+* heads: all-to-all turns tokens into heads around the rule and around attention (Ulysses; as Megatron-core and
   ms-swift do); gates are sent in the model's dtype, and convolutions take the integration's: less than those send;
 * gathered: each recurrent layer has the hidden states of the whole sequence on every rank and keeps its part (as slime
   and NeMo-Automodel do); softmax layers as for allscan;
@@ -53,6 +57,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allscan
 from allscan.integrations import attention
+from allscan.ops.delta.delta_operator import CHUNKS
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import plots
@@ -69,6 +74,7 @@ COLUMNS = (
     "model",
     "method",
     "rule",
+    "chunk",
     "ranks",
     "T",
     "layers",
@@ -94,6 +100,7 @@ class Hybrid(NamedTuple):
 
     family: str
     mla: int = 0  # numbers of a key of Kimi-Linear's softmax layers, for heads of 128
+    chunk: str = "allscan"  # whose kernels compute inside the chunks of the recurrent layers
 
     @property
     def name(self) -> str:
@@ -113,9 +120,15 @@ class Hybrid(NamedTuple):
         kimi = "KimiLinearDeltaAttention", "KimiLinearAttention"
         return kimi if self.mla else ("Qwen3NextGatedDeltaNet", "Qwen3NextAttention")
 
+    @property
+    def operator(self):
+        """All-Scan's."""
+        operator = allscan.zeco_kda if self.mla else allscan.zeco_gated_delta_rule
+        return functools.partial(operator, chunk=self.chunk)
+
     def alone(self, device) -> bool:
-        """Whether All-Scan's operator, on one rank, computes where fla rejects to."""
-        return not self.mla and device.type == "cuda"
+        """Whether All-Scan's operator, on one rank, computes where a rank is alone."""
+        return device.type == "cuda" and (self.chunk == "allscan" or not self.mla)
 
     def config(self, layers, width, heads, head, vocabulary):
         file = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
@@ -264,7 +277,7 @@ def method(name, hybrid, model, comm, one):
     rule = vars(modeling)[hybrid.rule]
     own = getattr(rule, "original", rule)
     if hybrid.alone(one.device):
-        own = functools.partial(alone, one)
+        own = functools.partial(alone, hybrid.operator, one)
     try:
         if name == "heads":
             setattr(modeling, hybrid.rule, layers.SplitOperator(own, rule_of_heads))
@@ -288,20 +301,22 @@ def method(name, hybrid, model, comm, one):
         integration.sequence_parallel(model, comm=None)
 
 
-def alone(one, query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    return allscan.zeco_gated_delta_rule(
-        query, key, value, g, beta, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
-    )
+def alone(operator, one, query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    return operator(query, key, value, g, beta, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
 
 @contextlib.contextmanager
 def functions(hybrid, device):
-    """transformers' function in torch on CPUs, where fla's does not run."""
+    """On GPUs All-Scan's operators with the model's ``chunk``; on CPUs transformers' function in torch, where fla's
+    does not run."""
+    from allscan.integrations import transformers_layers as layers
+
     own = vars(hybrid.modeling)[hybrid.rule]
     if device.type == "cpu":
         own = getattr(own, "original", own)
         own = getattr(own, "__wrapped__", own)
-    with mock.patch.object(hybrid.modeling, hybrid.rule, own):
+    ours = {name: functools.partial(operator, chunk=hybrid.chunk) for name, operator in layers.OURS.items()}
+    with mock.patch.object(hybrid.modeling, hybrid.rule, own), mock.patch.dict(layers.OURS, ours):
         yield
 
 
@@ -351,7 +366,7 @@ def check(group, hybrid, names, T, heads, head) -> dict:
 
 def measure(group, hybrid, names, T, shape, steps) -> dict:
     """{method: (seconds of a step, peak GiB, parameters, proof, what one more step launched)}."""
-    with communicators(group) as (comm, one):
+    with communicators(group) as (comm, one), functions(hybrid, comm.device):
         model = made(hybrid, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -478,38 +493,53 @@ def rehearse(count: int, hybrids, names, heads: int, head: int = 128) -> None:
             for _, error in ranks.results(timeout=max(1.0, begin + REHEARSED - time.monotonic()), after_failure=5.0):
                 if error is not None:
                     print(f"rehearsal of {hybrid.name}, {name}: {str(error)[:200]}", file=sys.stderr)
-                    for process in ranks.processes:
-                        process.kill()  # others may wait for it
+                    kill(ranks)  # others may wait for it
     print(f"rehearsed: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
-def run(hybrid, names, count: int, arguments, table) -> None:
+def kill(ranks: Ranks) -> None:
+    for process in ranks.processes:
+        process.kill()
+
+
+def started(count: int, hybrids) -> Ranks:
+    """Ranks that import what the models need; what is run next waits for that."""
+    ranks = Ranks(count, "cuda")
+    ranks.start(load, hybrids)
+    return ranks
+
+
+def load(hybrids) -> None:
+    for hybrid in hybrids:
+        _ = hybrid.modeling
+
+
+def run(ranks, hybrid, names, count: int, arguments, table) -> None:
     """Check, measure, and write and print what is found."""
     begin, shape = time.monotonic(), dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     one = "All-Scan's on one rank" if hybrid.alone(torch.device("cuda")) else "fla's"
     print(hybrid.name, flush=True)
-    with Ranks(count, "cuda") as ranks:
-        given = count, check, hybrid, names, CHECKED, arguments.heads, 128
-        errors = ranks.run(on_first, *given, timeout=570.0)[0]
-        print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
-        print(f"checked: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
-        for T in arguments.tokens:
-            answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
-            for row in training_rows(answers, T):
-                rule = "All-Scan's" if row["method"].startswith("allscan") else one
-                row |= dict(model=hybrid.name, rule=rule, layers=arguments.layers, heads=arguments.heads)
-                table.write(row | dict(max_error=errors.get(row["method"], "")))
-            if arguments.profile:
-                print_breakdown(answers)
-                if "allscan, zigzag" in names:
-                    path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_').replace(',', '')}"
-                    title = f"{hybrid.name}, allscan, zigzag, {count} x {torch.cuda.get_device_name()}, T={T} a rank"
-                    found = timeline(answers, "allscan, zigzag", title)
-                    with open(f"{path}.json", "w") as file:
-                        json.dump(found, file)
-                    with contextlib.suppress(ImportError):  # bench.plots draws it anywhere
-                        plots.hybrid(found, f"{path}.png")
-            ranks.run(freed)
+    given = count, check, hybrid, names, CHECKED, arguments.heads, 128
+    errors = ranks.run(on_first, *given, timeout=570.0)[0]
+    print("errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
+    print(f"checked: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+    for T in arguments.tokens:
+        answers = ranks.run(on_first, count, measure, hybrid, names, T, shape, arguments.steps, timeout=570.0)
+        for row in training_rows(answers, T):
+            rule = "All-Scan's" if row["method"].startswith("allscan") else one
+            row |= dict(model=hybrid.name, rule=rule, chunk=hybrid.chunk, max_error=errors.get(row["method"], ""))
+            table.write(row | dict(layers=arguments.layers, heads=arguments.heads))
+        if arguments.profile:
+            print_breakdown(answers)
+            if "allscan, zigzag" in names:
+                path = arguments.csv.removesuffix(".csv") + f"_{hybrid.name.replace(' ', '_').replace(',', '')}"
+                title = f"{hybrid.name}, allscan, zigzag, {count} x {torch.cuda.get_device_name()}, T={T} a rank"
+                found = timeline(answers, "allscan, zigzag", title)
+                with open(f"{path}.json", "w") as file:
+                    json.dump(found, file)
+                with contextlib.suppress(ImportError):  # bench.plots draws it anywhere
+                    plots.hybrid(found, f"{path}.png")
+        ranks.run(freed)
     print(f"{hybrid.name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -522,13 +552,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--model", nargs="+", choices=("kimi_linear", "qwen3_next"), default=["kimi_linear"])
     parser.add_argument("--mla", type=int, nargs="+", choices=(128, 192), default=[128], help="of kimi_linear")
+    parser.add_argument("--chunk", choices=CHUNKS, default="allscan", help="whose kernels compute inside of chunks")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="beside data parallel")
     parser.add_argument("--profile", action="store_true", help="print what the kernels of a step take, by kind")
     parser.add_argument("--tuned", action="store_true", help="fla's configurations are in Triton's cache already")
     parser.add_argument("--csv", default=results("hybrid.csv"))
     arguments = parser.parse_args()
     hybrids = [
-        Hybrid(family, mla) for family in arguments.model for mla in (arguments.mla if family == "kimi_linear" else [0])
+        Hybrid(family, mla, arguments.chunk)
+        for family in arguments.model
+        for mla in (arguments.mla if family == "kimi_linear" else [0])
     ]
     names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
     if torch.cuda.device_count() < 2:
@@ -538,19 +571,23 @@ def main() -> int:
                 for name, error in ranks.run(check, None, hybrid, names, 24, 4, 16)[0].items():
                     print(f"{hybrid.name:22} {name:22} error {error:.1e}")
         return 0
+    failed, ranks = False, started(count, hybrids)
     if not arguments.tuned:
-        compile_ahead(
-            [job for hybrid in hybrids for job in jobs(hybrid, count, arguments.heads, arguments.tokens)],
-            functools.partial(rehearse, count, hybrids, names, arguments.heads),
-        )
-    failed = False
+        ahead = functools.partial(rehearse, count, hybrids, names, arguments.heads)
+        if arguments.chunk == "allscan":
+            ahead()
+        else:
+            compile_ahead([job for h in hybrids for job in jobs(h, count, arguments.heads, arguments.tokens)], ahead)
     with Table(arguments.csv, COLUMNS) as table:
         for hybrid in hybrids:
             try:
-                run(hybrid, names, count, arguments, table)
-            except RuntimeError as error:  # of its ranks, which have ended
+                run(ranks, hybrid, names, count, arguments, table)
+            except RuntimeError as error:  # of its ranks, of which some may wait for others
                 failed = True
                 print(f"{hybrid.name}: {error}", file=sys.stderr, flush=True)
+                kill(ranks)
+                ranks = started(count, hybrids)
+    ranks.close()
     print(f"wrote {arguments.csv}")
     return int(failed)
 

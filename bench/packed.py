@@ -1,7 +1,7 @@
 """Training a hybrid of transformers' on packed rows in the zigzag layout: the row cut into 2P chunks, or each document.
 
     python -m bench.packed              # 2 GPUs; writes bench/results/packed.csv; needs fla
-    python -m bench.packed --model qwen3_next --tuned
+    python -m bench.packed --model qwen3_next
 
 Models and steps are those of bench.hybrid. The cuts take turns; a time is the median step of the slowest rank. Checked
 first on a small model: loss and gradients of one cut against those of the other. Without GPUs only the check runs, on 2
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from allscan.ops.delta.delta_operator import CHUNKS
 from allscan.tools.ranks import Ranks, on_first
 from bench import hybrid
 from bench.harness import Table, results
@@ -28,7 +29,18 @@ from bench.model import text
 from bench.proof import breakdown, launched
 from bench.tuning import compile_ahead
 
-COLUMNS = ("model", "documents", "per_document", "ranks", "T", "layers", "heads", "step_ms", "tokens_per_s_per_gpu")
+COLUMNS = (
+    "model",
+    "chunk",
+    "documents",
+    "per_document",
+    "ranks",
+    "T",
+    "layers",
+    "heads",
+    "step_ms",
+    "tokens_per_s_per_gpu",
+)
 COLUMNS += ("softmax_ms", "peak_gib", "gpu", "torch", "triton", "sources")  # softmax_ms: of each rank, in one step
 CUTS = False, True
 
@@ -80,7 +92,7 @@ def check(group, kind, T, heads, head) -> dict:
 
 def measure(group, kind, T, shape, steps) -> dict:
     """{(packing, per_document): (seconds of a step, ms of softmax kernels, peak GiB)}."""
-    with hybrid.communicators(group) as (comm, _):
+    with hybrid.communicators(group) as (comm, _), hybrid.functions(kind, comm.device):
         model = hybrid.made(kind, comm.device, torch.bfloat16, **shape)
         wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -123,10 +135,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=hybrid.STEPS)
     parser.add_argument("--model", choices=("kimi_linear", "qwen3_next"), default="kimi_linear")
     parser.add_argument("--mla", type=int, choices=(128, 192), default=128, help="of kimi_linear")
+    parser.add_argument("--chunk", choices=CHUNKS, default="allscan", help="as of bench.hybrid")
     parser.add_argument("--tuned", action="store_true", help="fla's configurations are in Triton's cache already")
     parser.add_argument("--csv", default=results("packed.csv"))
     arguments = parser.parse_args()
-    kind = hybrid.Hybrid(arguments.model, arguments.mla if arguments.model == "kimi_linear" else 0)
+    kind = hybrid.Hybrid(arguments.model, arguments.mla if arguments.model == "kimi_linear" else 0, arguments.chunk)
     if torch.cuda.device_count() < 2:
         print("No two GPUs here: a check of both cuts on 2 CPU ranks.")
         with Ranks(2, "cpu") as ranks:
@@ -134,7 +147,7 @@ def main() -> int:
                 print(f"{name:40} error {error:.1e}")
         return 0
     count = arguments.ranks or torch.cuda.device_count()
-    if not arguments.tuned:
+    if arguments.chunk == "fla" and not arguments.tuned:
         compile_ahead(hybrid.jobs(kind, count, arguments.heads, [arguments.tokens]))
     shape = dict(layers=arguments.layers, width=2048, heads=arguments.heads, head=128)
     with Table(arguments.csv, COLUMNS) as table, Ranks(count, "cuda") as ranks:
@@ -144,7 +157,9 @@ def main() -> int:
         for name, cut in answers[0]:
             found = [answer[name, cut] for answer in answers]
             seconds = max(x[0] for x in found)
-            row = dict(model=kind.name, documents=name, per_document=cut, ranks=count, T=arguments.tokens)
+            row = dict(
+                model=kind.name, chunk=kind.chunk, documents=name, per_document=cut, ranks=count, T=arguments.tokens
+            )
             row |= dict(layers=arguments.layers, heads=arguments.heads, step_ms=1e3 * seconds)
             row |= dict(tokens_per_s_per_gpu=arguments.tokens / seconds, peak_gib=max(x[2] for x in found))
             row |= dict(softmax_ms=" ".join(f"{x[1]:.1f}" for x in found))
