@@ -28,9 +28,9 @@ BOUNDS = {
     "zeco_gla": (15, 8, 3),
     "zeco_gla with gradients": (22, 12, 4),
     "backward of zeco_gla": (20, 10, 6),
-    "zeco_kda": (22, 11, 7),
-    "zeco_kda with gradients": (29, 14, 8),
-    "backward of zeco_kda": (23, 13, 6),
+    "zeco_kda": (21, 12, 6),
+    "zeco_kda with gradients": (28, 15, 5),
+    "backward of zeco_kda": (23, 14, 5),
 }
 ROOT = os.path.dirname(os.path.realpath(allscan.__file__))
 FOLDERS = tuple(os.path.realpath(os.path.join(ROOT, name)) + os.sep for name in (".", "bindings", "shmem_kernels"))

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 import allscan
 from allscan.base.tiling import multiprocessors
 from allscan.ops.carrier import AllScanCarrier
-from allscan.ops.delta.delta_operator import Options, _state_pass, shapes_of
+from allscan.ops.delta.delta_checks import shapes_of
 from allscan.ops.delta.delta_passes import delta_segment_length
-from allscan.ops.delta.records import Between, Ends, Kept, OfOutput
+from allscan.ops.delta.delta_prepared import state_pass
+from allscan.ops.delta.records import Between, Ends, Kept, OfOutput, Options
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
 from allscan.tokens.partition import OwnTokens, find_layout
@@ -225,7 +226,7 @@ def pass_case(group, case: DeltaCase):
         segment = delta_segment_length(T, HV, multiprocessors(comm.device))
         cu_seqlens = None if lengths is None else torch.tensor(lengths)
         layout = find_layout(comm, OwnTokens(1, T, cu_seqlens), segment)
-        passes = _state_pass(comm, layout, shapes_of(whole.q, whole.v), Options(rule, 1.0, "", None))
+        passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Options(rule, 1.0, "", None))
         AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
         kept = kept_for(passes)

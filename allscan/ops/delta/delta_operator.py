@@ -2,145 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...base.autograd import Operator, Passes, check_saveable, reject_second_derivative, wants_gradient, watched
+from ...base.autograd import Operator, Passes, reject_second_derivative, wants_gradient, watched
 from ...base.checks import (
     call_key,
-    check_for_an_operator,
-    check_halves,
-    check_tensor,
     others_than_saved,
-    own_place,
     plain_or_traced,
     restored,
-    signature_of,
-    zigzag_of,
 )
-from ...base.errors import DeferredError
-from ...base.tiling import multiprocessors
-from ...bindings.torch_compat import num_dispatch_modes, unsafe_view
-from ...bindings.versions import rejection
+from ...bindings.torch_compat import num_dispatch_modes
 from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
-from ...scan.fwd_epochs import FWD_EPOCHS
-from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states, most_segments, own_boundaries
-from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
-from ..carrier import AllScanCarrier, check_cut, check_invariant
-from ..first_call import FirstCall, check_first, common_fields
-from .delta_passes import StatePass, delta_segment_length
-from .fla_chunks import KDA, ChunkCall, Gate, GatedDeltaNet, gate, local, normalized
-from .own_chunks import ChunkPass, OwnChunks
-from .records import DeltaShape, Ends, Inputs, Kept, Outer, Saved
+from ..carrier import AllScanCarrier
+from .delta_checks import RULES, TITLES, checked, shapes_of
+from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
+from .fla_chunks import Gate, gate, normalized
+from .own_chunks import OwnChunks
+from .records import Asked, Before, Inputs, Kept, Options, Outer, Saved
 
-RULES: dict[str, KDA | GatedDeltaNet | OwnChunks] = {
-    "kda": KDA(),
-    "safe_kda": KDA(safe_gate=True),
-    "gated_delta_rule": GatedDeltaNet(),
-    "own_kda": OwnChunks(scalar=False),
-    "own_gated_delta_rule": OwnChunks(scalar=True),
-}
-TITLES = {rule: "zeco_" + rule.removeprefix("own_") for rule in RULES}  # what users call them
-CHUNKS = "fla", "allscan"  # whose kernels work inside of the chunks
-
-
-# What numbers are saved as of which some are never written: a saved_tensors_hook that looks at numbers, as a quantizer
-# does, is not to take those for numbers
-WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 BETAS = torch.float32, torch.bfloat16, torch.float16  # types that fla's kernels take it in
-
-
-class Before(NamedTuple):
-    """What is done to the arguments before the rule; see ``zeco_kda``."""
-
-    normalize: bool
-    gate: bool
-    sigmoid: bool
-    twice: bool
-    lower_bound: float | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    state_v_first: bool
-    chunk: str | None
-
-    def fields(self) -> str:
-        """What all ranks have alike, but lower_bound, as names and values."""
-        values = (
-            self.normalize,
-            self.gate,
-            self.sigmoid,
-            self.twice,
-            self.A_log is None,
-            self.dt_bias is None,
-            self.state_v_first,
-        )
-        return _fields(*values) if torch.compiler.is_compiling() else _cached_fields(*values)
-
-    def applied(self, rule: str, x: Inputs, handle: int) -> Inputs:
-        """What the rule takes. handle: of the communicator."""
-        (q, k, v, g, beta), own = x, isinstance(RULES[rule], OwnChunks)
-        if self.normalize:
-            q, k = normalized(q, handle, own), normalized(k, handle, own)
-        if self.gate:
-            A_log, dt_bias = plain_or_traced(self.A_log, self.dt_bias)
-            by = Gate(A_log, dt_bias, self.lower_bound)
-            g = gate(g, by, RULES[rule].scalar, handle, own)
-        if self.sigmoid:
-            beta = beta.float().sigmoid() * (2 if self.twice else 1)
-        elif beta.dtype not in BETAS:
-            beta = beta.float()
-        return Inputs(q, k, v, g, beta)
-
-
-class Asked(NamedTuple):
-    """Options of a call as its caller passes them: see ``zeco_kda``."""
-
-    scale: float | None
-    initial_state: Tensor | None
-    output_final_state: bool | str
-    cu_seqlens: Tensor | Sequence[int] | None
-    first_token: int | None
-    layout: str
-    per_document: bool
-    invariant: int | None
-
-
-class Options(NamedTuple):
-    """What is not in the tensors of a call, checked. fields, bound: of Before, what the ranks compare; zigzag: see
-    zigzag_of."""
-
-    rule: str
-    scale: float
-    fields: str
-    bound: float | None
-    first_token: int | None = None
-    zigzag: int = 0
-    invariant: int = 0
-
-
-FIELDS = (
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "A_log is None",
-    "dt_bias is None",
-    "state_v_first",
-)
-
-
-def _fields(*values: bool) -> str:
-    return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
-
-
-_cached_fields = functools.lru_cache(maxsize=256)(_fields)
 
 
 def zeco_kda(
@@ -309,16 +195,16 @@ def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Aske
     key = None if torch.compiler.is_compiling() else _key(rule, before, x, comm, asked)
     prepared = None if key is None else comm.calls.get(key)
     if prepared is None:
-        cu_seqlens, options = _checked(rule, before, x, comm, asked)
+        cu_seqlens, options = checked(rule, before, _fields_of(before), x, comm, asked)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
     *inputs, initial_state = plain_or_traced(*x, initial_state)
-    tensors = *before.applied(rule, Inputs(*inputs), comm.handle), initial_state
+    tensors = *_applied(before, rule, Inputs(*inputs), comm.handle), initial_state
     if prepared is None and watched((*tensors, cu_seqlens)):
         o, final_state, *_ = _operator.forward(*tensors, cu_seqlens, final, comm.handle, *options)
     else:
         if prepared is None:
-            prepared = _prepare(comm, tensors, cu_seqlens, options)
+            prepared = prepare_delta(comm, tensors, cu_seqlens, options)
             if key is not None:
                 comm.calls.remember(key, prepared)
         if wants_gradient(tensors):
@@ -331,6 +217,39 @@ def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Aske
         packed = asked.cu_seqlens is not None and not asked.per_document
         o, final_state = final_of_all(o, final_state, comm, packed, asked.layout == "zigzag")
     return o, final_state.mT if before.state_v_first else final_state
+
+
+FIELDS = (
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "A_log is None",
+    "dt_bias is None",
+    "state_v_first",
+)
+
+
+def _fields_of(before: Before) -> str:
+    """What all ranks have alike, but lower_bound, as names and values."""
+    values = *before[:4], before.A_log is None, before.dt_bias is None, before.state_v_first
+    return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
+
+
+def _applied(before: Before, rule: str, x: Inputs, handle: int) -> Inputs:
+    """What the rule takes. handle: of the communicator."""
+    (q, k, v, g, beta), own = x, isinstance(RULES[rule], OwnChunks)
+    if before.normalize:
+        q, k = normalized(q, handle, own), normalized(k, handle, own)
+    if before.gate:
+        A_log, dt_bias = plain_or_traced(before.A_log, before.dt_bias)
+        by = Gate(A_log, dt_bias, before.lower_bound)
+        g = gate(g, by, RULES[rule].scalar, handle, own)
+    if before.sigmoid:
+        beta = beta.float().sigmoid() * (2 if before.twice else 1)
+    elif beta.dtype not in BETAS:
+        beta = beta.float()
+    return Inputs(q, k, v, g, beta)
 
 
 def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple | None:
@@ -346,286 +265,11 @@ def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked)
             return None
     if not type(layout) is type(before.chunk) is str or type(asked.invariant) not in (int, type(None)):
         return None
+    flags = *before[:4], before.state_v_first
+    if {*map(type, flags)} != {bool}:
+        return None
     tensors = call_key((*x, asked.initial_state, before.A_log, before.dt_bias))
-    return (
-        None
-        if tensors[-1] == 2
-        else (tensors, rule, scale, bound, layout, before.chunk, before.fields(), asked.invariant)
-    )
-
-
-def _checked(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor | None, Options]:
-    """(cu_seqlens, Options), after the checks that need no other rank."""
-    deferred, cu_seqlens, scale, initial_state = None, None, asked.scale, asked.initial_state
-    try:
-        zigzag = zigzag_of(asked.layout, asked.per_document, asked.cu_seqlens)
-        check_for_an_operator(dict(x._asdict(), initial_state=initial_state), scale)
-        cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
-        first_token = own_place(asked.first_token, cu_seqlens)
-        if before.chunk not in (None, *CHUNKS):
-            raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
-        of_gate = dict(lower_bound=before.lower_bound, A_log=before.A_log, dt_bias=before.dt_bias)
-        if not before.gate and (given := [name for name, x in of_gate.items() if x is not None]):
-            raise ValueError(f"{given[0]} is of the gate that use_gate_in_kernel=True makes of g")
-        if before.gate or before.sigmoid or before.twice:
-            _check_before(before, rule, x.q, x.v, x.g)
-        invariant = check_invariant(comm, comm.invariant if asked.invariant is None else asked.invariant, zigzag)
-        if invariant and not isinstance(RULES[rule], OwnChunks):
-            raise ValueError(f'with invariant={invariant} chunk must be "allscan", got {before.chunk!r}')
-        inputs = *x, initial_state, before.A_log, before.dt_bias
-        check_saveable((*inputs, cu_seqlens), inputs)
-        if not (isinstance(RULES[rule], OwnChunks) or torch.compiler.is_compiling()):
-            _import_fla()
-    except (TypeError, ValueError, ImportError) as error:
-        deferred = DeferredError(error)
-    if deferred is not None:
-        # raises it, on the other ranks too if this is a first call
-        AllScanCarrier.of(comm, dense=True).prepare(None, deferred=deferred)
-    compare_values(comm, asked.cu_seqlens, cu_seqlens)
-    scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    bound = None if before.lower_bound is None or not before.gate else float(before.lower_bound)
-    return cu_seqlens, Options(rule, scale, before.fields(), bound, first_token, zigzag, invariant)
-
-
-def _check_before(before: Before, rule: str, q, v, g) -> None:
-    """Raise TypeError or ValueError for what raw gates and beta cannot be made of."""
-    scalar = RULES[rule].scalar
-    if before.twice and not before.sigmoid:
-        raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
-    if not before.gate:
-        return
-    if before.lower_bound is not None and not -float("inf") < before.lower_bound < 0:
-        raise ValueError(f"lower_bound must be below 0, got {before.lower_bound}")
-    if rule == "safe_kda" and (before.lower_bound is None or before.lower_bound < -5):
-        raise ValueError(f"safe_gate with use_gate_in_kernel needs -5 <= lower_bound < 0, got {before.lower_bound}")
-    if before.A_log is None and before.lower_bound is None:
-        raise ValueError("use_gate_in_kernel needs A_log")
-    heads, K = v.shape[-2], q.shape[-1]
-    if tuple(g.shape[2:]) != ((heads,) if scalar else (heads, K)):
-        raise ValueError(f"g must be {['B', 'T', heads] if scalar else ['B', 'T', heads, K]}, got {list(g.shape)}")
-    for name, x, count in (("A_log", before.A_log, heads), ("dt_bias", before.dt_bias, heads * (1 if scalar else K))):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.numel() != count or x.device != g.device:
-            raise ValueError(f"{name} must be {count} numbers on {g.device}, got {tuple(x.shape)} on {x.device}")
-
-
-def _check(comm, tensors, cu_seqlens, rule: str, zigzag: int) -> None:
-    """Raise TypeError or ValueError for arguments that are wrong on this rank."""
-    q, k, v, g, beta, initial_state = tensors
-    for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items():
-        if x.device != comm.device:
-            raise ValueError(f"{name} must be on {comm.device}, got {x.device}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must have a float type, got {x.dtype}")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v must be bfloat16, float16 or float32 alike, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not isinstance(RULES[rule], OwnChunks):
-        raise TypeError(
-            "q, k, v must be float32 or float16 on CPUs: Triton's interpreter, in which fla's kernels run "
-            "there, makes garbage of products of bfloat16"
-        )
-    if g.dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"g must be float32 or {q.dtype}, got {g.dtype}")
-    empty = 0 in (*q.shape[:1], *q.shape[2:], *v.shape[2:])
-    if v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or empty:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in dict(q=q, k=k, v=v).items())
-        raise ValueError(f"q, k must be [B, T, H, K] and v [B, T, HV, V] with no empty dimension but T, got {shapes}")
-    B, T, H, K = q.shape
-    HV = v.shape[2]
-    if HV % H:
-        raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
-    if zigzag:
-        check_halves(T)
-    if K > 256:
-        raise ValueError(f"K must be at most 256, got {K}")
-    wanted = dict(g=(B, T, HV) if RULES[rule].scalar else (B, T, HV, K), beta=(B, T, HV))
-    for name, x in dict(g=g, beta=beta).items():
-        if x.shape != wanted[name]:
-            raise ValueError(f"{name} must be {list(wanted[name])}, got {list(x.shape)}")
-    if B * -(-T // CHUNK_TOKENS) > MOST_CHUNKS:
-        raise ValueError(f"B * T must be at most {MOST_CHUNKS:,} chunks of {CHUNK_TOKENS} tokens, got {tuple(q.shape)}")
-    sequences = shapes_of(q, v, cu_seqlens).sequences
-    states = carried_states(B, sequences, zigzag) * (1 + bool(zigzag))
-    if states * HV > MOST_CHUNKS:
-        raise ValueError(f"{states} states of sequences or halves times the heads of v must be at most {MOST_CHUNKS:,}")
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f"cu_seqlens must be [N + 1] with B = 1, got {tuple(cu_seqlens.shape)}, B = {B}")
-    if initial_state is not None:
-        check_tensor("initial_state", initial_state, (sequences, HV, K, v.shape[3]), comm.device)
-
-
-class Shapes(NamedTuple):
-    """Of a call; boundaries: the numbers of cu_seqlens, 0 without."""
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    boundaries: int
-    dtype: torch.dtype  # of q, k, v
-    device: torch.device
-    invariant: int = 0
-
-    @property
-    def sequences(self) -> int:
-        return self.boundaries - 1 if self.boundaries else self.B
-
-    def carried(self, zigzag: int) -> tuple[int, int, int]:
-        """Of what is sent over the ranks."""
-        return carried_states(self.B, self.sequences, zigzag) * self.HV, self.K, self.V
-
-    def segment_length(self) -> int:
-        return self.invariant or delta_segment_length(self.B * self.T, self.HV, multiprocessors(self.device))
-
-
-def shapes_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, invariant: int = 0) -> Shapes:
-    """Of tensors that were checked."""
-    boundaries = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    return Shapes(B, T, H, HV, K, V, boundaries, v.dtype, v.device, invariant)
-
-
-def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options) -> Layout:
-    packed = bool(options.zigzag) or cu_seqlens is not None  # as fla takes both halves
-    tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
-    return find_layout(comm, tokens, x.segment_length(), packed, bool(x.invariant))
-
-
-class PreparedDelta:
-    """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
-    those by which they find it; and their backward passes.
-
-    saved: what autograd saves, see ``_saved``. fixed: the operator's last inputs."""
-
-    def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved: list) -> None:
-        rule, scale, *_, zigzag, _ = options
-        self.comm, self.rule, self.name, self.saved, self.zigzag = (
-            comm,
-            RULES[rule],
-            TITLES[rule],
-            saved,
-            bool(zigzag),
-        )
-        self.layout = _find_layout(comm, x, cu_seqlens, options)
-        self.states = _state_pass(comm, self.layout, x, options)
-        self.call = ChunkCall(self.states, scale, local(self.layout))
-        self.fixed = comm.handle, *options
-        self.state_shape = x.sequences, x.HV, x.K, x.V
-        self._state_specs = _state_specs(x, zigzag)
-        carrier = AllScanCarrier.of(comm, dense=True)
-        self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
-
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept), of the
-        operator's inputs before ``fixed``."""
-        *tensors, initial_state, _, final = inputs
-        x = Inputs(*tensors)
-        ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
-        kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
-        self.layout.use(self.comm)
-        v_shape = x.v.shape
-        if not v_shape[1]:
-            self.states.forward_of_none(ends, kept)
-            return torch.empty_like(x.v), ends.filled, *_sums_and_chunks(self.rule, x.k, x.v, x.g), *kept
-        if self.zigzag:
-            x = Inputs(*_in_one(*x))
-        o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, kept)
-        if self.zigzag:
-            o = unsafe_view(o, v_shape)  # no view, which must not be written to
-            solved = solved.view(v_shape[0], -1, *solved.shape[2:])
-            sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
-            scores = scores.view(solved.shape) if scores.numel() else scores
-        if self.comm.debug:
-            self.comm._look_for_nan(self.name, o=o, final_state=ends.filled)
-        return o, ends.filled, sums, scores.view(WORDS[scores.dtype]), solved, *kept
-
-    def backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> list[Any]:
-        """Gradients of the inputs."""
-        self.layout.use(self.comm)
-        if not x.q.shape[1]:
-            self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), kept)
-            return [torch.empty_like(y) for y in x]
-        saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
-        if self.zigzag:
-            x, scores = Inputs(*_in_one(*x)), saved.scores
-            saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
-            outer = outer._replace(do=outer.do.flatten(0, 1)[None])
-        grads: Any = self.rule.backward(self.call, x, saved, outer, kept)
-        grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
-        if self.zigzag:
-            grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
-        if self.comm.debug:
-            named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=outer.dinitial)
-            self.comm._look_for_nan(f"{self.name}'s backward", **named)
-        return grads
-
-
-def _prepare(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, options: Options) -> PreparedDelta:
-    """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
-    ranks. tensors: q, k, v, g, beta, initial_state."""
-    q, _, v, g, beta, initial_state = tensors
-    rule, scale, fields, bound, first_token, zigzag, invariant = options
-    are_none = initial_state is None, cu_seqlens is None, first_token is None
-    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    signature = rule, scale, fields, bound, signature_of(*tensors), sequences, are_none, zigzag, invariant
-    if comm.debug or signature not in comm.checked:
-        shape = agree = None
-        if q.ndim == v.ndim == 4:
-            shape = shapes_of(q, v, cu_seqlens).carried(zigzag)
-            of_fields = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
-            common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
-            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *of_fields, ("invariant", invariant)
-
-        def check() -> None:
-            _check(comm, tensors, cu_seqlens, rule, zigzag)
-            check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
-            check_cut(comm, q.shape[1], invariant, zigzag)
-            if invariant and not q.shape[1] and comm.rank in ((0,) if zigzag else (0, comm.size - 1)):
-                raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
-
-        summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # ours take gates of -inf, too
-        first = FirstCall(signature, shape, agree, summed)
-        check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
-    x = shapes_of(q, v, cu_seqlens, invariant)
-    own = isinstance(RULES[rule], OwnChunks)  # which saves the gates, not their sums
-    saved = _saved(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
-    return PreparedDelta(comm, x, cu_seqlens, options, saved)
-
-
-def _import_fla() -> None:
-    if rejected := rejection("flash-linear-attention"):
-        raise ImportError(rejected)
-    try:
-        import fla.ops.kda  # noqa: F401
-    except Exception as error:  # a package that is there in part raises anything
-        raise ImportError(f"delta rules need flash-linear-attention, whose import failed: {error!r}") from error
-
-
-def _state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
-    rule, zigzag = RULES[options.rule], options.zigzag
-    cls = ChunkPass if isinstance(rule, OwnChunks) else StatePass
-    heads = x.H if rule.scalar or cls is ChunkPass else x.HV
-    B = carried_states(x.B, x.sequences, zigzag)
-    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
-    return layout.derived((cls, shape), lambda: cls(comm, layout.tables(), shape))
-
-
-def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
-    """[B, T, ...] as [1, B * T, ...]: packed, as the halves of the zigzag layout are for fla."""
-    return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
-
-
-def _state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """(dtype, shape) of each of Kept; of more segments than there may be. The first two are saved as integers, see
-    WORDS."""
-    segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
-    states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
-    return *states, (torch.int64, (FWD_EPOCHS,))
+    return None if tensors[-1] == 2 else (tensors, rule, scale, bound, layout, before.chunk, flags, asked.invariant)
 
 
 # The custom operator, which torch.compile traces
@@ -652,7 +296,7 @@ def _forward(
     comm, tensors = communicator_of(handle), (q, k, v, g, beta, initial_state)
     with comm.call(False, TITLES[rule], tensors):
         options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
-        prepared = _prepare(comm, tensors, cu_seqlens, options)
+        prepared = prepare_delta(comm, tensors, cu_seqlens, options)
         return prepared.forward(*tensors, cu_seqlens, final)
 
 
@@ -674,23 +318,16 @@ def _fake(
     zigzag=False,
     invariant=0,
 ) -> tuple[Tensor | None, ...]:
-    specs = _state_specs(shapes_of(q, v, cu_seqlens, invariant), zigzag)
+    specs = state_specs(shapes_of(q, v, cu_seqlens, invariant), zigzag)
     kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
     final_state = _zeros(q, v, cu_seqlens, final)
-    return torch.empty_like(v), final_state, *_sums_and_chunks(RULES[rule], k, v, g), *kept
+    return torch.empty_like(v), final_state, *sums_and_chunks(RULES[rule], k, v, g), *kept
 
 
 def _zeros(q, v, cu_seqlens, wanted) -> Tensor | None:
     """States, or None."""
     x = shapes_of(q, v, cu_seqlens)
     return q.new_zeros((x.sequences, x.HV, x.K, x.V), dtype=torch.float32) if wanted else None
-
-
-def _sums_and_chunks(rule, k, v, g) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised sums of gates, scores and solved."""
-    solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(rule, OwnChunks)
-    scores = k.new_empty(0 if rule.scalar and not own else solved.shape, dtype=WORDS[k.dtype])
-    return g.new_empty(0 if own else g.shape, dtype=torch.float32), scores, solved
 
 
 def _backward(
@@ -734,7 +371,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         if prepared is None:
             own = isinstance(RULES[rule], OwnChunks) and sums.dtype == do.dtype  # gates like q
             shapes = shapes_of(q, do, cu_seqlens, invariant)
-            saved = _saved(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
+            saved = saved_specs(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
         else:
             saved = prepared.saved
         names, given = (
@@ -749,18 +386,6 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         outer = Outer(do, dfinal, dinitial)
         grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, Kept(*kept))
         return *grads, dinitial
-
-
-@functools.lru_cache(1024)
-def _saved(x: Shapes, beta_dtype: torch.dtype, gate_dtype: torch.dtype, rule: str, zigzag: int) -> list[tuple]:
-    """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
-    keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
-    values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
-    without = scalar and not isinstance(RULES[rule], OwnChunks)
-    specs = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
-    specs += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
-    specs += (dtype, chunk), *_state_specs(x, zigzag), (dtype, values)
-    return [(of, torch.Size(shape), x.device) for of, shape in specs]
 
 
 def _fake_backward(

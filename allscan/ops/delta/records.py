@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...launch.plan import Buffer
+
+
+class Before(NamedTuple):
+    """What is done to the arguments before the rule; see ``zeco_kda``."""
+
+    normalize: bool
+    gate: bool
+    sigmoid: bool
+    twice: bool
+    lower_bound: float | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    state_v_first: bool
+    chunk: str | None
+
+
+class Asked(NamedTuple):
+    """Options of a call as its caller passes them: see ``zeco_kda``."""
+
+    scale: float | None
+    initial_state: Tensor | None
+    output_final_state: bool | str
+    cu_seqlens: Tensor | Sequence[int] | None
+    first_token: int | None
+    layout: str
+    per_document: bool
+    invariant: int | None
+
+
+class Options(NamedTuple):
+    """What is not in the tensors of a call, checked. fields, bound: of Before, what the ranks compare; zigzag: see
+    zigzag_of."""
+
+    rule: str
+    scale: float
+    fields: str
+    bound: float | None
+    first_token: int | None = None
+    zigzag: int = 0
+    invariant: int = 0
 
 
 class Inputs(NamedTuple):

@@ -1,0 +1,178 @@
+"""What calls of a delta rule with one signature find prepared: all that the first of them has worked out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.checks import signature_of
+from ...bindings.torch_compat import unsafe_view
+from ...comm.communicator import Communicator
+from ...scan.fwd_epochs import FWD_EPOCHS
+from ...tokens.packing import CHUNK_TOKENS, Layout, carried_states, most_segments
+from ...tokens.partition import OwnTokens, check_packed, find_layout
+from ..carrier import AllScanCarrier, check_cut
+from ..first_call import FirstCall, check_first, common_fields
+from .delta_checks import RULES, TITLES, Shapes, check_tensors, shapes_of
+from .delta_passes import StatePass
+from .fla_chunks import ChunkCall, local
+from .own_chunks import ChunkPass, OwnChunks
+from .records import DeltaShape, Ends, Inputs, Kept, Options, Outer, Saved
+
+# What numbers are saved as of which some are never written: a saved_tensors_hook that looks at numbers, as a quantizer
+# does, is not to take those for numbers
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def _find_layout(comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options) -> Layout:
+    packed = bool(options.zigzag) or cu_seqlens is not None  # as fla takes both halves
+    tokens = OwnTokens(x.B, x.T, cu_seqlens, options.first_token, options.zigzag)
+    return find_layout(comm, tokens, x.segment_length(), packed, bool(x.invariant))
+
+
+class PreparedDelta:
+    """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
+    those by which they find it; and their backward passes.
+
+    saved: what autograd saves, see ``saved_specs``. fixed: the operator's last inputs."""
+
+    def __init__(self, comm: Communicator, x: Shapes, cu_seqlens: Tensor | None, options: Options, saved: list) -> None:
+        rule, scale, *_, zigzag, _ = options
+        self.comm, self.rule, self.name, self.saved, self.zigzag = (
+            comm,
+            RULES[rule],
+            TITLES[rule],
+            saved,
+            bool(zigzag),
+        )
+        self.layout = _find_layout(comm, x, cu_seqlens, options)
+        self.states = state_pass(comm, self.layout, x, options)
+        self.call = ChunkCall(self.states, scale, local(self.layout))
+        self.fixed = comm.handle, *options
+        self.state_shape = x.sequences, x.HV, x.K, x.V
+        self._state_specs = state_specs(x, zigzag)
+        carrier = AllScanCarrier.of(comm, dense=True)
+        self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept), of the
+        operator's inputs before ``fixed``."""
+        *tensors, initial_state, _, final = inputs
+        x = Inputs(*tensors)
+        ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
+        kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
+        self.layout.use(self.comm)
+        v_shape = x.v.shape
+        if not v_shape[1]:
+            self.states.forward_of_none(ends, kept)
+            return torch.empty_like(x.v), ends.filled, *sums_and_chunks(self.rule, x.k, x.v, x.g), *kept
+        if self.zigzag:
+            x = Inputs(*_in_one(*x))
+        o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, kept)
+        if self.zigzag:
+            o = unsafe_view(o, v_shape)  # no view, which must not be written to
+            solved = solved.view(v_shape[0], -1, *solved.shape[2:])
+            sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
+            scores = scores.view(solved.shape) if scores.numel() else scores
+        if self.comm.debug:
+            self.comm._look_for_nan(self.name, o=o, final_state=ends.filled)
+        return o, ends.filled, sums, scores.view(WORDS[scores.dtype]), solved, *kept
+
+    def backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> list[Any]:
+        """Gradients of the inputs."""
+        self.layout.use(self.comm)
+        if not x.q.shape[1]:
+            self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), kept)
+            return [torch.empty_like(y) for y in x]
+        saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
+        if self.zigzag:
+            x, scores = Inputs(*_in_one(*x)), saved.scores
+            saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
+            outer = outer._replace(do=outer.do.flatten(0, 1)[None])
+        grads: Any = self.rule.backward(self.call, x, saved, outer, kept)
+        grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
+        if self.zigzag:
+            grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
+        if self.comm.debug:
+            named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads), dinitial_state=outer.dinitial)
+            self.comm._look_for_nan(f"{self.name}'s backward", **named)
+        return grads
+
+
+def prepare_delta(comm: Communicator, tensors: tuple, cu_seqlens: Tensor | None, options: Options) -> PreparedDelta:
+    """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
+    ranks. tensors: q, k, v, g, beta, initial_state."""
+    q, _, v, g, beta, initial_state = tensors
+    rule, scale, fields, bound, first_token, zigzag, invariant = options
+    are_none = initial_state is None, cu_seqlens is None, first_token is None
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    signature = rule, scale, fields, bound, signature_of(*tensors), sequences, are_none, zigzag, invariant
+    if comm.debug or signature not in comm.checked:
+        shape = agree = None
+        if q.ndim == v.ndim == 4:
+            shape = shapes_of(q, v, cu_seqlens).carried(zigzag)
+            of_fields = (*(tuple(field.split("=")) for field in fields.split(";")), ("lower_bound", bound))
+            common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
+            agree = f"zeco_{rule}", ("heads of q", q.shape[2]), *common, *of_fields, ("invariant", invariant)
+
+        def check() -> None:
+            check_tensors(comm, tensors, cu_seqlens, rule, zigzag)
+            check_packed(comm, cu_seqlens, q.shape[1], first_token, zigzag)
+            check_cut(comm, q.shape[1], invariant, zigzag)
+            if invariant and not q.shape[1] and comm.rank in ((0,) if zigzag else (0, comm.size - 1)):
+                raise ValueError(f"with invariant={invariant} the first and the last rank must have tokens")
+
+        summed = None if isinstance(RULES[rule], OwnChunks) else CHUNK_TOKENS  # ours take gates of -inf, too
+        first = FirstCall(signature, shape, agree, summed)
+        check_first(comm, first, check, g, AllScanCarrier.of(comm, dense=True).prepare)
+    x = shapes_of(q, v, cu_seqlens, invariant)
+    own = isinstance(RULES[rule], OwnChunks)  # which saves the gates, not their sums
+    saved = saved_specs(x, beta.dtype, g.dtype if own else torch.float32, rule, zigzag)
+    return PreparedDelta(comm, x, cu_seqlens, options, saved)
+
+
+def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) -> StatePass:
+    """What runs between the chunks of such calls, one of a layout and shape."""
+    rule, zigzag = RULES[options.rule], options.zigzag
+    cls = ChunkPass if isinstance(rule, OwnChunks) else StatePass
+    heads = x.H if rule.scalar or cls is ChunkPass else x.HV
+    B = carried_states(x.B, x.sequences, zigzag)
+    shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
+    return layout.derived((cls, shape), lambda: cls(comm, layout.tables(), shape))
+
+
+def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
+    """[B, T, ...] as [1, B * T, ...]: packed, as the halves of the zigzag layout are for fla."""
+    return (x if x is None else x.flatten(0, 1)[None] for x in tensors)
+
+
+def state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """(dtype, shape) of each of Kept; of more segments than there may be. The first two are saved as integers, see
+    WORDS."""
+    segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
+    states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
+    return *states, (torch.int64, (FWD_EPOCHS,))
+
+
+def sums_and_chunks(rule, k, v, g) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised sums of gates, scores and solved."""
+    solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(rule, OwnChunks)
+    scores = k.new_empty(0 if rule.scalar and not own else solved.shape, dtype=WORDS[k.dtype])
+    return g.new_empty(0 if own else g.shape, dtype=torch.float32), scores, solved
+
+
+@functools.lru_cache(1024)
+def saved_specs(x: Shapes, beta_dtype: torch.dtype, gate_dtype: torch.dtype, rule: str, zigzag: int) -> list[tuple]:
+    """The dtype, shape and device of what autograd saves, but for cu_seqlens, and of do."""
+    keys, of_v, dtype, scalar = (x.B, x.T, x.H, x.K), (x.B, x.T, x.HV), x.dtype, RULES[rule].scalar
+    values, chunk = (*of_v, x.V), (*of_v, CHUNK_TOKENS)
+    without = scalar and not isinstance(RULES[rule], OwnChunks)
+    specs = [(dtype, keys), (dtype, keys), (dtype, values), (beta_dtype, of_v)]
+    specs += (gate_dtype, of_v if scalar else (*of_v, x.K)), (WORDS[dtype], (0,) if without else chunk)
+    specs += (dtype, chunk), *state_specs(x, zigzag), (dtype, values)
+    return [(of, torch.Size(shape), x.device) for of, shape in specs]
