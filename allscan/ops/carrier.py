@@ -220,7 +220,10 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
     if invariant % CHUNK_TOKENS:
         raise ValueError(f"invariant must be a multiple of {CHUNK_TOKENS} tokens, got {invariant}")
     if invariant and zigzag == PER_DOCUMENT:
-        raise ValueError("invariant does not go with per_document=True, whose documents have no place in one row")
+        raise ValueError(
+            f"invariant={invariant} does not go with per_document=True: each document is cut into 2P chunks, which "
+            f"would have to be multiples of it: no document could have less than {2 * comm.size * invariant} tokens"
+        )
     if invariant and comm.algorithm in ("rails", "recursive_doubling"):
         raise ValueError(
             f'invariant={invariant} adds in the order of the sequence, which algorithm="{comm.algorithm}" of the '
