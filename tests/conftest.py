@@ -5,15 +5,15 @@ This process itself never interprets: it compiles kernels for sm_90.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import inspect
 import os
 
 import pytest
 import torch
 
 from allscan.tools import ranks
-from support import gpu_record, gpu_schedule
+from support import gpu_record, gpu_schedule, side_by_side
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OF_GPU = os.path.join(ROOT, "tests", "gpu")
@@ -53,9 +53,7 @@ def pytest_collection_modifyitems(config, items):
         for mark in [mark for mark in item.own_markers if mark.name == "quick" and mark.args]:
             if not item.callspec.id.startswith(mark.args):
                 item.own_markers.remove(mark)
-        size = inspect.signature(item.function).parameters.get("size")
-        size = 1 if size is None or size.default is size.empty else size.default
-        size = item.callspec.params.get("size", size) if hasattr(item, "callspec") else size
+        size = side_by_side.size_of(item)
         if sharing and ("nvshmem" in item.nodeid or item.get_closest_marker("alone")):
             size = largest + 1
         over_network = (item.get_closest_marker("network") is not None) == config.getoption("--network")
@@ -93,6 +91,7 @@ class Pool:
 
     def __init__(self, size, device):
         self.size, self.ranks = size, ranks.Ranks(size, device)
+        self.begun, self._answers = set(), {}  # tests that run side by side, by name: [(value, error)] by rank
 
     def run(self, *arguments, timeout=240.0):
         try:
@@ -101,15 +100,32 @@ class Pool:
                 self.ranks.run(torch.cuda.empty_cache, timeout=timeout)  # for other processes on these GPUs
             return found
         except RuntimeError as error:
-            try:
-                self.ranks.run(answering, timeout=10.0)
-            except RuntimeError:
-                for process in self.ranks.processes:
-                    process.kill()
-                self.ranks = ranks.Ranks(self.size, self.ranks.device)
+            self._replace_lost_ranks()
             if 'transport "ipc" has none' in str(error):
                 pytest.skip("needs NVSHMEM's puts")
             raise
+
+    def _replace_lost_ranks(self):
+        try:
+            self.ranks.run(answering, timeout=10.0)
+        except RuntimeError:
+            for process in self.ranks.processes:
+                process.kill()
+            self.ranks = ranks.Ranks(self.size, self.ranks.device)
+
+    def answers_of(self, item, others, timeout=240.0):
+        """Of a test by rank, which runs with those of the ``others`` that have not begun yet, as far as there are ranks
+        for them."""
+        if item.nodeid not in self.begun:
+            items = [item, *(other for other in others if other.nodeid not in self.begun)]
+            places = side_by_side.fitting(items, self.size)
+            self.begun |= {item.nodeid for _, item in places}
+            self.ranks.start(side_by_side.on_ranks, [(place, *side_by_side.case_of(item)) for place, item in places])
+            answers = self.ranks.results(timeout, after_failure=30.0)
+            self._answers |= {item.nodeid: [answers[rank] for rank in place] for place, item in places}
+            if any(error for _, error in answers):
+                self._replace_lost_ranks()
+        return ranks.values_of(self._answers.pop(item.nodeid))
 
 
 def count_of_ranks(config):
@@ -150,6 +166,20 @@ def run(pool, request):
         return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]
 
     return run
+
+
+@pytest.fixture
+def answers(pool, request):
+    """Of the test's case by rank: function(group, **arguments) of its mark ``side_by_side(case=function)``. On CPUs its
+    first case runs those behind it, too, on ranks of their own."""
+    if request.config.getoption("--gpu"):
+        size = side_by_side.size_of(request.node)
+        device_for(size, request.config)
+        function, arguments = side_by_side.case_of(request.node)
+        return pool.run(ranks.on_first, size, functools.partial(function, **arguments))[:size]
+    items = request.session.items
+    others = [item for item in items[items.index(request.node) :] if item.function is request.node.function]
+    return pool.answers_of(request.node, others[1:])
 
 
 @pytest.fixture

@@ -127,15 +127,7 @@ class Ranks:
         """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed. The
         others are then given 30 s more."""
         self.start(function, *arguments)
-        answers = self.results(timeout, after_failure=30.0)
-        failures = [
-            f"rank {rank}: {getattr(error, 'text', error)}"
-            for rank, (_, error) in enumerate(answers)
-            if error is not None
-        ]
-        if failures:
-            raise RuntimeError("\n".join(failures))
-        return [value for value, _ in answers]
+        return values_of(self.results(timeout, after_failure=30.0))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -153,6 +145,16 @@ class Ranks:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def values_of(answers: list) -> list:
+    """The values of these results by rank; RuntimeError with the tracebacks if any rank failed."""
+    failures = [
+        f"rank {rank}: {getattr(error, 'text', error)}" for rank, (_, error) in enumerate(answers) if error is not None
+    ]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [value for value, _ in answers]
 
 
 def take_local_gpu() -> None:

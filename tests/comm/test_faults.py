@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 import weakref
+from unittest import mock
 
 import conftest
 import pytest
@@ -490,11 +491,10 @@ def test_the_errors_of_other_ranks_have_one_base_class():
         assert str(pickle.loads(pickle.dumps(made))) == str(made)
 
 
-def failing_steps_case(failing, most):
+def failing_steps_case(group, failing, most):
     """The loop of docs/training.md: rank 1 fails in some steps, before the first of their calls."""
-    host_exchange.EXCHANGE_TIMEOUT_S = most
     errors, seconds, losses = [], [], []
-    with allscan.Communicator(timeout=2.0) as comm:
+    with mock.patch.object(host_exchange, "EXCHANGE_TIMEOUT_S", most), allscan.Communicator(group, timeout=2.0) as comm:
         for step in range(4):
             comm.step()
             error, begin = None, time.monotonic()
@@ -513,7 +513,7 @@ def failing_steps_case(failing, most):
                 error = caught
             seconds.append(time.monotonic() - begin)
             flag = torch.tensor(float(error is not None))
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
             errors.append(type(error).__name__ if error is not None else "")
             if flag.item():
                 comm.resync()
@@ -521,10 +521,11 @@ def failing_steps_case(failing, most):
 
 
 @pytest.mark.cpu
+@pytest.mark.side_by_side(case=failing_steps_case)
 @pytest.mark.parametrize("failing, most", [((1, 2), 120.0), ((0, 1), 3.0)])
-def test_steps_that_fail_one_behind_the_other(fresh, failing, most):
+def test_steps_that_fail_one_behind_the_other(answers, failing, most, size=2):
     """After resync() every call is a first one: nobody waits for the failed rank longer than its kernels would."""
-    (errors, seconds, losses), (errors_of_1, _, losses_of_1) = fresh(2).run(failing_steps_case, failing, most)
+    (errors, seconds, losses), (errors_of_1, _, losses_of_1) = answers
     first, second = failing
     assert errors[first] == ("AllScanTimeout" if first else "AllScanHostTimeout"), errors
     assert errors[second] == "AllScanHostTimeout" and seconds[second] < 2 + 5 + 3, (errors, seconds)
@@ -592,6 +593,7 @@ def rejected_case(group, kind, name):
 
 @pytest.mark.quick("allscan-sparse", "halo-n")
 @pytest.mark.cpu
+@pytest.mark.side_by_side(case=rejected_case)
 @pytest.mark.parametrize(
     "kind, name",
     [("allscan", n) for n in ("negative strides", "foreign byte order", "no array", "no shape", "sparse", "float64")]
@@ -609,8 +611,7 @@ def rejected_case(group, kind, name):
     ]
     + [("halo", n) for n in ("nested cu_seqlens", "float cu_seqlens", "cu_seqlens on one rank", "n")],
 )
-def test_whatever_a_rank_is_given_all_ranks_hear(run, kind, name):
-    answers = run(3, rejected_case, kind, name)
+def test_whatever_a_rank_is_given_all_ranks_hear(answers, kind, name, size=3):
     for rank, (answer, seconds, after) in enumerate(answers):
         assert answer is not None and seconds < 5.0, (rank, answer, seconds)
         assert after is None, after
@@ -707,7 +708,7 @@ def wrong_of(kind, size):
 
 def first_call_case(group, kind):
     """Each wrong argument of rank 1 at a communicator's first call with all others, and the right call behind it."""
-    found, rank, size = {}, dist.get_rank(), dist.get_world_size(group)
+    found, rank, size = {}, dist.get_rank(group), dist.get_world_size(group)
     function, right = arguments_of(kind)
     for name, (common, wrong) in wrong_of(kind, size).items():
         with allscan.Communicator(group, timeout=5.0) as comm:
@@ -724,10 +725,11 @@ KINDS = "allscan", "zigzag", "halo", "zeco_gla", "zeco_kda", "zeco_gated_delta_r
 
 
 @pytest.mark.cpu
+@pytest.mark.side_by_side(case=first_call_case)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_first_call_checks_before_it_asks(run, kind):
+def test_a_first_call_checks_before_it_asks(answers, kind, size=3):
     """Whatever is wrong on one rank at a first call, all ranks hear of it there, and the next call is right."""
-    first, second, third = run(3, first_call_case, kind)
+    first, second, third = answers
     for name, (answer, seconds, after) in second.items():
         assert answer is not None and after is None and seconds < 5, (name, answer, after)
         for others, seconds, after in (first[name], third[name]):
@@ -737,7 +739,7 @@ def test_a_first_call_checks_before_it_asks(run, kind):
 
 def later_call_case(group, kind):
     """The same at a call that comes again, which asks nobody: until the last rank has rejected it."""
-    found, rank, size = {}, dist.get_rank(), dist.get_world_size(group)
+    found, rank, size = {}, dist.get_rank(group), dist.get_world_size(group)
     function, right = arguments_of(kind)
     with allscan.Communicator(group, timeout=1.0) as comm:
         for name, (common, wrong) in list(wrong_of(kind, size).items())[::3]:
@@ -754,11 +756,12 @@ def later_call_case(group, kind):
 
 
 @pytest.mark.cpu
+@pytest.mark.side_by_side(case=later_call_case)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_call_that_one_rank_rejects(run, kind):
+def test_a_later_call_that_one_rank_rejects(answers, kind, size=2):
     """As the documentation has it: that rank raises at once, and AllScanOutOfStep at its next call; the others end, at
     barrier() at the latest, with an error that names rank, call and reason."""
-    first, second = run(2, later_call_case, kind)
+    first, second = answers
     for name, (number, answer, seconds, after, end) in second.items():
         assert answer is not None and not answer[0].startswith("AllScan") and seconds < 0.8, (name, answer, seconds)
         assert after[0] == end[0] == "AllScanOutOfStep" and f"has rejected its call {number}" in end[1], (name, after)
