@@ -87,7 +87,8 @@ KINDS = {
     "merge_kernel fold_kernel reverse_kernel",
     "cat": "CatArray",
     "recurrences": "scan_kernel delta_ kda chunk_ transition_ recompute_w_u prepare_wy merge_16 solve_ l2norm cumsum "
-    "summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel",
+    "summary_kernel adjoint_kernel operands_kernel output_kernel pairs_kernel gradient_kernel "
+    "normalize_ gate_kernel gate_back sums_kernel",
     "convolutions": "conv dgrad wgrad",  # in front of GEMM, in whose names convolutions of cuDNN are, too
     "copies": "copy Memcpy",
     "GEMM": "gemm nvjet cutlass cublas splitK",

@@ -22,7 +22,16 @@ from allscan.ops.delta import delta_passes, own_chunks
 from allscan.ops.delta.records import Between, DeltaShape, Ends, Inputs, OfOutput, Outer, Saved
 from allscan.ops.gla import gla_operator, gla_plans
 from allscan.scan.rails_links import warps_of
-from allscan.shmem_kernels import blocks, delta, delta_chunks, delta_chunks_bwd, gla_bwd, gla_fwd, gla_strong
+from allscan.shmem_kernels import (
+    blocks,
+    delta,
+    delta_chunks,
+    delta_chunks_bwd,
+    delta_inputs,
+    gla_bwd,
+    gla_fwd,
+    gla_strong,
+)
 from allscan.shmem_kernels.fold import fold_kernel, reverse_kernel
 from allscan.shmem_kernels.links import NONE, PUT, SENTINEL, SIGNAL
 from allscan.shmem_kernels.merge import merge_kernel
@@ -301,6 +310,37 @@ def test_merge(kind, V):
     accesses = re.findall(r"(ld\.global|st\.global|bar\.sync)", compiled.ptx)
     first_store, barrier = accesses.index("st.global"), accesses.index("bar.sync")
     assert barrier < first_store and "ld.global" not in accesses[barrier:], accesses  # warps load the same lse
+
+
+@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("kernel", [delta_inputs.normalize_kernel, delta_inputs.normalize_back_kernel])
+def test_norms(kernel, kind):
+    arguments = {"p_factors": "*fp32", "rows": "i32"}
+    arguments |= {name: kind for name in kernel.arg_names if name.startswith("p_") and name not in arguments}
+    compiled = Compiled(kernel, arguments, {"D": 128, "BD": 128, "ROWS": 16})
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+    assert compiled.count(r"ld\.global\.v4\.b32") and not compiled.count(r"(ld|st)\.global\.b16")
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("kind", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("W, K", [(4096, 128), (32, 1)])
+@pytest.mark.parametrize("kernel", [delta_inputs.gate_kernel, delta_inputs.gate_back_kernel])
+def test_gates(kernel, W, K, kind, bounded):
+    arguments = pointers("p_A_log p_dt_bias p_g p_dg p_parts", "*fp32") | pointers("p_x p_dx", kind)
+    arguments |= dict(rows="i32", bound="fp32")
+    BW = min(128, W)
+    constants = dict(W=W, K=K, BW=BW, ROWS=2048 // BW, BLOCKS=16, BOUNDED=bounded)
+    arguments, constants = ({n: x for n, x in y.items() if n in kernel.arg_names} for y in (arguments, constants))
+    compiled = Compiled(kernel, arguments, constants)
+    assert compiled.spilled_bytes == 0 and compiled.registers <= 128
+    assert compiled.count(r"ld\.global\.v4\.b32") and not compiled.count(r"(ld|st)\.global\.b16")
+
+
+def test_sums_of_gates():
+    arguments = pointers("p_parts p_dA_log p_ddt_bias", "*fp32") | {"parts": "i32"}
+    compiled = Compiled(delta_inputs.sums_kernel, arguments, {"W": 4096, "K": 128, "BN": 16, "BK": 128})
+    assert compiled.spilled_bytes == 0 and not compiled.count(r"\b(atom|red)\.")
 
 
 @pytest.mark.parametrize("kernel, names", [(reverse_kernel, "p_x p_out"), (fold_kernel, "p_x p_reversed p_out")])

@@ -22,8 +22,8 @@ from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
 from .delta_checks import RULES, TITLES, checked, shapes_of
 from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
-from .fla_chunks import Gate, gate, normalized
 from .own_chunks import OwnChunks
+from .raw_inputs import Gate, gate, normalized
 from .records import Asked, Before, Inputs, Kept, Options, Outer, Saved
 
 BETAS = torch.float32, torch.bfloat16, torch.float16  # types that fla's kernels take it in
@@ -199,7 +199,7 @@ def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Aske
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
     *inputs, initial_state = plain_or_traced(*x, initial_state)
-    tensors = *_applied(before, rule, Inputs(*inputs), comm.handle), initial_state
+    tensors = *_applied(before, Inputs(*inputs), comm.handle), initial_state
     if prepared is None and watched((*tensors, cu_seqlens)):
         o, final_state, *_ = _operator.forward(*tensors, cu_seqlens, final, comm.handle, *options)
     else:
@@ -236,17 +236,16 @@ def _fields_of(before: Before) -> str:
     return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
 
 
-def _applied(before: Before, rule: str, x: Inputs, handle: int) -> Inputs:
+def _applied(before: Before, x: Inputs, handle: int) -> Inputs:
     """What the rule takes. handle: of the communicator."""
-    (q, k, v, g, beta), own = x, isinstance(RULES[rule], OwnChunks)
+    q, k, v, g, beta = x
     if before.normalize:
-        q, k = normalized(q, handle, own), normalized(k, handle, own)
+        q, k = normalized(q, k, handle)
     if before.gate:
         A_log, dt_bias = plain_or_traced(before.A_log, before.dt_bias)
-        by = Gate(A_log, dt_bias, before.lower_bound)
-        g = gate(g, by, RULES[rule].scalar, handle, own)
+        g = gate(g, Gate(A_log, dt_bias, before.lower_bound), handle)
     if before.sigmoid:
-        beta = beta.float().sigmoid() * (2 if before.twice else 1)
+        beta = gate(beta, Gate(bound=2.0 if before.twice else 1.0), handle)
     elif beta.dtype not in BETAS:
         beta = beta.float()
     return Inputs(q, k, v, g, beta)

@@ -5,17 +5,10 @@ Everything that is taken from fla for delta rules is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.autograd import Function
-from ...base.checks import described, plain, restored
-from ...comm.backwards import saved_tensors
-from ...comm.communicator import communicator_of
 from ...tokens.packing import CHUNK_TOKENS, Layout
 from .fla_replay import FlaReplay
 from .records import Between, Ends, Inputs, Kept, OfOutput, Outer, Saved
@@ -34,93 +27,6 @@ class Local(NamedTuple):
 def local(layout: Layout) -> Local:
     """Of a layout that was made with ``fla`` where sequences are packed."""
     return Local(*layout.fla) if layout.fla else Local(None, None)
-
-
-class _Normalized(Function):
-    """fla's, whose backward takes what a hook of the caller's gives back as it is."""
-
-    @staticmethod
-    def forward(ctx, handle, x) -> Tensor:
-        from fla.modules.norm.l2norm import l2norm_fwd
-
-        saved = l2norm_fwd(x)
-        ctx.save_for_backward(*saved)
-        ctx.saved_specs = handle, [described(x) for x in saved]
-        return saved[0]
-
-    @staticmethod
-    def backward(ctx, dy) -> tuple[None, Tensor]:
-        from fla.modules.norm.l2norm import l2norm_bwd
-
-        y, rstd = _restored(ctx, "use_qk_l2norm_in_kernel", "y rstd")
-        return None, l2norm_bwd(y=y, rstd=rstd, dy=plain(dy))
-
-
-class _Gate(Function):
-    """The same of KDA's gate."""
-
-    @staticmethod
-    def forward(ctx, options, *tensors) -> Tensor:
-        from fla.ops.kda.gate import kda_gate_fwd
-
-        ctx.lower_bound, handle = options
-        ctx.there = [x is not None for x in tensors]
-        saved = [x for x in tensors if x is not None]
-        ctx.save_for_backward(*saved)
-        ctx.saved_specs = handle, [described(x) for x in saved]
-        return kda_gate_fwd(*tensors, ctx.lower_bound)
-
-    @staticmethod
-    def backward(ctx, dg) -> tuple[Tensor | None, ...]:
-        from fla.ops.kda.gate import kda_gate_bwd
-
-        names = [name for name, there in zip(("g", "A_log", "dt_bias"), ctx.there, strict=True) if there]
-        saved = iter(_restored(ctx, "use_gate_in_kernel", " ".join(names)))
-        g, A_log, dt_bias = (next(saved) if there else None for there in ctx.there)
-        return None, *kda_gate_bwd(g, A_log, dt_bias, plain(dg), ctx.lower_bound)
-
-
-def _restored(ctx, what: str, names: str) -> Sequence[Tensor]:
-    """What autograd has saved, or an error of which the ranks hear that wait for this one's next call."""
-    handle, specs = ctx.saved_specs
-    saved = saved_tensors(ctx, lambda: communicator_of(handle), True)
-    try:
-        return restored(what, names, saved, specs)
-    except RuntimeError:
-        with communicator_of(handle).call(True):
-            raise
-
-
-def normalized(x: Tensor, handle: int, by_torch: bool = False) -> Tensor:
-    """x over the root of its square and 1e-6, along the last dimension; contiguous. ``handle``: of the communicator.
-    ``by_torch``: without fla."""
-    if by_torch or torch.compiler.is_compiling() or not x.numel():
-        return (x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
-    return cast(Tensor, _Normalized.apply(handle, x))
-
-
-class Gate(NamedTuple):
-    """What raw gates go through; see ``zeco_kda``."""
-
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    lower_bound: float | None
-
-
-def gate(g: Tensor, by: Gate, scalar: bool, handle: int, by_torch: bool = False) -> Tensor:
-    """Logarithms of decays [..., HV, K], scalar: [..., HV], of raw ones, float32: of each head
-    -exp(A_log) softplus(g + dt_bias), or with a lower bound lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
-    A_log, dt_bias, lower_bound = by
-    if not (by_torch or scalar or torch.compiler.is_compiling()) and g.numel():
-        return cast(Tensor, _Gate.apply((lower_bound, handle), g, A_log, dt_bias))
-    g = g.float()
-    if dt_bias is not None:
-        g = g + dt_bias.float().view(g.shape[2:])
-    rate = None if A_log is None else A_log.float().exp().view(-1, *(1,) * (g.ndim - 3))
-    if lower_bound is None:
-        assert rate is not None
-        return -rate * F.softplus(g)
-    return lower_bound * (g if rate is None else rate * g).sigmoid()
 
 
 def log2_sums(fla: FlaReplay, g: Tensor, tables: Local) -> Tensor:

@@ -1,0 +1,221 @@
+"""What delta rules take of raw arguments: norms of q and k, gates and beta; by shmem_kernels/delta_inputs.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...base.autograd import Function, watched
+from ...base.checks import described, plain, restored
+from ...base.tiling import cdiv, next_power_of_2, power_of_2_below
+from ...comm.backwards import saved_tensors
+from ...comm.communicator import Communicator, communicator_of
+from ...launch.plan import Buffer, Plan
+from ...shmem_kernels.delta_inputs import (
+    gate_back_kernel,
+    gate_kernel,
+    normalize_back_kernel,
+    normalize_kernel,
+    sums_kernel,
+)
+from ...tokens.packing import KEPT
+
+BLOCK = 2048  # numbers of a program at a time
+PROGRAMS = 1024  # about as many as a GPU runs at once
+MOST_KEYS = 256  # channels of q and k
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class Gate(NamedTuple):
+    """What raw gates go through; see ``zeco_kda``. Beta is one with a bound of 1 or 2."""
+
+    A_log: Tensor | None = None  # [HV]
+    dt_bias: Tensor | None = None  # [HV] or [HV, K], in whatever shape
+    bound: float | None = None
+
+
+def normalized(q: Tensor, k: Tensor, handle: int) -> Sequence[Tensor]:
+    """Both, each over the root of its square and 1e-6, along the last dimension. ``handle``: of the communicator."""
+    if _by_kernels(q, k, handle=handle) and q.shape == k.shape and 0 < q.shape[-1] <= MOST_KEYS:
+        found: Sequence[Tensor] = _Normalized.apply(handle, q, k)
+        return found
+    return [(x * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k)]
+
+
+def gate(x: Tensor, by: Gate, handle: int) -> Tensor:
+    """Of raw ones [B, T, HV, ...] float32: of each head -exp(A_log) softplus(x + dt_bias), or with a bound
+    bound sigmoid(exp(A_log) (x + dt_bias))."""
+    A_log, dt_bias, bound = by
+    if _by_kernels(x, A_log, dt_bias, handle=handle) and x.ndim in (3, 4):
+        found: Tensor = _Gated.apply((handle, bound), x, A_log, dt_bias)
+        return found
+    x = x.float()
+    if dt_bias is not None:
+        x = x + dt_bias.float().view(x.shape[2:])
+    rate = None if A_log is None else A_log.float().exp().view(-1, *(1,) * (x.ndim - 3))
+    if bound is None:
+        assert rate is not None
+        return -rate * F.softplus(x)
+    return bound * (x if rate is None else rate * x).sigmoid()
+
+
+def _by_kernels(*tensors: Tensor | None, handle: int) -> bool:
+    """Whether our kernels take these, that is eager and checked as far as they need it: torch takes what is rejected
+    afterwards, and what it traces."""
+    if watched(tensors):
+        return False
+    device = communicator_of(handle).device
+    return all(x is None or x.device == device and x.dtype in FLOATS and x.numel() for x in tensors)
+
+
+class _Normalized(Function):
+    @staticmethod
+    def forward(ctx: Any, handle: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, *factors = RawInputs.of(handle).run("normalize", *map(plain, tensors))
+        _save(ctx, handle, q, k, *factors)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = _restored(ctx, "use_qk_l2norm_in_kernel", "q k factors_of_q factors_of_k")
+        return None, *RawInputs.of(ctx.handle).run("normalize_back", *saved, *map(plain, grads))
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, rest: tuple[int, float | None], *tensors: Tensor | None) -> Tensor:
+        handle, ctx.bound = rest
+        tensors = tuple(x if x is None else plain(x) for x in tensors)
+        ctx.there = [x is not None for x in tensors]
+        _save(ctx, handle, *(x for x in tensors if x is not None))
+        [found] = RawInputs.of(handle).run("gate", *tensors, bound=ctx.bound)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
+        names = [name for name, there in zip(("x", "A_log", "dt_bias"), ctx.there, strict=True) if there]
+        saved = iter(_restored(ctx, "a gate of a delta rule", " ".join(names)))
+        tensors = [next(saved) if there else None for there in ctx.there]
+        return None, *RawInputs.of(ctx.handle).run("gate_back", *tensors, plain(dg), bound=ctx.bound)
+
+
+def _save(ctx: Any, handle: int, *tensors: Tensor) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.handle, ctx.specs = handle, [described(x) for x in tensors]
+
+
+def _restored(ctx: Any, what: str, names: str) -> Sequence[Tensor]:
+    """What autograd has saved, or an error of which the ranks hear that wait for this one's next call."""
+    comm = communicator_of(ctx.handle)
+    saved = saved_tensors(ctx, lambda: comm, True)
+    try:
+        return restored(what, names, saved, ctx.specs)
+    except RuntimeError:
+        with comm.call(True):
+            raise
+
+
+class RawInputs:
+    """Of a communicator: plans, recorded once for calls that differ in their tensors only."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._graphs, self._cuda = comm.graphs, comm.device.type == "cuda"
+        self._plans: dict[tuple, tuple[Plan, list]] = {}
+
+    @staticmethod
+    def of(handle: int) -> RawInputs:
+        attributes = communicator_of(handle).attributes
+        return attributes.get(RawInputs) or attributes.setdefault(RawInputs, RawInputs(communicator_of(handle)))
+
+    def run(self, name: str, *tensors: Tensor | None, **fixed: Any) -> list[Any]:
+        """The tensors of the buffers that ``name`` of RECORDS makes of these, None for None."""
+        key = name, *fixed.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= KEPT:
+                self._plans.clear()
+            plan = Plan(self._graphs)
+            inputs = [x if x is None else plan.input(x) for x in tensors]
+            buffers = RECORDS[name](plan, self._cuda, *inputs, **fixed)
+            places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
+            found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
+        plan, order = found
+        outputs = plan.run(None, *[x for x in tensors if x is not None])
+        return [i if i is None else outputs[i] for i in order]
+
+
+def _rows(cuda: bool, rows: int, width: int) -> int:
+    """Of a block; the interpreter pays by the block."""
+    return min(next_power_of_2(rows), max(1, (BLOCK if cuda else 128 * BLOCK) // width))
+
+
+def _normalize(plan: Plan, cuda: bool, *tensors: Buffer) -> list[Buffer]:
+    outputs = [plan.output_like(x) for x in tensors]
+    factors = [plan.output(*x.shape[:-1]) for x in tensors]
+    for given in zip(tensors, outputs, factors, strict=True):
+        _launch_normalize(plan, cuda, normalize_kernel, *given)
+    return outputs + factors
+
+
+def _normalize_back(plan: Plan, cuda: bool, q: Buffer, k: Buffer, *others: Buffer) -> list[Buffer]:
+    outputs = [plan.output_like(x) for x in (q, k)]
+    for given in zip((q, k), others[:2], others[2:], outputs, strict=True):
+        _launch_normalize(plan, cuda, normalize_back_kernel, *given)
+    return outputs
+
+
+def _launch_normalize(plan: Plan, cuda: bool, kernel: Any, x: Buffer, *others: Buffer) -> None:
+    rows, D, BD = math.prod(x.shape[:-1]), x.shape[-1], next_power_of_2(x.shape[-1])
+    ROWS = _rows(cuda, rows, BD)
+    plan.launch(kernel, (cdiv(rows, ROWS),), x, *others, rows=rows, D=D, BD=BD, ROWS=ROWS)
+
+
+def _gate(plan: Plan, cuda: bool, *tensors: Buffer | None, bound: float | None) -> list[Buffer]:
+    x = tensors[0]
+    assert x is not None
+    g = plan.output(*x.shape)
+    rows, columns, fixed = _blocks(cuda, x, bound)
+    plan.launch(gate_kernel, (cdiv(rows, fixed["ROWS"]) * columns,), *tensors, g, rows=rows, **fixed)
+    return [g]
+
+
+def _gate_back(
+    plan: Plan,
+    cuda: bool,
+    x: Buffer,
+    A_log: Buffer | None,
+    dt_bias: Buffer | None,
+    dg: Buffer,
+    bound: float | None,
+) -> list[Buffer | None]:
+    parameters = A_log, dt_bias
+    outputs = [y if y is None else plan.output_like(y) for y in (x, *parameters)]
+    rows, columns, fixed = _blocks(cuda, x, bound)
+    BLOCKS = power_of_2_below(min(16, max(1, cdiv(rows, fixed["ROWS"]) * columns // PROGRAMS)))
+    number = cdiv(rows, fixed["ROWS"] * BLOCKS)
+    parts = None if parameters == (None, None) else plan.scratch(number, 2, fixed["W"])
+    given = x, *parameters, dg, outputs[0], parts
+    plan.launch(gate_back_kernel, (number * columns,), *given, rows=rows, BLOCKS=BLOCKS, **fixed)
+    if parts is not None:
+        W, K, BK = fixed["W"], fixed["K"], next_power_of_2(fixed["K"])
+        BN = _rows(cuda, number, BK)
+        plan.launch(sums_kernel, (W // K,), parts, *outputs[1:], parts=number, W=W, K=K, BN=BN, BK=BK)
+    return outputs
+
+
+def _blocks(cuda: bool, x: Buffer, bound: float | None) -> tuple[int, int, dict[str, Any]]:
+    """(rows of x, blocks of columns, what kernels of gates are told) of x [B, T, HV] or [B, T, HV, K]."""
+    rows, W, K = math.prod(x.shape[:2]), math.prod(x.shape[2:]), math.prod(x.shape[3:])
+    BW = min(128 if cuda else 2 * BLOCK, next_power_of_2(W))
+    bounded = dict(bound=0.0 if bound is None else float(bound), BOUNDED=bound is not None)
+    return rows, cdiv(W, BW), dict(W=W, K=K, BW=BW, ROWS=_rows(cuda, rows, BW), **bounded)
+
+
+RECORDS: dict[str, Callable[..., Sequence[Buffer | None]]] = dict(
+    normalize=_normalize, normalize_back=_normalize_back, gate=_gate, gate_back=_gate_back
+)
