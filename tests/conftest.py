@@ -59,6 +59,7 @@ def pytest_collection_modifyitems(config, items):
         over_network = (item.get_closest_marker("network") is not None) == config.getoption("--network")
         marks = {mark.name for mark in item.iter_markers()}  # keywords have the names of folders, too
         here = ("gpu" in marks) <= on_gpu and not ("cpu" in marks and on_gpu)
+        here = here and ("every_shape" in marks) == (config.option.markexpr == "every_shape")
         wanted = over_network and here and size <= largest
         (kept if wanted and before.get(item.nodeid, (None,))[0] != "passed" else dropped).append(item)
     if any("import_fla" in vars(item.module) for item in kept) and importlib.util.find_spec("fla"):

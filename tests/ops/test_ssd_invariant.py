@@ -57,8 +57,9 @@ def case(group, tokens, packed, zigzag, dtype=torch.float32, invariant=S):
         )
         ((y * dy[:, mine].to(comm.device)).sum() + (final * dfinal.to(comm.device)).sum()).backward()
         comm.barrier()
-        of_tokens = dict(y=y.detach(), **{name: own[name].grad for name in OF_TOKENS})
-        return torch.arange(total)[mine], of_tokens, dict(final=final.detach(), initial=own["initial_states"].grad)
+        of_tokens = dict(y=y.detach().cpu(), **{name: own[name].grad.cpu() for name in OF_TOKENS})
+        initial = own["initial_states"].grad.cpu()
+        return torch.arange(total)[mine], of_tokens, dict(final=final.detach().cpu(), initial=initial)
 
 
 def found(run, tokens, *options):

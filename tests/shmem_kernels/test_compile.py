@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import types
@@ -13,14 +12,11 @@ import triton
 import triton.language as tl
 
 from allscan import device
-from allscan.base.tiling import H100_MULTIPROCESSORS, default_tile, transition_blocks, transition_tile
+from allscan.base.tiling import default_tile, transition_blocks, transition_tile
 from allscan.bindings import nvshmem_device as nvshmem
-from allscan.bindings.triton_compat import OPTIONS
 from allscan.bindings.versions import number, nvshmem_version
-from allscan.launch.streams import Streams
-from allscan.ops.delta import delta_passes, own_chunks
-from allscan.ops.delta.records import Between, DeltaShape, Ends, Inputs, OfOutput, Outer, Saved
-from allscan.ops.gla import gla_operator, gla_plans
+from allscan.ops.delta import delta_passes
+from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput
 from allscan.scan.rails_links import warps_of
 from allscan.shmem_kernels import (
     blocks,
@@ -44,6 +40,7 @@ from allscan.tools.compiled import channel_type
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
 from support.delta import kept_for
+from support.launches import VERSION, Launches, NoScan, compiled_launches, launch_chunks, launch_gla
 from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
@@ -53,9 +50,6 @@ pytestmark = pytest.mark.cpu
 # that is ptxas 12.8 with Triton 3.6 and 3.7, 12.9 with 3.8, 13.4 with 3.9; for sm_100 12.9, 13.1, 13.3 and 13.4. From
 # 3.7 on Triton has it allocate in another way (--regAllocOptLevel=2), which changes nothing before 13: there the same
 # PTX spills more (adjoint_kernel with K=256, V=512 on 3.9: 152 bytes for 72 by ptxas' own choice).
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-
-
 def most(usual, **others):
     """``usual``, or what ``others`` say for the Triton at hand: v37 for 3.7, and so on."""
     return others.get("v{}{}".format(*VERSION), usual)
@@ -354,89 +348,6 @@ def test_triangles(kernel, names):
     assert compiled.count(r"ld\.global\.v4\.b32") >= len(names.split()) - 1 and compiled.count(r"ld\.global\.b16") == 0
 
 
-class Launches:
-    """Stands for a kernel: remembers what it is launched with."""
-
-    made = []
-
-    def __init__(self, kernel):
-        self.kernel, self.arg_names = kernel, kernel.arg_names
-
-    def __getitem__(self, grid):
-        return lambda *values, **options: Launches.made.append((self.kernel, values, options))
-
-
-class NoCarrier:
-    """Carries nothing."""
-
-    handle = 0
-
-    class comm:  # noqa: N801
-        size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
-        checked = ()
-
-        @staticmethod
-        @contextlib.contextmanager
-        def call(*_):
-            yield
-
-    def prepare(self, *_):
-        pass
-
-    def stream(self, *_):
-        return contextlib.nullcontext(lambda: None)
-
-    def neighbours(self, *_):
-        return True, True
-
-    def record(self, *_):
-        pass
-
-    def expected_us(self, *_):
-        return 1.0
-
-    def pending(self, *_):
-        return []
-
-
-def rejected_on_sm_100(kernel):
-    """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/versions.md."""
-    return kernel is delta.adjoint_kernel and VERSION < (3, 9)
-
-
-def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None):
-    """(kernel, Compiled) of each different launch that was made, and is not ``seen``. more_on_sm_100: compiled for
-    that, too, each may spill as many bytes a thread more; one of those that differ in dtypes alone."""
-    kinds = {
-        torch.float32: "*fp32",
-        torch.bfloat16: "*bf16",
-        torch.float16: "*fp16",
-        torch.int32: "*i32",
-        torch.int8: "*i8",
-    }
-    seen = [] if seen is None else seen
-    for kernel, values, options in Launches.made:
-        given = dict(zip(kernel.arg_names, values)) | options
-        arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}
-        options = {n: x for n, x in options.items() if n not in arguments}
-        arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
-        launch = {n: options.pop(n) for n in ("num_warps", "num_stages", *OPTIONS) if n in options}
-        if (kernel, options, arguments) in seen:
-            continue
-        other_dtypes = any(x[:2] == (kernel, options) for x in seen)
-        seen.append((kernel, options, arguments))
-        compiled = Compiled(kernel, arguments, options, **launch)
-        assert compiled.shared <= 227 << 10
-        assert not compiled.unset_registers(), (kernel, options)
-        assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
-        if more_on_sm_100 is not None and not other_dtypes:
-            other = Compiled(kernel, arguments, options, **launch, capability=100)
-            assert other.shared <= 227 << 10, (kernel, options)
-            assert other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (kernel, options)
-            assert other.tensor_memory <= 512 or other.tensor_memory == 544 and rejected_on_sm_100(kernel), kernel
-        yield kernel, compiled
-
-
 @pytest.mark.parametrize(
     "K, V, dtype, keeps",
     [
@@ -451,20 +362,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None):
 def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
     """All kernels of forward and backward, with the block sizes that zeco_gla chooses on a GPU. keeps: what is made of
     the chunks for backward."""
-    for name, kernel in list(vars(gla_plans).items()):
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(gla_plans, name, Launches(kernel))
-    monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
-    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
-        monkeypatch.setattr(gla_plans, sizes, {"cpu": getattr(gla_plans, sizes)["cuda"]})
-    H, T = 4, 130
-    layout = Layout([TokenRange(0, T, 0, 0, 3)], 1, 1024, "cpu")
-    q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
-    g = torch.zeros(1, T, H, K)
-    monkeypatch.setattr(gla_operator, "carrier_of", lambda *_: NoCarrier())
-    monkeypatch.setattr(gla_operator, "check_first", lambda *_: None)
-    monkeypatch.setattr(gla_operator, "find_layout", lambda *_, **__: layout)
-    initial, seen = torch.zeros(1, H, K, V), []
+    seen = []
     more = most(64, v37=136, v38=136, v39=384) if dtype == torch.bfloat16 else None
     kernels = {
         gla_fwd.keys_kernel,
@@ -480,25 +378,11 @@ def test_gla_kernels(K, V, dtype, keeps, monkeypatch):
         *([gla_bwd.value_grad_kernel] if K > 128 else []),
     }
     for kept in keeps:
-        monkeypatch.setattr(Launches, "made", [])
-        with torch.no_grad():
-            how = 0.1, None, False, kept
-            _, final, *made = gla_operator._forward(q, k, v, g, initial, None, True, 0, *how)
-            gla_operator._backward(do, final, q, k, v, g, None, *made, True, 0, g.dtype, *how)
+        launch_gla(K, V, dtype, kept, monkeypatch)
         assert {kernel for kernel, *_ in Launches.made} == kernels
         for kernel, compiled in compiled_launches(more_on_sm_100=None if kept else more, seen=seen):
             if kernel not in (gla_fwd.keys_kernel, gla_fwd.carry_kernel, gla_fwd.final_kernel):
                 assert compiled.count(r"\bmma\.|wgmma\.mma"), f"{kernel} uses no matrix instruction"
-
-
-class NoScan:
-    """Stands for the carrier of a StatePass."""
-
-    def record(self, *_):
-        pass
-
-    def stream(self):
-        return contextlib.nullcontext(lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -543,21 +427,6 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     assert seen == kernels
 
 
-def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
-    """A ChunkPass with the block sizes of a GPU, all of whose launches are remembered."""
-    for module in (delta_passes, own_chunks):
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Launches(kernel))
-    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
-    monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
-    monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
-    monkeypatch.setattr(Launches, "made", [])
-    device = torch.device("cpu")
-    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
-    return own_chunks.ChunkPass(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
-
-
 @pytest.mark.parametrize(
     "scalar, K, V",
     [(False, 128, 128), (True, 128, 128), (False, 256, 64), (True, 64, 256)],
@@ -565,16 +434,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
 )
 def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
     """Chunk kernels of our own; no product reads from where nothing was put."""
-    dtype, H, T = torch.bfloat16, 4, 130
-    layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
-    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch)
-    x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
-    outside = torch.zeros(1, H, K, V)
-    beta = torch.zeros(1, T, H)
-    kept = kept_for(states)
-    inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
-    _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
-    states.whole_backward(inputs, Saved(*saved), Outer(v, outside, outside), kept, 0.1)
+    launch_chunks(K, V, torch.bfloat16, scalar, monkeypatch)
     ours = delta_chunks.operands_kernel, delta_chunks.output_kernel, delta_chunks_bwd.pairs_kernel
     if scalar:
         ours += (delta_chunks_bwd.scalar_gradient_kernel,)

@@ -1,0 +1,166 @@
+"""What operators launch on a GPU, without one: remembered, and compiled for sm_90."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import torch
+import triton
+
+from allscan.base.tiling import H100_MULTIPROCESSORS
+from allscan.bindings.triton_compat import OPTIONS
+from allscan.launch.streams import Streams
+from allscan.ops.delta import delta_passes, own_chunks
+from allscan.ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved
+from allscan.ops.gla import gla_operator, gla_plans
+from allscan.shmem_kernels import delta
+from allscan.tokens.packing import Layout, TokenRange
+
+from .delta import kept_for
+from .sm90 import Compiled
+
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+class Launches:
+    """Stands for a kernel: remembers what it is launched with."""
+
+    made = []
+
+    def __init__(self, kernel):
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid):
+        return lambda *values, **options: Launches.made.append((self.kernel, values, options))
+
+
+class NoCarrier:
+    """Carries nothing."""
+
+    handle = 0
+
+    class comm:  # noqa: N801
+        size, device, streams, graphs, debug = 2, torch.device("cpu"), Streams(torch.device("cpu")), None, False
+        checked = ()
+
+        @staticmethod
+        @contextlib.contextmanager
+        def call(*_):
+            yield
+
+    def prepare(self, *_):
+        pass
+
+    def stream(self, *_):
+        return contextlib.nullcontext(lambda: None)
+
+    def neighbours(self, *_):
+        return True, True
+
+    def record(self, *_):
+        pass
+
+    def expected_us(self, *_):
+        return 1.0
+
+    def pending(self, *_):
+        return []
+
+
+def rejected_on_sm_100(kernel):
+    """By Triton up to 3.8, when it is launched, for its tensor memory; see docs/versions.md."""
+    return kernel is delta.adjoint_kernel and VERSION < (3, 9)
+
+
+def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None):
+    """(kernel, Compiled) of each different launch that was made, and is not ``seen``. more_on_sm_100: compiled for
+    that, too, each may spill as many bytes a thread more; one of those that differ in dtypes alone."""
+    kinds = {
+        torch.float32: "*fp32",
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.int32: "*i32",
+        torch.int8: "*i8",
+    }
+    seen = [] if seen is None else seen
+    for kernel, values, options in Launches.made:
+        given = dict(zip(kernel.arg_names, values)) | options
+        arguments = {n: kinds[x.dtype] for n, x in given.items() if isinstance(x, torch.Tensor)}
+        options = {n: x for n, x in options.items() if n not in arguments}
+        arguments |= {n: kind for n, kind in (("scale", "fp32"), ("N", "i32")) if options.pop(n, None) is not None}
+        launch = {n: options.pop(n) for n in ("num_warps", "num_stages", *OPTIONS) if n in options}
+        if (kernel, options, arguments) in seen:
+            continue
+        other_dtypes = any(x[:2] == (kernel, options) for x in seen)
+        seen.append((kernel, options, arguments))
+        compiled = Compiled(kernel, arguments, options, **launch)
+        assert compiled.shared <= 227 << 10
+        assert not compiled.unset_registers(), (kernel, options)
+        assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
+        if more_on_sm_100 is not None and not other_dtypes:
+            other = Compiled(kernel, arguments, options, **launch, capability=100)
+            assert other.shared <= 227 << 10, (kernel, options)
+            assert other.spilled_bytes <= compiled.spilled_bytes + more_on_sm_100, (kernel, options)
+            assert other.tensor_memory <= 512 or other.tensor_memory == 544 and rejected_on_sm_100(kernel), kernel
+        yield kernel, compiled
+
+
+def launch_gla(K, V, dtype, kept, monkeypatch, H=4, T=130):
+    """Remember in Launches what zeco_gla launches on a GPU in both passes."""
+    for name, kernel in list(vars(gla_plans).items()):
+        if name.endswith("_kernel") and not isinstance(kernel, Launches):
+            monkeypatch.setattr(gla_plans, name, Launches(kernel))
+    for sizes in ("SUB_BLOCK", "STEP", "LOOK", "CARRY_WORDS"):
+        if (of := getattr(gla_plans, sizes)).keys() > {"cpu"}:
+            monkeypatch.setattr(gla_plans, sizes, {"cpu": of["cuda"]})
+    layout = Layout([TokenRange(0, T, 0, 0, 3)], 1, 1024, "cpu")
+    monkeypatch.setattr(gla_operator, "multiprocessors", lambda device: H100_MULTIPROCESSORS)
+    monkeypatch.setattr(gla_operator, "carrier_of", lambda *_: NoCarrier())
+    monkeypatch.setattr(gla_operator, "check_first", lambda *_: None)
+    monkeypatch.setattr(gla_operator, "find_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(Launches, "made", [])
+    q, k, v, do = (torch.zeros(1, T, H, w, dtype=dtype) for w in (K, K, V, V))
+    g, initial, how = torch.zeros(1, T, H, K), torch.zeros(1, H, K, V), (0.1, None, False, kept)
+    with torch.no_grad():
+        _, final, *made = gla_operator._forward(q, k, v, g, initial, None, True, 0, *how)
+        gla_operator._backward(do, final, q, k, v, g, None, *made, True, 0, g.dtype, *how)
+
+
+class NoScan:
+    """Stands for the carrier of a StatePass."""
+
+    def record(self, *_):
+        pass
+
+    def stream(self):
+        return contextlib.nullcontext(lambda: None)
+
+
+def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
+    """A ChunkPass with the block sizes of a GPU, all of whose launches are remembered."""
+    for module in (delta_passes, own_chunks):
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Launches(kernel))
+    monkeypatch.setattr(delta_passes, "blocks_of_cpus", lambda BK, BV_max: delta_passes.blocks(BK, BV_max, dtype))
+    monkeypatch.setattr(own_chunks, "chunk_blocks_of_cpus", lambda *x: own_chunks.chunk_blocks(*x, dtype))
+    monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
+    monkeypatch.setattr(Launches, "made", [])
+    device = torch.device("cpu")
+    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
+    return own_chunks.ChunkPass(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
+
+
+def launch_chunks(K, V, dtype, scalar, monkeypatch):
+    """Remember in Launches what a delta rule by chunk kernels of our own launches on a GPU in both passes."""
+    H, T = 4, 130
+    layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
+    states = chunk_pass(layout, K, V, dtype, scalar, monkeypatch)
+    x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
+    outside = torch.zeros(1, H, K, V)
+    beta = torch.zeros(1, T, H)
+    kept = kept_for(states)
+    inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
+    _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
+    states.whole_backward(inputs, Saved(*saved), Outer(v, outside, outside), kept, 0.1)
