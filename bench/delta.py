@@ -18,7 +18,8 @@ by the recurrence in float64, of at most REFERENCE tokens a rank. It is proven a
 call (torch's profiler; column ``proof``, of rank 0). What fails is named, the rest goes on, and the program ends with
 status 1.
 
-fla's configurations are chosen ahead (bench/tuning.py); those that a rank timed nonetheless are counted on stderr.
+Ours has fla's kernels inside of chunks here (chunk="fla"), as the others have: what differs is the split. fla's
+configurations are chosen ahead (bench/tuning.py); those that a rank timed nonetheless are counted on stderr.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def joined(ranks: int):
 def methods(rule, comm, one, T) -> dict:
     """{name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
     ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
+    if comm.device.type == "cuda":
+        ours = partial(ours, chunk="fla")
 
     def middle(*x):
         *given, state = x

@@ -1,8 +1,7 @@
 """``allscan estimate``: what a model's layers take over a sharded sequence, from its config, without a GPU.
 
-zeco_gla's memory is that of its plans, which are made here as for a GPU. That of the delta rules, between whose kernels
-fla allocates, is a formula with constants from bench/results/delta.csv, bfloat16 and K = V = 128.
-tests/tools/test_estimate.py compares both with peaks that were measured.
+Memory of an operator is that of its plans, which are made here as for a GPU, bfloat16. tests/test_estimate.py compares
+it with peaks that were measured.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from ..base.tiling import H100_MULTIPROCESSORS, scan_tile, transition_tile
 from ..launch.plan import Plan
 from ..ops.carrier import Carried, record_call
 from ..ops.delta.delta_passes import delta_segment_length
+from ..ops.delta.own_chunks import ChunkPass
+from ..ops.delta.records import DeltaShape, Ends, Inputs, Kept, Outer, Saved
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..scan.workspace import Spec, workspace_layout
-from ..tokens.packing import Layout, TokenRange, most_segments
+from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, most_segments
 
 USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--batch B] [--layout zigzag] [--depth 3] [--puts]
 
 CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next) or of flash-linear-attention (GLA, KDA, Gated
 DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32."""
 
-# bytes for each token, head and 128 columns, and how often the states that are kept: of either place where a forward
-# pass has its peak, and of both passes
-DELTA = {"kda": ((2560, 1.0), (2048, 2.5), (6424, 1.9)), "gated_delta_rule": ((1668, 1.0), (1156, 2.5), (3736, 1.9))}
 OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
 
@@ -131,13 +129,30 @@ def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
 
 
 def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
-    """Of zeco_kda or zeco_gated_delta_rule."""
-    segment = delta_segment_length(cut.own, layer.heads, cut.multiprocessors)
-    segments = most_segments(cut.batch, cut.own, cut.batch, segment, int(cut.zigzag))
-    kept = segments * layer.heads * layer.K * (layer.K + layer.V) * 4
-    columns = cut.batch * cut.own * layer.heads * (layer.K + layer.V) / 256
-    *forward, both = (int(a * columns + b * kept) for a, b in DELTA[layer.rule])
-    return Peak(max(forward), both)
+    """Of zeco_kda or zeco_gated_delta_rule, by our chunk kernels; contiguous tokens."""
+    B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
+    scalar, length = layer.rule == "gated_delta_rule", delta_segment_length(B * T, H, cut.multiprocessors)
+    apart, pieces = _Apart(), [TokenRange(b * T, (b + 1) * T, b, 0, 0) for b in range(B)]
+    layout = Layout(pieces, B, length, torch.device("cpu"))
+    comm: Any = types.SimpleNamespace(
+        graphs=None, device=torch.device("cuda"), size=2, replay=False, attributes={"carrier of transitions": apart}
+    )
+    states = ChunkPass(comm, layout, DeltaShape(B, H, H, K, V, torch.bfloat16, scalar))
+
+    def like(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    of_gates = (B, T, H) if scalar else (B, T, H, K)
+    q, k, v = (like(B, T, H, n) for n in (K, K, V))
+    x = Inputs(q, k, v, like(*of_gates, kind=torch.float32), like(B, T, H))
+    segments = most_segments(B, T, B, length, 0)
+    transitions, enters = (like(segments, H, K, n, kind=torch.int32) for n in (K, V))
+    kept = Kept(transitions, enters, like(1, kind=torch.int64))
+    saved, outer = Saved(like(B, T, H, CHUNK_TOKENS), like(B, T, H, CHUNK_TOKENS)), Outer(x.v, None, None)
+    forward, _ = states.recorded(states.record_forward, x, Ends(None, None), kept, scale=1.0)
+    backward, _ = states.recorded(states.record_backward, x, saved, outer, kept, scale=1.0)
+    stays = sum(y.nbytes for y in (x.v, *saved, *kept))
+    return Peak(stays + forward.bytes, stays + max(forward.bytes, sum(y.nbytes for y in x) + backward.bytes))
 
 
 def peak(layer: Recurrent, cut: Cut) -> Peak:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -22,14 +24,17 @@ def peaks_case(group, rule, T, H, D):
         given = [*normal, torch.nn.functional.logsigmoid(gates).requires_grad_()]
         if rule != "gla":
             given.append(torch.rand(1, T, H, device=comm.device).bfloat16().requires_grad_())
-        do, operator = torch.randn_like(normal[2]), getattr(allscan, OPERATORS[rule])
+        do, options = torch.randn_like(normal[2]), dict(comm=comm)
+        if rule != "gla":
+            options["chunk"] = "allscan"
+        operator = functools.partial(getattr(allscan, OPERATORS[rule]), **options)
 
         def forward():
             with torch.no_grad():
-                operator(*given, comm=comm)
+                operator(*given)
 
         def both():
-            torch.autograd.grad(operator(*given, comm=comm)[0], given, do)
+            torch.autograd.grad(operator(*given)[0], given, do)
 
         for function in (forward, both):  # compiled, agreed upon
             function()

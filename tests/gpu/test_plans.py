@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import itertools
 import statistics
 import threading
 from unittest import mock
@@ -214,8 +215,9 @@ def alike_case(group, calls):
         if fla:
             q, k, v, g = leaves(comm.device, K=64, V=64)
             beta = torch.ones(1, 300, 4, device=comm.device)
-            for operator, gate in ((allscan.zeco_kda, g), (allscan.zeco_gated_delta_rule, g[..., 0].contiguous())):
-                o, state = operator(q, k * 0.1, v, gate, beta, comm=comm, output_final_state=True)
+            of_rules = (allscan.zeco_kda, g), (allscan.zeco_gated_delta_rule, g[..., 0].contiguous())
+            for (operator, gate), chunk in itertools.product(of_rules, ("fla", "allscan")):
+                o, state = operator(q, k * 0.1, v, gate, beta, comm=comm, output_final_state=True, chunk=chunk)
                 found += [o, state, *torch.autograd.grad(o.float().sum() + state.sum(), [q, k, v, g])]
         return [x.detach() for x in found]
 
@@ -400,17 +402,17 @@ def delta_case(group, rule, dtype, lengths, layout):
     with allscan.Communicator(group) as comm:
         tokens = [512] * comm.size
         zigzag, total = layout == "zigzag", 512 * comm.size
-        lengths = None if lengths is None else [0, 100, 130, total]
+        lengths, where = None if lengths is None else [0, 100, 130, total], dict(layout=layout, chunk="fla")
         plain = mock.patch.object(FlaReplay, "__call__", lambda _, function, **arguments: function(**arguments))
         case = DeltaCase(rule, tokens, H=2, HV=4, K=64, V=128, dtype=dtype, lengths=lengths)
         wholes = [Whole(case._replace(seed=seed), comm.device) for seed in (0, 1)]
         mine = place(comm, tokens, zigzag)
         with plain:
-            expected = [whole.ours(comm, mine, layout=layout) for whole in wholes]
+            expected = [whole.ours(comm, mine, **where) for whole in wholes]
         for i in range(24):
             late(i, comm.rank, 20)
             trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 10, 1 << 16, 1 << 20)]
-            found = wholes[i % 2].ours(comm, mine, layout=layout)
+            found = wholes[i % 2].ours(comm, mine, **where)
             del trash
             trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 20, 1 << 16, 1 << 18)]
             same(found, expected[i % 2])
@@ -419,7 +421,7 @@ def delta_case(group, rule, dtype, lengths, layout):
                 torch.cuda.synchronize()
         names = []
         with launch_hook(names):
-            same(wholes[0].ours(comm, mine, layout=layout), expected[0])
+            same(wholes[0].ours(comm, mine, **where), expected[0])
         assert len(names) > 12, "a profiler's hook is told of every launch"
         comm.barrier()
         return functions_with_plans(comm)

@@ -154,14 +154,20 @@ class StatePass:
         if found is None:
             if len(self._plans) >= KEPT:  # of calls with ever other scales
                 self._plans.clear()
-            plan = Plan(self.comm.graphs)
-            inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
-            buffers = record(plan, *map(_like, groups, inputs), **fixed)
+            plan, buffers = self.recorded(record, *groups, **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them
             found = self._plans[key] = plan, [x if x is None else places.index(x.number) for x in buffers]
         plan, order = found
         outputs = plan.run(self.carrier, *[x for x in tensors if x is not None])
         return [i if i is None else outputs[i] for i in order]
+
+    def recorded(
+        self, record: Callable[..., Sequence[Buffer | None]], *groups: tuple[Any, ...], **fixed: Any
+    ) -> tuple[Plan, Sequence[Buffer | None]]:
+        """(a plan, what ``record`` has returned), see _run."""
+        plan = Plan(self.comm.graphs)
+        inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
+        return plan, record(plan, *map(_like, groups, inputs), **fixed)
 
     def _forward(self, plan: Plan, x: Between, ends: Ends, kept: Kept) -> tuple:
         outputs = self._chunks(plan, x.k, x.u)

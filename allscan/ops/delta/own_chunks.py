@@ -67,13 +67,14 @@ class ChunkPass(StatePass):
 
     def whole_forward(self, x: Inputs, ends: Ends, kept: Kept, scale: float) -> list[Any]:
         """(o, Aqk, T); ``kept`` and ``ends`` are filled as by forward."""
-        return self._run(self._whole_forward, x, ends, kept, scale=scale)
+        return self._run(self.record_forward, x, ends, kept, scale=scale)
 
     def whole_backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept, scale: float) -> list[Any]:
         """(dq, dk of each head of v, dv, dg, dbeta); ``outer`` is filled."""
-        return self._run(self._whole_backward, x, saved, outer, kept, scale=scale)
+        return self._run(self.record_backward, x, saved, outer, kept, scale=scale)
 
-    def _whole_forward(self, plan: Plan, x: Inputs, ends: Ends, kept: Kept, scale: float) -> tuple[Buffer, ...]:
+    def record_forward(self, plan: Plan, x: Inputs, ends: Ends, kept: Kept, scale: float) -> tuple[Buffer, ...]:
+        """whole_forward, into a plan."""
         v, kept = x.v, _words(plan, kept)
         o = plan.output_like(v)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
@@ -107,9 +108,10 @@ class ChunkPass(StatePass):
         )
         return o, scores, solved
 
-    def _whole_backward(
+    def record_backward(
         self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, kept: Kept, scale: float
     ) -> tuple[Buffer, ...]:
+        """whole_backward, into a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
         kept = _words(plan, kept)
         of_head = *v.shape[:3], self.K
