@@ -57,7 +57,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allscan
 from allscan.integrations import attention
-from allscan.ops.delta.delta_operator import CHUNKS
+from allscan.ops.delta.delta_checks import CHUNKS
 from allscan.tools.ranks import Ranks, on_first
 from allscan.zigzag import zigzag_positions
 from bench import plots
