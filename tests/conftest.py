@@ -33,6 +33,9 @@ def pytest_configure(config):
     if worker and config.getoption("--gpu") and torch.cuda.device_count() > 1:
         devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(worker["workerid"], devices.split(","))
+    if worker and not config.getoption("--gpu"):  # whose threads would wait for cores that the other workers have
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
     if config.getoption("--share"):
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     elif config.option.markexpr == "kernels":

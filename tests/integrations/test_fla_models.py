@@ -197,8 +197,8 @@ def few_case(group, kind, choices, batches, layout):
             total = sum(tokens)
             whole = torch.randint(1, 97, (1 if packed else 2, total)).to(comm.device)
             lengths = torch.tensor([0, 3, 8, total], dtype=torch.int32).to(comm.device) if packed else None
-            with computed_by(fla, kind, RECURRENCES[kind]):
-                expected = answers_of(sequence_parallel(model, comm=None), whole, cu_seqlens=lengths)
+            sequence_parallel(model, comm=None)
+            expected = of_first(comm, RECURRENCES[kind], fla, kind, model, whole, cu_seqlens=lengths)
             sequence_parallel(model, comm=comm, layout=layout)
             mine = place(comm, tokens, layout == "zigzag")
             logits, *sums = answers_of(model, whole[:, mine], cu_seqlens=lengths)

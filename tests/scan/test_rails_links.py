@@ -13,6 +13,7 @@ from allscan.comm.topology import ANY_SIZE, choose, runs
 from allscan.reference import allscan_reference
 from allscan.scan.rails_links import distances
 from allscan.shmem_kernels.links import NONE
+from allscan.tools.ranks import Ranks
 from allscan.tools.virtual import VirtualRanks
 from support.call_order import ignoring_case, other_backward_case, resync_case, shifted_case, validation_case
 from support.scans import ScanCase, gradient_case
@@ -50,12 +51,22 @@ def test_values(run, nodes, algorithm):
     assert max(run(sum(nodes), values_case, nodes, algorithm, case)) < 1e-6
 
 
+@pytest.fixture(scope="module")
+def sixteen():
+    with Ranks(16, "cpu") as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])
 @pytest.mark.parametrize("nodes", [(4, 4, 4, 4), (3, 5)])
-def test_values_of_16_ranks_and_of_uneven_nodes(fresh, nodes, algorithm):
+def test_values_of_16_ranks_and_of_uneven_nodes(request, nodes, algorithm):
     """Over the network that delays puts and delivers them in any order."""
     case = ScanCase((2, 5, 7), (2, 5), protocol="put", epochs=3, most_ms=3)
-    assert max(fresh(sum(nodes)).run(values_case, None, nodes, algorithm, case)) < 1e-6
+    if sum(nodes) == 16:
+        errors = request.getfixturevalue("sixteen").run(values_case, None, nodes, algorithm, case)
+    else:
+        errors = request.getfixturevalue("run")(sum(nodes), values_case, nodes, algorithm, case)
+    assert max(errors) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["rails", "recursive_doubling"])

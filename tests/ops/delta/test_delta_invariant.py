@@ -13,6 +13,7 @@ from support.values import place, raised
 
 S = 128
 ALL = [*NAMES]
+_of_one_rank = {}  # str of a case -> what one rank finds: the same for each cut that is compared with it
 CALLS = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}
 
 
@@ -46,6 +47,12 @@ def found(run, case, invariant=S, of_comm=False):
     return whole
 
 
+def found_by_one(run, case):
+    if str(case) not in _of_one_rank:
+        _of_one_rank[str(case)] = found(run, case)
+    return _of_one_rank[str(case)]
+
+
 def same(one, other):
     return [name for name, a, b in zip(NAMES, one, other, strict=True) if torch.equal(bits(a), bits(b))]
 
@@ -63,7 +70,7 @@ def test_the_law_in_float64(run, size=2):
 )
 def test_contiguous(run, rule, kind, dtype, B, HV, size, tokens):
     case = DeltaCase(rule, [3 * S + 37], B, 1, HV, 16, 32, kind, dtype)
-    assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
+    assert same(found_by_one(run, case), found(run, case._replace(tokens=tokens))) == ALL
 
 
 @pytest.mark.parametrize("rule", CALLS)
@@ -74,13 +81,13 @@ def test_of_the_communicator(run, rule, size=2):
 
 def test_zigzag(run, size=2):
     case = DeltaCase("kda", [4 * S], 2, gates="mixed")
-    assert same(found(run, case), found(run, case._replace(tokens=[2 * S] * 2, zigzag=True))) == ALL
+    assert same(found_by_one(run, case), found(run, case._replace(tokens=[2 * S] * 2, zigzag=True))) == ALL
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_packed(run, zigzag, size=2):
     case = DeltaCase("kda", [4 * S], gates="weak", lengths=[0, 5, S, S, 2 * S + 70, 4 * S])
-    assert same(found(run, case), found(run, case._replace(tokens=[2 * S] * 2, zigzag=zigzag))) == ALL
+    assert same(found_by_one(run, case), found(run, case._replace(tokens=[2 * S] * 2, zigzag=zigzag))) == ALL
 
 
 def test_without_it_bits_differ(run, size=2):

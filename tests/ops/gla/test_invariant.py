@@ -13,10 +13,17 @@ from support.values import raised
 
 S = 128
 ALL = [*NAMES]
+_of_one_rank = {}  # str of a case -> what one rank finds: the same for each cut that is compared with it
 
 
 def found(run, case, calls=None):
     return whole_of(run(len(case.tokens), invariant_case, case, calls or Calls()))
+
+
+def found_by_one(run, case):
+    if str(case) not in _of_one_rank:
+        _of_one_rank[str(case)] = found(run, case)
+    return _of_one_rank[str(case)]
 
 
 @pytest.mark.quick
@@ -40,13 +47,13 @@ def test_the_law_in_float64(run, size=2):
 )
 def test_contiguous(run, kind, dtype, B, K, V, tokens, size):
     case = GLACase([4 * S + 37], B, 2, K, V, kind, dtype)
-    assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
+    assert same(found_by_one(run, case), found(run, case._replace(tokens=tokens))) == ALL
 
 
 def test_eight_ranks(run, size=8):
     case = GLACase([7 * S + 37], gates="mixed")
     for tokens in ([S] * 7 + [37], [2 * S, 0, S, S, 0, 2 * S, S, 37]):
-        assert same(found(run, case), found(run, case._replace(tokens=tokens))) == ALL
+        assert same(found_by_one(run, case), found(run, case._replace(tokens=tokens))) == ALL
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -54,7 +61,7 @@ def test_eight_ranks(run, size=8):
 def test_zigzag(run, dtype, size):
     case = GLACase([6 * S], 2, 2, 32, 16, "mixed", dtype)
     cut = case._replace(tokens=[6 * S // size] * size, zigzag=True)
-    assert same(found(run, case), found(run, cut)) == ALL
+    assert same(found_by_one(run, case), found(run, cut)) == ALL
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
@@ -70,7 +77,7 @@ LENGTHS = [0, 5, S, S, 2 * S + 70, 3 * S + 1, 6 * S]  # one empty; some begin at
 @pytest.mark.parametrize("kind", ["weak", "mixed"])
 def test_packed(run, kind, tokens, size):
     case = GLACase([6 * S], 1, 2, 16, 32, kind, lengths=LENGTHS)
-    one, case = found(run, case), case._replace(tokens=[n * S for n in tokens])
+    one, case = found_by_one(run, case), case._replace(tokens=[n * S for n in tokens])
     if size > 1:
         assert same(one, found(run, case)) == ALL
     if len({*tokens}) == 1:
@@ -123,7 +130,7 @@ def test_of_the_communicator_and_compiled(run, size=2):
 def test_stragglers(run, tokens, size):
     """Plans that run again, on ranks that are late in turn."""
     case = GLACase(tokens, gates="mixed")
-    one = found(run, case._replace(tokens=[4 * S]))
+    one = found_by_one(run, case._replace(tokens=[4 * S]))
     assert same(one, found(run, case, Calls(most_ms=10, times=12))) == ALL
 
 
