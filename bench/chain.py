@@ -1,6 +1,7 @@
 """A chain of more ranks than there are GPUs, over two GPUs' real link, and what one hop of it costs.
 
     python -m bench.chain                       # two GPUs; writes bench/results/chain.csv
+    python -m bench.chain --seconds 120         # as much of it as that holds, what matters most first
 
 Ranks are virtual (allscan.tools.virtual) and lie on both GPUs in turns, so every hop crosses NVLink. Several hops share
 a direction of the link, so what is measured is latency: up to 0.5 MiB with 4 ranks, 0.25 MiB with 8. With 3, 5 and 9
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 import torch
 import triton
@@ -51,6 +53,7 @@ COLUMNS = (
 )
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 EPOCHS, WARM = 60, 10
+HOP_MIB = 0.0625, 0.25  # with a tile for each program
 FIRST_WAITS_NS = 3_000  # until the others look for its words
 MOST_POLLS = tl.constexpr(10_000_000)
 NEVER = tl.constexpr(3.0e38)  # no value here
@@ -255,15 +258,17 @@ def hop_rows(mib: float) -> list[dict]:
     return [chain.named(f"hop: {name}", us.flatten(), error) for name, (us, error) in steps.items()]
 
 
-def rows_of(kinds, mibs, counts) -> list[dict]:
+def rows_of(kind: str, mib: float, size: int) -> list[dict]:
     """In the process that has both GPUs."""
     map_each_other([gpu(0), gpu(1)])
-    rows = []
-    if "chain" in kinds:
-        rows += [Chain(VirtualRanks, size, mib).row() for mib in mibs for size in counts]
-    if "hop" in kinds:
-        rows += [row for mib in (0.0625, 0.25) for row in hop_rows(mib)]
-    return rows
+    return hop_rows(mib) if kind == "hop" else [Chain(VirtualRanks, size, mib).row()]
+
+
+def cases(kinds, mibs, counts) -> list[tuple[str, float, int]]:
+    """What rows_of is asked for, what matters most first: a further hop, its parts, then longer chains."""
+    chains = [("chain", mib, size) for mib in mibs for size in counts] if "chain" in kinds else []
+    hops = [("hop", mib, 3) for mib in HOP_MIB] if "hop" in kinds else []
+    return [*(case for case in chains if case[2] < 4), *hops, *(case for case in chains if case[2] > 3)]
 
 
 def further_hops(rows) -> dict[int, float]:
@@ -274,27 +279,34 @@ def further_hops(rows) -> dict[int, float]:
     }
 
 
+def shown(row: dict) -> str:
+    name = f"{row['kind']:34} P={row['ranks']} {row['bytes'] / (1 << 20):6g} MiB {row['programs']:3} programs"
+    return f"{name} {row['p50_us']:7.2f} us  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  +- {row['error_us']:.2f}"
+
+
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kinds", nargs="+", default=["chain", "hop"], choices=["chain", "hop"])
     parser.add_argument("--mib", type=float, nargs="+", default=[0.0625, 0.25, 0.5, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 5, 8, 9])
+    parser.add_argument("--seconds", type=float, default=600.0, help="nothing is begun after these")
     parser.add_argument("--csv", default=results("chain.csv"))
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < 2:
         print("A chain over a link needs two GPUs.")
         return 0
+    rows: list[dict] = []
+    ends, left = time.monotonic() + options.seconds, cases(options.kinds, options.mib, options.ranks)
     with environment(ENVIRONMENT), Ranks(1, "cuda", backend="gloo") as ranks, Table(options.csv, COLUMNS, 4) as table:
-        [rows] = ranks.run(rows_of, options.kinds, options.mib, options.ranks)
-        for row in rows:
-            table.write(row)
-            print(
-                f"{row['kind']:34} P={row['ranks']} {row['bytes'] / (1 << 20):6g} MiB {row['programs']:3} programs "
-                f"{row['p50_us']:7.2f} us  p20-p80 {row['p20_us']:.2f}-{row['p80_us']:.2f}  +- {row['error_us']:.2f}"
-            )
+        while left and time.monotonic() < ends:
+            [found] = ranks.run(rows_of, *left.pop(0), timeout=60)
+            rows += found
+            for row in found:
+                table.write(row)
+                print(shown(row), flush=True)
     hops = further_hops(rows)
     print("a further hop, us: " + ", ".join(f"{nbytes / (1 << 20):g} MiB {us:.2f}" for nbytes, us in hops.items()))
-    print(f"wrote {options.csv}")
+    print(f"wrote {options.csv}" + (f", not begun: {left}" if left else ""))
     return 0
 
 

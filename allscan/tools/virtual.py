@@ -363,12 +363,10 @@ class VirtualRanks:
         its GPU's clock, in ns; and what each rank gets, of the last scan."""
         self.scan(states, decays, **options)  # compiled and loaded
         times = [torch.zeros(epochs, 2, dtype=torch.int64, device=device) for device in self.devices]
-        outs = [
-            self.scan(states, decays, times=[x[epoch] for x in times], join=False, **options) for epoch in range(epochs)
-        ]
-        self.join()
-        self._synchronize()
-        return [x.cpu() for x in times], outs[-1]
+        for epoch in range(epochs):
+            outs = self.scan(states, decays, times=[x[epoch] for x in times], **options)
+            self._synchronize()  # or the next scan's outputs would be filled beside this one
+        return [x.cpu() for x in times], outs
 
     def _synchronize(self) -> None:
         for device in self._zeros:

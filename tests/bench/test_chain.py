@@ -12,7 +12,7 @@ import torch
 from allscan.reference import allscan_reference
 from allscan.tools import virtual
 from allscan.tools.virtual import VirtualRanks
-from bench import chain, scaling
+from bench import chain, harness, scaling
 from support.values import raised
 
 pytestmark = pytest.mark.cpu
@@ -121,6 +121,35 @@ def test_a_further_hop_is_of_three_ranks_less_two():
         )
     ]
     assert chain.further_hops(rows) == {64: 1.5}
+
+
+def test_what_matters_most_comes_first():
+    found = chain.cases(["chain", "hop"], [0.25, 2], [2, 3, 4])
+    assert [(kind, size) for kind, _, size in found] == [("chain", 2), ("chain", 3)] * 2 + [("hop", 3)] * 2 + [
+        ("chain", 4)
+    ] * 2
+    assert chain.cases(["hop"], [2], [2]) == [("hop", mib, 3) for mib in chain.HOP_MIB]
+
+
+def test_a_run_that_is_cut_keeps_its_rows(tmp_path, capsys, monkeypatch):
+    """With a stand-in for the process and its GPUs: the rows of what was begun, and the names of what was not."""
+
+    def run(function, kind, mib, size, timeout):
+        assert function is chain.rows_of
+        clock.append(clock[-1] + 10)
+        times = dict.fromkeys(("p20_us", "p50_us", "p80_us"), float(size))
+        return [[dict(kind=kind, ranks=size, bytes=int(mib * 2**20), programs=66, error_us=0.0) | times]]
+
+    clock = [0]
+    monkeypatch.setattr(chain, "Ranks", lambda *_, **__: contextlib.nullcontext(mock.Mock(run=run)))
+    monkeypatch.setattr(chain.time, "monotonic", lambda: clock[-1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(harness, "machine", lambda: dict(gpu="none", torch="", triton="", sources=""))
+    given = ["--mib", "0.25", "--ranks", "2", "3", "4", "--seconds", "15", "--csv", str(tmp_path / "chain.csv")]
+    assert chain.main(given) == 0
+    said = capsys.readouterr().out
+    assert "a further hop, us: 0.25 MiB 1.00" in said and "not begun: [('hop', 0.0625, 3)" in said
+    assert len((tmp_path / "chain.csv").read_text().splitlines()) == 3
 
 
 def test_the_model_is_fitted_to_it(tmp_path, capsys):
