@@ -61,6 +61,23 @@ def test_delta_rules_hold_these_tensors(rule, of_gates, T, H):
     near(found.both, (T * H * (saved + grads + operands + states + pairs) + of_segments + of_rank) / MIB, 0.03)
 
 
+@pytest.mark.parametrize("rule", ["gla", "kda", "gated_delta_rule"])
+def test_peaks_of_other_cuts(rule):
+    """What a plan says of the same tokens on one rank, on two, and as halves, of which each sends a state."""
+    layer, T = Recurrent(rule, 1, 16, 128, 128), 8192
+    one, two, halves = (
+        estimate.peak(layer, Cut(ranks * T, ranks, zigzag=zigzag))
+        for ranks, zigzag in ((1, False), (2, False), (2, True))
+    )
+    for x, y in ((one, two), (two, halves)):
+        assert all(a <= b < 1.15 * a for a, b in zip(x, y, strict=True)), (x, y)
+    assert two.forward < halves.forward  # more segments, and two states
+    for found in (one, two, halves):
+        assert T * 16 * 128 * 2 < found.kept < found.forward < found.both
+    batch = estimate.peak(layer, Cut(T, 2, batch=2))
+    assert abs(batch.both / two.both - 1) < 0.05
+
+
 def test_what_is_sent_and_held():
     layer, cut = Recurrent("kda", 9, 16, 128, 128), Cut(32768, 2)
     assert estimate.state(layer, cut) == MIB
@@ -89,6 +106,30 @@ NEXT = dict(
     head_dim=256,
     layer_types=["linear_attention"] * 3 + ["full_attention"],
 )
+CHECKPOINT = dict(  # as Kimi-Linear's own has it: layers count from 1
+    model_type="kimi_linear",
+    num_hidden_layers=27,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    linear_attn_config=dict(
+        head_dim=128,
+        num_heads=32,
+        kda_layers=[i for i in range(1, 27) if i % 4],
+        full_attn_layers=[*range(4, 25, 4), 27],
+    ),
+)
+TEXT = dict(  # of text and images, without types of layers: every fourth is softmax
+    model_type="qwen3_5",
+    text_config=dict(
+        model_type="qwen3_5_text",
+        num_hidden_layers=32,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_key_value_heads=4,
+        head_dim=256,
+    ),
+)
 GLA = dict(model_type="gla", hidden_size=2048, num_hidden_layers=24, num_heads=4, expand_k=0.5, expand_v=1.0)
 GDN = dict(model_type="gated_deltanet", num_hidden_layers=6, num_heads=6, head_dim=256, expand_v=2, hidden_size=2048)
 
@@ -99,6 +140,8 @@ GDN = dict(model_type="gated_deltanet", num_hidden_layers=6, num_heads=6, head_d
         (KIMI, [Recurrent("kda", 3, 16, 128, 128), Softmax(1, 576)]),
         (NEXT, [Recurrent("gated_delta_rule", 3, 32, 128, 128), Softmax(1, 1024)]),
         (GLA, [Recurrent("gla", 24, 4, 256, 512)]),
+        (CHECKPOINT, [Recurrent("kda", 20, 32, 128, 128), Softmax(7, 576)]),
+        (TEXT, [Recurrent("gated_delta_rule", 24, 32, 128, 128), Softmax(8, 2048)]),
         (GDN, [Recurrent("gated_delta_rule", 6, 6, 256, 512)]),
         (
             GDN | dict(attn=dict(layers=[1], num_heads=16, num_kv_heads=4)),
@@ -119,6 +162,8 @@ def test_from_the_command_line(tmp_path, capsys):
     state, sent = (float(line.split()[-1]) for line in told.splitlines() if "sent" in line)
     assert state == 1.0 and sent == 2 * 3 * 1.0 + 2 * 16384 * 576 * 2 / MIB  # both passes
     assert estimate.main([str(path), "--tokens", "1", "--ranks", "2"]) == 2
+    assert estimate.main([str(path), "--tokens", "32770", "--ranks", "2", "--layout", "zigzag"]) == 2
+    assert "a multiple of 4, twice the ranks" in capsys.readouterr().err
     path.write_text(json.dumps(KIMI | dict(model_type="llama")))
     assert estimate.main([str(path), "--tokens", "32768", "--ranks", "2"]) == 2
     assert "'llama' is not known" in capsys.readouterr().err

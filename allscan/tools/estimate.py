@@ -1,7 +1,7 @@
 """``allscan estimate``: what a model's layers take over a sharded sequence, from its config, without a GPU.
 
-Memory of an operator is that of its plans, which are made here as for a GPU, bfloat16. tests/test_estimate.py compares
-it with peaks that were measured.
+Memory of an operator is that of its plans, which are made here as for a GPU, bfloat16. tests/test_estimate.py and
+tests/gpu/test_estimate_gpu.py compare it with peaks that were measured.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
 from ..ops.delta.records import DeltaShape, Ends, Inputs, Kept, Outer, Saved
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
+from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
 from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, most_segments
 
 USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--batch B] [--layout zigzag] [--depth 3] [--puts]
 
-CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next) or of flash-linear-attention (GLA, KDA, Gated
-DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32."""
+CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
+KDA, Gated DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32."""
 
 OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
@@ -68,19 +69,36 @@ class Cut(NamedTuple):
         """Tokens of a rank."""
         return self.tokens // self.ranks
 
+    def layout(self, segment: int) -> Layout:
+        """Of the tokens of a rank between others, where there are some."""
+        T, whole = self.own // (1 + self.zigzag), self.ranks == 1
+        halves = ((whole, False), (False, whole)) if self.zigzag else ((whole, whole),)
+        places = [(b, *half) for b in range(self.batch) for half in halves]
+        pieces = [
+            TokenRange.of(i * T, (i + 1) * T, i, b, begins=begins, ends=ends)
+            for i, (b, begins, ends) in enumerate(places)
+        ]
+        return Layout(pieces, len(pieces), segment, torch.device("cpu"))
+
 
 class Peak(NamedTuple):
-    """Bytes beside an operator's inputs: of a forward pass without gradients, of both passes."""
+    """Bytes beside an operator's inputs: of a forward pass without gradients, of both passes; and what stays between
+    them, the output included."""
 
     forward: int
     both: int
+    kept: int
 
 
 class _Apart:
     """In place of All-Scan where a plan is made for its memory: of a rank between others."""
 
-    comm: Any = types.SimpleNamespace(graphs=None)
     handle = 0
+
+    def __init__(self, ranks: int) -> None:
+        attributes = {"carrier of transitions": self}
+        of_gpu = dict(device=torch.device("cuda"), graphs=None, replay=False)
+        self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, **of_gpu)
 
     def prepare(self, *_: Any, **__: Any) -> None:
         """Nothing is agreed upon."""
@@ -110,49 +128,44 @@ class _Apart:
 
 
 def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
-    """Of zeco_gla, contiguous tokens."""
+    """Of zeco_gla."""
     B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
     of_gates, dtype = torch.float32, torch.bfloat16
-    shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", 0, cut.multiprocessors, not recompute)
-    pieces = [TokenRange(b * T, (b + 1) * T, b, 0, 0) for b in range(B)]
-    layout = Layout(pieces, B, shape.segment, torch.device("cpu"))
-
-    def like(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(B, T, H, width, dtype=kind, device="meta")
-
-    given = like(K), like(K), like(V), like(K, of_gates)
+    how = int(cut.zigzag), cut.multiprocessors, not recompute
+    shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", *how)
+    layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
+    given = *_of_meta([B, T, H], [K, K, V]), _of_meta([B, T, H], [K], of_gates)[0]
     kept = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
-    forward = forward_plan(shape, 1.0, layout, _Apart(), *given, None, None, kept)
-    backward = backward_plan(shape, 1.0, layout, _Apart(), *given, like(V), None, None, kept)
+    forward = forward_plan(shape, 1.0, layout, apart, *given, None, None, kept)
+    backward = backward_plan(shape, 1.0, layout, apart, *given, given[2], None, None, kept)
     stays = given[2].nbytes + kept.nbytes
-    return Peak(stays + forward.bytes, stays + max(forward.bytes, sum(x.nbytes for x in given) + backward.bytes))
+    return Peak(stays + forward.bytes, stays + max(forward.bytes, sum(x.nbytes for x in given) + backward.bytes), stays)
 
 
 def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
-    """Of zeco_kda or zeco_gated_delta_rule, by our chunk kernels; contiguous tokens."""
+    """Of zeco_kda or zeco_gated_delta_rule by our chunk kernels, as many heads of keys as of values."""
     B, T, H, K, V = cut.batch, cut.own, layer.heads, layer.K, layer.V
-    scalar, length = layer.rule == "gated_delta_rule", delta_segment_length(B * T, H, cut.multiprocessors)
-    apart, pieces = _Apart(), [TokenRange(b * T, (b + 1) * T, b, 0, 0) for b in range(B)]
-    layout = Layout(pieces, B, length, torch.device("cpu"))
-    comm: Any = types.SimpleNamespace(
-        graphs=None, device=torch.device("cuda"), size=2, replay=False, attributes={"carrier of transitions": apart}
-    )
-    states = ChunkPass(comm, layout, DeltaShape(B, H, H, K, V, torch.bfloat16, scalar))
-
-    def like(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    of_gates = (B, T, H) if scalar else (B, T, H, K)
-    q, k, v = (like(B, T, H, n) for n in (K, K, V))
-    x = Inputs(q, k, v, like(*of_gates, kind=torch.float32), like(B, T, H))
-    segments = most_segments(B, T, B, length, 0)
-    transitions, enters = (like(segments, H, K, n, kind=torch.int32) for n in (K, V))
-    kept = Kept(transitions, enters, like(1, kind=torch.int64))
-    saved, outer = Saved(like(B, T, H, CHUNK_TOKENS), like(B, T, H, CHUNK_TOKENS)), Outer(x.v, None, None)
+    segment = delta_segment_length(B * T, H, cut.multiprocessors)
+    segments = most_segments(B, T, B, segment, int(cut.zigzag))
+    scalar, dtype = layer.rule == "gated_delta_rule", torch.bfloat16
+    shape = DeltaShape(B, H, H, K, V, dtype, scalar, cut.zigzag)
+    states = ChunkPass(_Apart(cut.ranks).comm, cut.layout(segment), shape)
+    rows = [1, B * T, H] if cut.zigzag else [B, T, H]  # both halves are packed
+    q, v, scores = _of_meta(rows, [K, V, CHUNK_TOKENS])
+    g, beta = (_of_meta(rows, [K], torch.float32)[0], torch.empty(rows, dtype=dtype, device="meta"))
+    x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
+    transitions, enters = _of_meta([segments, H, K], [K, V], torch.float32)
+    kept = Kept(transitions, enters, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
+    saved, outer = Saved(scores, scores), Outer(v, None, None)
     forward, _ = states.recorded(states.record_forward, x, Ends(None, None), kept, scale=1.0)
     backward, _ = states.recorded(states.record_backward, x, saved, outer, kept, scale=1.0)
-    stays = sum(y.nbytes for y in (x.v, *saved, *kept))
-    return Peak(stays + forward.bytes, stays + max(forward.bytes, sum(y.nbytes for y in x) + backward.bytes))
+    stays = sum(y.nbytes for y in (v, scores, scores, transitions, enters))
+    gradients = sum(y.numel() * y.element_size() for y in x)
+    return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
+
+
+def _of_meta(rows: list[int], widths: list[int], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.empty(*rows, width, dtype=dtype, device="meta") for width in widths]
 
 
 def peak(layer: Recurrent, cut: Cut) -> Peak:
@@ -191,28 +204,39 @@ def gathered(layer: Softmax, cut: Cut) -> int:
 
 
 def layers_of(config: dict[str, Any]) -> list[Recurrent | Softmax]:
-    """Of a config.json. Raises ValueError for models that are not known, and where something is missing."""
+    """Of a config.json, of a model of text and images that of its text. Raises ValueError for models that are not
+    known, and where something is missing."""
+    config = config.get("text_config") or config
     kind = config.get("model_type")
     try:
         if kind in FLA:
             return _of_fla(FLA[kind], config)
         if kind == "kimi_linear":
-            size = config["linear_head_dim"]
-            rule, softmax = ("kda", config["linear_num_heads"], size, size), config["kv_lora_rank"]
-            return _of_types(config, rule, softmax + config["qk_rope_head_dim"])
+            of_checkpoint = config.get("linear_attn_config") or {}
+            size, heads = (of_checkpoint.get(x) or config[f"linear_{x}"] for x in ("head_dim", "num_heads"))
+            recurrent = len(of_checkpoint["kda_layers"]) if "kda_layers" in of_checkpoint else None
+            softmax = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            return _of_types(config, ("kda", heads, size, size), softmax, recurrent)
         if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
             heads, K, V = (config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
-            softmax = 2 * config["num_key_value_heads"] * config["head_dim"]
-            return _of_types(config, ("gated_delta_rule", heads, K, V), softmax)
+            softmax, recurrent = 2 * config["num_key_value_heads"] * config["head_dim"], None
+            if not config.get("layer_types"):
+                recurrent = config["num_hidden_layers"]
+                recurrent -= recurrent // config.get("full_attention_interval", 4)
+            return _of_types(config, ("gated_delta_rule", heads, K, V), softmax, recurrent)
     except KeyError as error:
         raise ValueError(f"the config of a {kind} model has no {error.args[0]!r}") from None
     known = ", ".join((*FLA, "kimi_linear", "qwen3_next", "qwen3_5_text"))
     raise ValueError(f"model_type {kind!r} is not known, only {known}")
 
 
-def _of_types(config: dict[str, Any], rule: tuple[str, int, int, int], numbers: int) -> list[Recurrent | Softmax]:
-    recurrent = sum(kind == "linear_attention" for kind in config["layer_types"])
-    return _present(rule, recurrent, Softmax(len(config["layer_types"]) - recurrent, numbers))
+def _of_types(
+    config: dict[str, Any], rule: tuple[str, int, int, int], numbers: int, recurrent: int | None
+) -> list[Recurrent | Softmax]:
+    if recurrent is None:
+        recurrent = sum(kind == "linear_attention" for kind in config["layer_types"])
+    layers = config["num_hidden_layers"] if "num_hidden_layers" in config else len(config["layer_types"])
+    return _present(rule, recurrent, Softmax(layers - recurrent, numbers))
 
 
 def _of_fla(rule: str, config: dict[str, Any]) -> list[Recurrent | Softmax]:
@@ -240,19 +264,21 @@ def _present(rule: tuple[str, int, int, int], layers: int, softmax: Softmax) -> 
 def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
     """The table that is printed."""
     lines = [f"{cut.ranks} ranks, {cut.own:,} tokens on each, batch {cut.batch}, bfloat16; MiB of one rank"]
-    traffic = workspaces = stays = 0
+    traffic = workspaces = stays = most = 0
     for layer in layers:
         if isinstance(layer, Recurrent):
             found, sent = peak(layer, cut), state(layer, cut) * (1 + cut.zigzag) * (cut.ranks > 1)
             workspaces += workspace(layer, cut)
-            stays += layer.layers * inputs(layer, cut)
+            stays += layer.layers * (inputs(layer, cut) + found.kept)
+            most = max(most, found.both - found.kept)
             traffic += 2 * layer.layers * sent
             name = f"{layer.layers} x {OPERATORS[layer.rule]}, {layer.heads} heads of {layer.K} x {layer.V}"
             lines += [
                 name,
                 _line("inputs, kept for backward, a layer", inputs(layer, cut)),
-                _line("peak beside them, forward alone", found.forward),
-                _line("peak beside them, both passes", found.both),
+                _line("output and what else is kept, a layer", found.kept),
+                _line("peak beside inputs, forward alone", found.forward),
+                _line("peak beside inputs, both passes", found.both),
                 _line("state that is sent, a layer and pass", sent),
             ]
         else:
@@ -268,6 +294,7 @@ def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
     lines += [
         "the model",
         _line("kept for backward by these operators", stays),
+        _line("the same at the peak of one's backward", stays + most),
         _line("workspaces, in the arena (ALLSCAN_HEAP)", workspaces),
         _line("sent or received in a step", traffic),
     ]
@@ -293,6 +320,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if min(cut.tokens, cut.ranks, cut.batch, cut.depth, cut.multiprocessors) < 1 or cut.own < 1:
             raise ValueError("tokens, ranks, batch, depth and multiprocessors must be positive, tokens at least ranks")
+        if cut.zigzag and cut.tokens % (2 * cut.ranks):
+            raise ValueError(f"with zigzag tokens must be a multiple of {2 * cut.ranks}, twice the ranks")
         with open(given.config, encoding="utf-8") as file:
             layers = layers_of(json.load(file))
         print(report(layers, cut))
