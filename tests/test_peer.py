@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from support import peer
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 CASE = """
@@ -77,11 +79,21 @@ def test_a_checkout_whose_tests_are_known(tmp_path):
     folder.mkdir(parents=True)
     for operator in OPERATORS:
         (folder / f"{operator['file']}.py").write_text(CASE.format(**operator))
-    make = ["make", "-C", ROOT, "peer", f"PYTHON={sys.executable}", f"PEER={tmp_path}", "OPTIONS=--ranks 2"]
-    done = subprocess.run(make, capture_output=True, text=True, timeout=300)
+    record, command = tmp_path / "record", ["make", "-C", ROOT, "peer", f"PYTHON={sys.executable}"]
+
+    def make(options: str) -> subprocess.CompletedProcess:
+        given = f"PEER={tmp_path}", f"OPTIONS=--ranks 2 --chunk allscan --record {record} {options}"
+        return subprocess.run([*command, *given], capture_output=True, text=True, timeout=300)
+
+    done = make("")
     for operator in OPERATORS:
         for layout in ("contiguous", "zigzag"):
             found = re.search(f"{operator['file']}.py {layout}: (.*)", done.stdout)
             graph = ", 1 skipped" if operator["file"] != "test_gla" else ""
             assert found and found[1] == f"1 passed, {2 - bool(graph)} failed{graph}", done.stdout
     assert done.returncode == 2  # of make
+    again = make("-n 1 -k 'test_gla and contiguous'")  # by a worker of pytest-xdist: what has failed
+    assert "2 failed" in again.stdout and "test_gla.py::test_values zigzag: 1 passed" in again.stdout, again.stdout
+    told = peer.summary(peer.read(str(record)))
+    assert "test_gla.py zigzag: 1 passed, 2 failed" in told, told
+    assert sum(line.startswith("FAILED tests/ops/test_gla.py::") for line in told) == 4, told

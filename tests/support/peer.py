@@ -1,6 +1,10 @@
 """flash-linear-attention's own tests, with its operators replaced by allscan's: ``make peer PEER=checkout``.
 
-    python -m support.peer CHECKOUT [--ranks N] [options of pytest]
+    python -m support.peer CHECKOUT [--ranks N] [--chunk allscan] [--record FILE] [options of pytest]
+    python -m support.peer --summary FILE
+
+Tests that compile the same kernels are one group: with -n, pytest-xdist gives a group to one worker. --record: a file
+of results as they come; what has passed or been skipped there does not run again, so that a run that was cut goes on.
 
 The tests are those of a checkout that the caller names; nothing of it is copied. In its tests/ops a call of chunk_gla,
 chunk_kda or chunk_gated_delta_rule is split over ranks: each rank takes a part of the tokens, in either layout, and
@@ -19,7 +23,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import os
+import socket
 import subprocess
 import sys
 import types
@@ -35,8 +41,10 @@ from triton.runtime.autotuner import Autotuner
 
 import allscan
 from allscan.bindings.interpreter import prepare_interpreter
+from allscan.ops.delta.delta_operator import CHUNKS
 from allscan.tools import ranks
 from support.fla import import_fla
+from support.gpu_schedule import turned
 
 OPERATORS = {
     "chunk_gla": "zeco_gla",
@@ -45,7 +53,7 @@ OPERATORS = {
 }
 LAYOUTS = "contiguous", "zigzag"
 TOKENWISE = "q", "k", "v", "g", "beta"
-CHUNKS = {"chunk_gla": (64,), "chunk_kda": (32, 64), "chunk_gated_delta_rule": (16, 32, 64)}  # sizes that fla takes
+SIZES = {"chunk_gla": (64,), "chunk_kda": (32, 64), "chunk_gated_delta_rule": (16, 32, 64)}  # sizes that fla takes
 HOW = "disable_recompute", "cu_seqlens_cpu", "chunk_size"  # arguments that do not change what is computed
 FILES = (  # of the checkout; a name that one version of fla has and another has not is left out
     "tests/ops/test_gla.py",
@@ -59,17 +67,26 @@ FILES = (  # of the checkout; a name that one version of fla has and another has
 
 
 def main(checkout: str, *options: str) -> int:
+    if checkout == "--summary":
+        print(*summary(read(options[0])), sep="\n")
+        return 0
     files = [str(Path(checkout, name)) for name in FILES if Path(checkout, name).exists()]
     if not files:
         raise SystemExit(f"{checkout} has none of {', '.join(FILES)}")
     environment = dict(os.environ) if torch.cuda.is_available() else os.environ | {"TRITON_INTERPRET": "1"}
     pytest_options = ["-c", os.devnull, "--rootdir", checkout, "-q", "-p", "support.peer", *options, *files]
+    if any(option.startswith(("-n", "--numprocesses")) for option in options):
+        pytest_options += ["--dist", "loadgroup"]
     return subprocess.call([sys.executable, "-m", "pytest", *pytest_options], env=environment)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]  # each kernel in the first of its configurations
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
+    if worker is not None and count:  # references of all workers on one GPU would wait for each other
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = turned(worker, devices.split(","))
     if not torch.cuda.is_available():  # fla's references are kernels, too
         prepare_interpreter()
         import fla.utils
@@ -79,6 +96,49 @@ def pytest_load_initial_conftests() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ranks", type=int, help="how many ranks split a call; default: one a GPU, at least 2")
+    parser.addoption("--chunk", choices=CHUNKS, help="of zeco_kda and zeco_gated_delta_rule; default: theirs")
+    parser.addoption("--record", help="a file of results; what has passed does not run again")
+
+
+class Result(NamedTuple):
+    """A line of --record."""
+
+    test: str
+    outcome: str
+    seconds: float
+    why: str
+
+
+def read(path: str) -> dict[str, Result]:
+    """The last result of each test."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return {line[0]: Result(*line) for line in map(json.loads, lines)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests of one worker")
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Record(config.getoption("--record")))
+
+
+class Record:
+    """Writes each result as it comes."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed and (report.skipped or report.when == "setup"):
+            why = str(getattr(report.longrepr, "reprcrash", report.longrepr or ""))[-600:]
+            outcome = "error" if report.failed and report.when == "setup" else report.outcome
+            line = json.dumps(Result(name_of(report.nodeid), outcome, round(report.duration, 2), why))
+            with open(self.path, "a") as file:
+                file.write(f"{line}\n")
+
+
+def name_of(node: str) -> str:
+    """A test without the group that pytest-xdist has added."""
+    return node.rpartition("@")[0] or node
 
 
 def operator_of(function: Callable) -> str | None:
@@ -101,8 +161,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def concerned(item: pytest.Item) -> bool:
         return "context_parallel" in item.path.parts or operator_of(item.function) is not None
 
-    config.hook.pytest_deselected(items=[item for item in items if not concerned(item)])
-    items[:] = [item for item in items if concerned(item)]
+    record = config.getoption("--record")
+    over = {name for name, result in read(record).items() if result.outcome in ("passed", "skipped")} if record else ()
+    chosen = [item for item in items if concerned(item) and item.nodeid not in over]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    for item in chosen:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items[:] = chosen
+
+
+def group_of(item: pytest.Item) -> str:
+    """Of tests that compile the same kernels; each test of context parallelism has processes of its own."""
+    name = operator_of(item.function)
+    if name is None:
+        return item.nodeid.replace("/", ".")
+    parameters = item.callspec.params
+    return " ".join([name, *(str(parameters.get(one, "")) for one in ("Hq", "H", "HV", "D", "dtype"))])
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +198,8 @@ def allscan_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         yield None
         return
     group = request.getfixturevalue("allscan_ranks")
-    split = Split(group, name, getattr(request.module, name), request.param)
+    chunk = request.config.getoption("--chunk") if name != "chunk_gla" else None
+    split = Split(group, name, getattr(request.module, name), request.param, chunk)
     monkeypatch.setattr(request.module, name, split)
     yield split
     group.run(forget)
@@ -142,8 +217,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 class Split:
     """An operator of fla's that a test calls with whole sequences, by ranks that have a part of the tokens each."""
 
-    def __init__(self, group: ranks.Ranks, name: str, original: Callable, layout: str) -> None:
+    def __init__(
+        self, group: ranks.Ranks, name: str, original: Callable, layout: str, chunk: str | None = None
+    ) -> None:
         self.group, self.name, self.layout, self.calls = group, name, layout, 0
+        self.options = {} if chunk is None else dict(chunk=chunk)
         self._signature = inspect.signature(original)
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,7 +229,7 @@ class Split:
         given = dict(self._signature.bind(*arguments, **options).arguments)
         given |= given.pop("kwargs", {})
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("chunk_size", 64) not in CHUNKS[self.name]:
+        if given.get("chunk_size", 64) not in SIZES[self.name]:
             pytest.skip("what fla rejects")
         given = {name: value for name, value in given.items() if name not in HOW}
         parameters = inspect.signature(getattr(allscan, OPERATORS[self.name])).parameters
@@ -171,7 +249,7 @@ class Split:
             tensors = with_one_more(tensors, bool(given.get("use_gate_in_kernel")))
             if "cu_seqlens" in given:
                 given["cu_seqlens"] = [*given["cu_seqlens"][:-1], total + 1]
-        o, state = OverRanks.apply(self, [*tensors], given, *tensors.values())
+        o, state = OverRanks.apply(self, [*tensors], given | self.options, *tensors.values())
         return o[:, :total], None if not given.get("output_final_state") else state.mT if v_first else state
 
 
@@ -299,16 +377,23 @@ _start_processes = torch.multiprocessing.start_processes
 
 
 def start_processes(function: Callable, args: tuple = (), **options: Any) -> Any:
-    return _start_processes(with_allscan, (function, *args), **options)
+    with socket.create_server((ranks.LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    return _start_processes(with_allscan, (port, function, *args), **options)
 
 
-def with_allscan(rank: int, function: Callable, *arguments: Any) -> None:
-    """``function`` in a process of its own, where All-Scan carries the states of every group."""
+def with_allscan(rank: int, port: int, function: Callable, *arguments: Any) -> None:
+    """``function`` in a process of its own, where All-Scan carries the states of every group. port: in place of the
+    test's own, which is always the same."""
     from allscan.integrations import fla_cp
 
     import_fla(models=False)
     fla_cp.enable()
-    destroy, used = dist.destroy_process_group, []
+    destroy, init, used = dist.destroy_process_group, dist.init_process_group, []
+
+    def begin(*names: Any, **options: Any) -> None:
+        os.environ["MASTER_PORT"] = str(port)
+        init(*names, **options)
 
     def close() -> None:
         used.extend(fla_cp._communicators.values())
@@ -316,7 +401,7 @@ def with_allscan(rank: int, function: Callable, *arguments: Any) -> None:
             comm.close()
         destroy()
 
-    dist.destroy_process_group = close
+    dist.init_process_group, dist.destroy_process_group = begin, close
     function(rank, *arguments)
     if not used:
         raise AssertionError("the test has not used All-Scan")
@@ -325,16 +410,31 @@ def with_allscan(rank: int, function: Callable, *arguments: Any) -> None:
 # --- the summary
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line a file and layout."""
-    counts: dict[tuple[str, str], dict[str, int]] = {}
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    found = read(config.getoption("--record")) if config.getoption("--record") else {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
-            layout = "zigzag" if "zigzag" in report.nodeid else "contiguous"
-            of_file = counts.setdefault((Path(report.nodeid.split("::")[0]).name, layout), {})
-            of_file[outcome] = of_file.get(outcome, 0) + 1
-    for (file, layout), outcomes in sorted(counts.items()):
-        terminalreporter.write_line(f"{file} {layout}: " + ", ".join(f"{n} {what}" for what, n in outcomes.items()))
+            name = name_of(report.nodeid)
+            found[name] = found.get(name) or Result(name, outcome, 0.0, "")
+    for line in summary(found):
+        terminalreporter.write_line(line)
+
+
+def summary(found: dict[str, Result]) -> list[str]:
+    """One line a test function, then one a file, and each by layout."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for test, outcome, *_ in found.values():
+        path, _, function = test.partition("::")
+        layout = "zigzag" if "zigzag" in function else "contiguous"
+        for what in (f"{Path(path).name}::{function.partition('[')[0]}", Path(path).name):
+            some = counts.setdefault((what, layout), {})
+            some[outcome] = some.get(outcome, 0) + 1
+    lines = [
+        f"{what} {layout}: " + ", ".join(f"{n} {outcome}" for outcome, n in some.items())
+        for (what, layout), some in sorted(counts.items(), key=lambda x: ("::" not in x[0][0], x[0]))
+    ]
+    bad = [f"{result.outcome.upper()} {result.test}: {result.why}" for result in found.values() if result.why]
+    return [line for line in bad if not line.startswith("SKIPPED")] + lines
 
 
 if __name__ == "__main__":
