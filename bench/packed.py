@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from allscan.ops.delta.delta_operator import CHUNKS
+from allscan.ops.delta.delta_checks import CHUNKS
 from allscan.tools.ranks import Ranks, on_first
 from bench import hybrid
 from bench.harness import Table, results

@@ -41,7 +41,7 @@ from triton.runtime.autotuner import Autotuner
 
 import allscan
 from allscan.bindings.interpreter import prepare_interpreter
-from allscan.ops.delta.delta_operator import CHUNKS
+from allscan.ops.delta.delta_checks import CHUNKS
 from allscan.tools import ranks
 from support.fla import import_fla
 from support.gpu_schedule import turned
