@@ -25,7 +25,7 @@ from triton import JITFunction, knobs
 from triton.backends.compiler import GPUTarget as GPUTarget  # with ASTSource for tools/compiled.py
 from triton.compiler import ASTSource as ASTSource
 from triton.language import core  # builtins: inline assembly, functions of linked libraries, ``_semantic``
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import get_cache_manager as get_cache_manager
 from triton.runtime.jit import JITCallable
 
 from .cuda_driver import KernelNode

@@ -15,6 +15,7 @@ from ..bindings.cuda_driver import KernelNode, parameter_sizes, set_shared_memor
 from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import OPTIONS, kernel_node, launchable, launcher
 from ..shmem_kernels.channel import Channel
+from .machine_code import options_of_right_code
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,6 +90,7 @@ class Launch:
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
         self._compiled: Any = None
+        self._looked_at = False  # see machine_code
         self._sizes: list[int] | None = None  # bytes of the compiled kernel's parameters
 
     def __call__(self, *args: Tensor | Channel) -> Any:
@@ -97,11 +99,12 @@ class Launch:
             arguments, addresses = _addresses(args)
             if self.takes(addresses):
                 return self.at(arguments)
-        if self._first:
-            compiled = self.kernel[self.grid](*args, **self.fixed)
-        else:
-            named = {self._names[i]: x for i, x in zip(self._arguments, args, strict=True)}
-            compiled = self.kernel[self.grid](**named, **self.fixed)
+        named = {} if self._first else {self._names[i]: x for i, x in zip(self._arguments, args, strict=True)}
+        args_in_order = args if self._first else ()
+        if not self._looked_at:
+            self.fixed = options_of_right_code(self.kernel, self.grid, args_in_order, named, self.fixed)
+            self._looked_at = True
+        compiled = self.kernel[self.grid](*args_in_order, **named, **self.fixed)
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled)
         return compiled

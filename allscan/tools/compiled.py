@@ -21,6 +21,7 @@ from typing import Any
 import triton
 
 from ..bindings.triton_compat import OPTIONS, ASTSource, GPUTarget
+from ..launch.machine_code import TOOLS, disassembled
 from ..shmem_kernels.channel import Channel
 from ..shmem_kernels.links import SENTINEL
 
@@ -95,7 +96,7 @@ class Compiled:
         self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
 
     def _tool(self, name: str, *options: str) -> str:
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+        tool = os.path.join(TOOLS, name)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
@@ -104,7 +105,7 @@ class Compiled:
     @functools.cached_property
     def instructions(self) -> list[str]:
         """Of the machine code, and labels."""
-        return self._tool("nvdisasm", "-c", "--no-dataflow").splitlines()
+        return disassembled(self.cubin)
 
     def count(self, pattern: str) -> int:
         """How many instructions of the PTX match the regular expression."""

@@ -73,9 +73,10 @@ def rejected_on_sm_100(kernel):
     return kernel is delta.adjoint_kernel and VERSION < (3, 9)
 
 
-def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None):
+def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None, look=True):
     """(kernel, Compiled) of each different launch that was made, and is not ``seen``. more_on_sm_100: compiled for
-    that, too, each may spill as many bytes a thread more; one of those that differ in dtypes alone."""
+    that, too, each may spill as many bytes a thread more; one of those that differ in dtypes alone. look: whether any
+    code that reads registers that are not set is an error."""
     kinds = {
         torch.float32: "*fp32",
         torch.bfloat16: "*bf16",
@@ -96,7 +97,7 @@ def compiled_launches(most_spilled=None, more_on_sm_100=None, seen=None):
         seen.append((kernel, options, arguments))
         compiled = Compiled(kernel, arguments, options, **launch)
         assert compiled.shared <= 227 << 10
-        assert not compiled.unset_registers(), (kernel, options)
+        assert not look or not compiled.unset_registers(), (kernel, options)
         assert most_spilled is None or compiled.spilled_bytes <= most_spilled, (kernel, options, compiled.spilled_bytes)
         if more_on_sm_100 is not None and not other_dtypes:
             other = Compiled(kernel, arguments, options, **launch, capability=100)

@@ -6,6 +6,7 @@ import re
 import struct
 
 from allscan.bindings.triton_compat import words
+from allscan.launch.machine_code import unset_registers
 from allscan.tools import compiled
 
 from .descriptors import Follower
@@ -71,26 +72,5 @@ class Compiled(compiled.Compiled):
         return [x for loop in inner for x in loop if re.search(r"\b(LDL|STL)\b", x)]
 
     def unset_registers(self) -> list:
-        """Instructions before the first jump that read a uniform register which nothing has written: the ptxas of
-        Triton 3.6 and 3.7 (12.8) makes such code of some products, which then read outside of the shared memory."""
-        written, found = set(), []
-        for line in self.instructions:
-            match = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);", line)
-            if not match:
-                continue
-            predicate, operation, operands = match.group(1), match.group(2), match.group(3).split(", ")
-            if operation.startswith("BRA") and not predicate:
-                break
-            read = set()
-            for operand in operands[1:]:
-                descriptor = re.search(r"gdesc\[UR(\d+)\]", operand)  # 4 registers, of which A takes the first 2
-                if descriptor:
-                    first = 2 if re.fullmatch(r"R\d+", operands[1]) else 0
-                    read |= {int(descriptor[1]) + i for i in range(first, 4)}
-                else:
-                    read |= {int(n) for n in re.findall(r"\bUR(\d+)", operand)}
-            if read - written:
-                found.append(line.strip())
-            if target := re.fullmatch(r"UR(\d+)", operands[0]):
-                written |= {int(target[1]) + i for i in range(2 if re.search("64|WIDE", operation) else 1)}
-        return found
+        """See machine_code."""
+        return unset_registers(self.instructions)

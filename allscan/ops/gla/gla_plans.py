@@ -471,8 +471,7 @@ class GLAPlan(Plan):
                 passed,
                 REVERSE=True,
             )
-            # 32 columns at least: of products of 16, ptxas 12.8 makes code that reads outside of shared memory
-            BV = max(32, min(128 if self.narrow else 64, self.BV_max))
+            BV = min(128 if self.narrow else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
                 (cdiv(self.V, BV), *self.by_chunks),

@@ -1,0 +1,61 @@
+"""A kernel of whose products ptxas makes wrong code is compiled in another way, before its first launch."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from allscan.launch import machine_code
+from allscan.shmem_kernels import gla_bwd
+from support.launches import VERSION, Launches, compiled_launches, launch_gla
+
+pytestmark = pytest.mark.cpu
+
+
+class Kernel:
+    """value_grad_kernel with 16 columns, compiled for sm_90 instead of for a GPU of this machine."""
+
+    __name__ = "value_grad_kernel"
+
+    def __init__(self, monkeypatch, wrong=()):
+        self.stages, self.wrong = [], wrong
+        launch_gla(160, 16, torch.bfloat16, False, monkeypatch)
+        [self.launch] = [launch for launch in Launches.made if launch[0] is gla_bwd.value_grad_kernel]
+        monkeypatch.setattr(machine_code, "JITFunction", Kernel)
+
+    def warmup(self, grid, BV, num_stages):
+        self.stages.append(num_stages)
+        kernel, values, options = self.launch
+        Launches.made = [(kernel, values, options | dict(BV=BV, num_stages=num_stages))]
+        [(_, found)] = compiled_launches(look=False)
+        asm = dict(ptx=found.ptx, cubin=found.cubin)
+        return types.SimpleNamespace(asm=asm, metadata=types.SimpleNamespace(shared=found.shared))
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if VERSION != (3, 6):
+        pytest.skip("which products are wrong differs with ptxas")
+
+
+def chosen(kernel, **options):
+    return machine_code.options_of_right_code(kernel, (1,), (), {}, options)["num_stages"]
+
+
+def test_stages_are_chosen_whose_code_is_right(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    assert chosen(kernel, BV=32, num_stages=3) == 3
+    assert chosen(kernel, BV=16, num_stages=3) == 2
+    assert kernel.stages == [3, 3, 2]
+    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: pytest.fail("this code has been looked at"))
+    assert chosen(kernel, BV=16, num_stages=3) == 2
+
+
+def test_a_kernel_without_right_code_is_rejected(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    monkeypatch.setattr(machine_code, "STAGES", (3, 1))
+    with pytest.raises(RuntimeError, match="wrong code of value_grad_kernel .* TRITON_PTXAS_PATH"):
+        chosen(kernel, BV=16, num_stages=3)
