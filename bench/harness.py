@@ -162,11 +162,11 @@ def sample(call, count: int = STEP_REPLAYS) -> float:
     return begin.elapsed_time(end) * 1e3 / count
 
 
-def both_passes(leaves, do, call, packed: bool, samples: int) -> dict:
-    """Median microseconds of forward and of both passes, and the MiB that the latter need: of a CUDA graph's replays,
-    of packed sequences of calls."""
-    row = {}
-    for backward, column in ((False, "forward_us"), (True, "forward_backward_us")):
+def both_passes(leaves, do, call, packed: bool, samples: int, both: bool = True) -> dict:
+    """Median microseconds of forward and, with ``both``, of both passes, and the MiB that the latter need: of a CUDA
+    graph's replays, of packed sequences of calls."""
+    row = {} if both else {"forward_backward_us": ""}
+    for backward, column in ((False, "forward_us"), (True, "forward_backward_us"))[: 1 + both]:
         if packed:
             replay = functools.partial(step, leaves, do, call, backward)
             row["extra_mib"] = extra_mib(replay)

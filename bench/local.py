@@ -173,16 +173,18 @@ def main_of_kda(options) -> int:
     if not torch.cuda.is_available():
         print("No GPU here; tests/bench/test_chunks.py checks the method that needs none.")
         return 0
-    names = [name for name in local_delta.SEEN if not (options.no_fla and "fla" in name)]
-    if not options.no_fla:
+    names = [name for name in local_delta.installed() if not (options.no_fla and "fla" in name)]
+    if options.backends:
+        names = [name for name in names if name.startswith("fla ")]
+    elif not options.no_fla:
         os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
-        compile_ahead([Job("kda", H) for H in dict.fromkeys(shape.H for shape in local_delta.SHAPES)])
+        compile_ahead([Job(rule, H) for rule, H in dict.fromkeys((x.rule, x.H) for x in local_delta.SHAPES)])
     with allscan.Communicator() as comm, Table(options.csv, local_delta.COLUMNS) as table:
-        for row in local_delta.rows(comm, names):
+        for row in local_delta.rows(comm, names, options.backends):
             table.write(row)
             print(
-                f"{row['shape']:26} {row['gates']:6} {row['method']:24} forward {row['forward_us']:8.1f} us  "
-                f"forward+backward {row['forward_backward_us']:9.1f} us  error {row['max_error']:.2e}",
+                f"{row['shape']:26} {row['gates']:6} {row['method']:36} forward {row['forward_us']:8.1f} us  "
+                f"forward+backward {row['forward_backward_us'] or float('nan'):9.1f} us  error {row['max_error']:.2e}",
                 flush=True,
             )
     return 0
@@ -193,6 +195,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--shapes", nargs="+", help="BxTxHxKxV")
     parser.add_argument("--rule", choices=["gla", "kda"], default="gla", help="kda: see bench/local_delta.py")
     parser.add_argument("--no-fla", action="store_true", help="ours alone: fla takes minutes to choose")
+    parser.add_argument("--backends", action="store_true", help="of kda: fla alone, which may call other packages")
     parser.add_argument("--first-call", action="store_true", help="only the seconds of zeco_gla's first call")
     parser.add_argument("--csv", help="default: bench/results/local.csv, or local_kda.csv")
     options = parser.parse_args(arguments)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import pytest
 import triton
 
@@ -44,10 +47,14 @@ def test_kernels_read_what_they_should(name):
 def local_case(group):
     """Errors of bench.local's methods for KDA that run on CPUs."""
     with allscan.Communicator(group) as comm:
-        shapes = [local_delta.Shape(70, 1, 16, gates, packed) for gates in ("weak", "strong") for packed in (0, 1)]
-        return [local_delta.check("zeco_kda, chunk=allscan", comm, shape, 70) for shape in shapes]
+        kinds = itertools.product(("weak", "strong"), (False, True), ("kda", "gated_delta_rule"))
+        shapes = [local_delta.Shape(70, 1, 16, *kind) for kind in kinds]
+        return [local_delta.check(f"zeco_{shape.rule}, chunk=allscan", comm, shape, 70) for shape in shapes]
 
 
 def test_bench_local_of_kda(run):
     [errors] = run(1, local_case)
     assert all(0 < error < 1e-2 for error in errors), errors
+    ours = {f"zeco_{rule}, chunk=allscan" for rule in ("kda", "gated_delta_rule")}
+    with mock.patch.object(local_delta.importlib.util, "find_spec", lambda name: name == "allscan" or None):
+        assert {*local_delta.installed()} == ours  # others have no row where they are not installed
