@@ -76,9 +76,8 @@ def headline() -> str:
     kda = functools.partial(_find, "delta", rule="kda", T=16384, H=32, gates="near 1", ranks=2, **both)
 
     def hybrid(method: str) -> str:
-        sizes = (128, "heads of 128"), (192, "Kimi's own, 192 / 128")
-        found = [(_find("hybrid", model=f"kimi_linear, MLA {size}", method=method), told) for size, told in sizes]
-        return "; ".join(f"{_number(row['percent_of_data_parallel'], 1)} % ({told})" for row, told in found)
+        found = _hybrids(method).items()
+        return "; ".join(f"{_number(row['percent_of_data_parallel'], 1)} % ({told})" for told, row in found)
 
     trained = {n: _find("model", method="zeco", ranks=n, T=16384) for n in (2, 4)}
     moved = _find("model", method="all_to_all", ranks=4, T=16384)
@@ -185,7 +184,7 @@ def training() -> str:
 
 
 def hybrid() -> str:
-    """docs/results.md: transformers' Kimi-Linear."""
+    """docs/results.md: transformers' hybrids."""
     names = {
         "data parallel": "data parallel, a sequence of 16,384 tokens a rank",
         "allscan, zigzag": "**`integrations.transformers`, zigzag**",
@@ -195,11 +194,31 @@ def hybrid() -> str:
     rows = []
     for method, told in names.items():
         rows.append([told])
-        for size in (128, 192):
-            row = _find("hybrid", model=f"kimi_linear, MLA {size}", method=method)
+        for row in _hybrids(method).values():
             percent = _number(row["percent_of_data_parallel"], 1)
             rows[-1] += [_number(row["tokens_per_s_per_gpu"], 0), f"{percent} %"]
-    return _table(["", "128", "of data parallel", "192 / 128", "of data parallel"], rows)
+    found = _hybrids("data parallel")
+    kernels = {"allscan": "All-Scan's", "fla": "fla's"}
+    rows.append(["kernels inside of chunks, of all methods"])
+    for row in found.values():
+        rows[-1] += [kernels[row["chunk"]], ""]
+    return _table(["", *(name for told in found for name in (told, "of data parallel"))], rows)
+
+
+HYBRIDS = {
+    "kimi_linear, MLA 128": "heads of 128",
+    "kimi_linear, MLA 192": "Kimi's own, 192 / 128",
+    "qwen3_next": "Qwen3-Next",
+}
+
+
+def _hybrids(method: str) -> dict[str, dict[str, str]]:
+    """Rows of the models that were measured, by how they are told of."""
+    return {
+        told: _find("hybrid", model=model, method=method)
+        for model, told in HYBRIDS.items()
+        if any(row["model"] == model for row in _rows("hybrid"))
+    }
 
 
 def zigzag() -> str:
