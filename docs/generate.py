@@ -77,7 +77,10 @@ def headline() -> str:
 
     def hybrid(method: str) -> str:
         found = _hybrids(method).items()
-        return "; ".join(f"{_number(row['percent_of_data_parallel'], 1)} % ({told})" for told, row in found)
+        gpus = {told: row["gpu"].split()[1] for told, row in found}
+        return "; ".join(
+            f"{_number(row['percent_of_data_parallel'], 1)} % ({told}, {gpus[told]}s)" for told, row in found
+        )
 
     trained = {n: _find("model", method="zeco", ranks=n, T=16384) for n in (2, 4)}
     moved = _find("model", method="all_to_all", ranks=4, T=16384)
@@ -115,7 +118,7 @@ def headline() -> str:
             f"heads by all-to-all, 4 ranks: {_number(moved['percent_of_data_parallel'], 1)} %",
         ],
         [
-            "training a Kimi-Linear hybrid, the same, 2 H100s",
+            "training hybrids (Kimi-Linear, Qwen3-Next), the same",
             hybrid("allscan, zigzag"),
             "",
             f"heads by all-to-all: {hybrid('heads')}",
