@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 import allscan
-from allscan.ops.delta.delta_passes import functions_with_plans
 from allscan.tools.ranks import Ranks
 from bench.harness import Table, group_of, inputs, results
 from bench.tuning import Job, compile_ahead
@@ -84,13 +83,15 @@ def operators(comm, T, heads, width) -> dict:
     """{method: call} for T tokens a rank."""
     leaves, do = inputs(T, heads, width, comm.device, comm.rank, *_small(comm))
     beta = torch.rand(1, T, heads, device=comm.device)
-    calls = {"zeco_gla": lambda *x: allscan.zeco_gla(*x, comm=comm)[0]}
+    calls = {
+        "zeco_gla": lambda *x: allscan.zeco_gla(*x, comm=comm)[0],
+        "zeco_kda": lambda *x: allscan.zeco_kda(*x, beta, comm=comm)[0],
+    }
     if comm.device.type == "cuda":
         with contextlib.suppress(ImportError):
             from fla.ops.gla import chunk_gla
             from fla.ops.kda import chunk_kda
 
-            calls["zeco_kda"] = lambda *x: allscan.zeco_kda(*x, beta, comm=comm)[0]
             calls["fla chunk_gla"] = lambda *x: chunk_gla(*x)[0]
             calls["fla chunk_kda"] = lambda *x: chunk_kda(*x, beta)[0]
 
@@ -160,7 +161,7 @@ def point(T: int | None, heads: int = H, width: int = D) -> dict:
         held: list = []
         calls = {NCCL: all_gather(comm, heads, width)}
         calls |= collectives(comm, heads, width, held) if T is None else operators(comm, T, heads, width)
-        for call in [*calls.values()] * (1 if comm.device.type == "cpu" else 5):  # fla's functions are plans then
+        for call in [*calls.values()] * (1 if comm.device.type == "cpu" else 5):
             call()
             run_backward(held)
             if comm.device.type == "cuda":
@@ -168,9 +169,6 @@ def point(T: int | None, heads: int = H, width: int = D) -> dict:
         if comm.device.type == "cpu":
             return dict.fromkeys(calls, (0.0, 0.0))
         if T is not None:
-            plans = functions_with_plans(comm)
-            if "zeco_kda, forward" in calls and not (plans and all(plans.values())):
-                raise RuntimeError(f"not all of fla's functions in zeco_kda are plans: {plans}")
             ours = "zeco_gla, forward+backward"
             calls[f"{ours}, CUDA graph"] = captured(calls[ours])
         times: dict = {name: [] for name in calls}

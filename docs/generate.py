@@ -106,7 +106,7 @@ def headline() -> str:
             f"NCCL all-gather, overlapped, 4 ranks: {over(gathered)}",
         ],
         [
-            "KDA, both passes, over fla's on one GPU",
+            'KDA, both passes, chunk="fla", over fla\'s on one GPU',
             _number(kda(method="zeco")["times_one_rank"], 3),
             "",
             f"fla's context parallelism: {_number(kda(method='fla cp_context')['times_one_rank'], 3)}",
@@ -269,7 +269,7 @@ def memory() -> str:
     for method in ("zeco_gla", "zeco_gla, recompute=False", "fla chunk_gla"):
         row = _find("local", shape="1x16384x16x128x128", sequences="", method=method, sources="c2ee9aef2fcb")
         rows.append([method, "16 heads of 128 x 128", _number(row["extra_mib"], 0)])
-    for method, told in (("zeco", "zeco_kda, 2 ranks"), ("fla, one rank", "fla chunk_kda")):
+    for method, told in (("zeco", 'zeco_kda(chunk="fla"), 2 ranks'), ("fla, one rank", "fla chunk_kda")):
         row = _find("delta", method=method, rule="kda", T=16384, H=32, gates="near 1", **{"pass": "forward+backward"})
         rows.append([told, "32 heads of 128 x 128", _number(row["extra_mib"], 0)])
     return _table(["16,384 tokens a rank, bfloat16", "", "peak beside inputs, MiB"], rows)

@@ -48,7 +48,7 @@ def checked(
         check_for_an_operator(dict(x._asdict(), initial_state=initial_state), scale)
         cu_seqlens = None if asked.cu_seqlens is None else own_boundaries(asked.cu_seqlens)
         first_token = own_place(asked.first_token, cu_seqlens)
-        if before.chunk not in (None, *CHUNKS):
+        if before.chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         of_gate = dict(lower_bound=before.lower_bound, A_log=before.A_log, dt_bias=before.dt_bias)
         if not before.gate and (given := [name for name, x in of_gate.items() if x is not None]):

@@ -53,7 +53,7 @@ def zeco_kda(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
-    chunk: str | None = None,
+    chunk: str = "allscan",
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention with the sequence cut over the ranks; each rank holds consecutive tokens, in rank order.
@@ -70,9 +70,10 @@ def zeco_kda(
         q, k: [B, T, H, K], this rank's T tokens; float16, bfloat16 or float32, v alike. K up to 256. T may
             differ between ranks and be 0, nothing else may differ.
         v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV, K], natural logarithm of the decay, at most 0; float32, or like q. With fla's kernels at least
+        g: [B, T, HV, K], natural logarithm of the decay, 0 to -inf; float32, or like q. With fla's kernels at least
             -1,048,576 in the sum of 64 tokens, and errors grow with that sum (docs/delta.md): begin documents by
-            cu_seqlens. Gates are looked at at the first call for a shape only, and in debug mode: it waits for the GPU.
+            cu_seqlens there. Gates are looked at at the first call for a shape only, and in debug mode: it waits for
+            the GPU.
         beta: [B, T, HV], any float type.
         use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
         use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g +
@@ -80,13 +81,12 @@ def zeco_kda(
         A_log: [HV], optional where there is a lower_bound.
         dt_bias: HV * K numbers, optional.
         use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
-        safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with.
+        safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with; ours look.
         state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
         scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, comm: as in
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
-        chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "allscan", kernels of our own: for any
-            gates, and on CPUs for bfloat16, too; or "fla", flash-linear-attention, which must be installed (``pip
-            install flash-linear-attention``). Default: ours on CPUs and with invariant, else fla's.
+        chunk: who computes inside of chunks of 64 tokens, alike on all ranks: "allscan", kernels of our own; or "fla",
+            flash-linear-attention, which must be installed (``pip install flash-linear-attention``).
         invariant: as in ``allscan.zeco_gla``, with chunk="allscan" only: the same bits for every number of ranks. The
             first and the last rank must have tokens.
 
@@ -94,7 +94,7 @@ def zeco_kda(
         (o, final_state), as ``allscan.zeco_gla`` does.
 
     Raises:
-        ImportError: where fla's kernels are to work and it is not installed.
+        ImportError: with chunk="fla" where it is not installed.
         RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
 
     Example:
@@ -103,7 +103,6 @@ def zeco_kda(
     Source:
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    chunk = _default_chunk(comm, invariant) if chunk is None else chunk
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
@@ -133,7 +132,7 @@ def zeco_gated_delta_rule(
     first_token: int | None = None,
     layout: str = "contiguous",
     per_document: bool = False,
-    chunk: str | None = None,
+    chunk: str = "allscan",
     invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule (Gated DeltaNet) with the sequence cut over the ranks; each rank holds consecutive tokens.
@@ -154,7 +153,7 @@ def zeco_gated_delta_rule(
         (o, final_state), as ``allscan.zeco_gla`` does.
 
     Raises:
-        ImportError: where fla's kernels are to work and it is not installed.
+        ImportError: with chunk="fla" where it is not installed.
         RuntimeError: and whatever else ``allscan.zeco_gla`` raises, before anything is launched.
 
     Example:
@@ -163,19 +162,11 @@ def zeco_gated_delta_rule(
     Source:
         Gated Delta Networks, arXiv 2412.06464; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
-    chunk = _default_chunk(comm, invariant) if chunk is None else chunk
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
     before = Before(*flags, None, A_log, dt_bias, state_v_first, chunk)
     rule = "own_gated_delta_rule" if chunk == "allscan" else "gated_delta_rule"
     asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)
-
-
-def _default_chunk(comm: Any, invariant: int | None) -> str:
-    """Who computes inside of chunks where the caller does not say it."""
-    invariant = getattr(comm, "invariant", 0) if invariant is None else invariant
-    on_cpus = isinstance(comm, Communicator) and comm.device.type == "cpu"
-    return "allscan" if invariant or on_cpus else "fla"
 
 
 def _call(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple[Tensor, Tensor | None]:

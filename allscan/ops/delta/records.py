@@ -22,7 +22,7 @@ class Before(NamedTuple):
     A_log: Tensor | None
     dt_bias: Tensor | None
     state_v_first: bool
-    chunk: str | None
+    chunk: str
 
 
 class Asked(NamedTuple):
