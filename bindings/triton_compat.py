@@ -11,7 +11,6 @@ Read in Triton 3.6 to 3.9:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import re
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import triton
-from triton import JITFunction, knobs
+from triton import knobs
 from triton.backends.compiler import GPUTarget as GPUTarget  # with ASTSource for tools/compiled.py
 from triton.compiler import ASTSource as ASTSource
 from triton.language import core  # builtins: inline assembly, functions of linked libraries, ``_semantic``
@@ -137,24 +136,6 @@ def compilations_told(begin: Callable[[], None], end: Callable[[], None]) -> Non
 def interpreting() -> bool:
     """Whether kernels that are defined now are interpreted."""
     return knobs.runtime.interpret
-
-
-@contextlib.contextmanager
-def launches_watched(told: Callable[[Any, Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """``told(kernel, grid, args, options)`` before each launch of this process. Triton's launch hooks are not told the
-    arguments, so JITFunction.run is replaced."""
-    original = JITFunction.run
-
-    def run(self, *args, grid, warmup, **options) -> object:
-        if not warmup:
-            told(self, grid, args, options)
-        return original(self, *args, grid=grid, warmup=warmup, **options)
-
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = original
 
 
 def module_of(compiled: Any) -> int:

@@ -19,7 +19,6 @@ WORDS = {
     r"free[ _]running": "back to back",
     r"fine_product|store_fine": "dot_split, store_split",
     r"\bwidest\b": "BV_max",
-    r"\bTraced\b": "FlaReplay",
     r"\bRendezvous\b|\brendezvous\b": "StoreExchange",
     r"(?i)(?<!connection )\brefus(e|es|ed|al|als|ing)\b|_refus(e|es|ed|al)": "reject",
     r"\bout of step\b|out_of_step": "desynchronized",

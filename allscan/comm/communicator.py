@@ -98,9 +98,6 @@ class Communicator(Calls):
         cuda_graphs: whether launches that come again with the same addresses become CUDA graphs, which nothing is
             captured for; or the most bytes of GPU memory that they may take, 256 MiB by default. They are freed by
             ``close``. Default: unless the environment has ALLSCAN_CUDA_GRAPHS=0. Each rank may choose for itself.
-        replay: whether fla's functions inside of the delta rules are replaced by the kernels that they launch
-            (docs/architecture.md). Default: unless the environment has ALLSCAN_REPLAY=0. Each rank may choose for
-            itself.
         invariant: tokens of a segment for calls of operators (zeco_gla() and the others) that say nothing else: with it
             their results have the same bits for every number of ranks (docs/invariant.md). 0: not. The same on every
             rank.
@@ -127,7 +124,6 @@ class Communicator(Calls):
         nodes: Sequence[int] | None = None,
         algorithm: str = "auto",
         cuda_graphs: bool | int | None = None,
-        replay: bool | None = None,
         invariant: int = 0,
     ) -> None:
         self._closed = True  # until construction has succeeded
@@ -177,7 +173,6 @@ class Communicator(Calls):
             self._algorithm = check_algorithm(algorithm)
             most = switch("ALLSCAN_CUDA_GRAPHS") if cuda_graphs is None else cuda_graphs
             self.graphs = Graphs(MOST_BYTES * most if isinstance(most, bool) else integer("cuda_graphs", most, 0))
-            self.replay = switch("ALLSCAN_REPLAY") if replay is None else bool(replay)
             self.invariant = integer("invariant", invariant, 0)
             if self.invariant % 64:
                 raise ValueError(f"invariant must be a multiple of 64 tokens, got {invariant}")

@@ -100,15 +100,12 @@ def report() -> list[str]:
     if not gpus:
         room = os.statvfs("/dev/shm")
         print(f"/dev/shm    {room.f_bavail * room.f_frsize:,} of {room.f_blocks * room.f_frsize:,} bytes free")
-    for name, what, variable in (
-        ("CUDA graphs", "launches that come again", "ALLSCAN_CUDA_GRAPHS"),
-        ("replay", "fla's functions in delta rules", "ALLSCAN_REPLAY"),
-    ):
-        try:
-            print(f"{name:<11} {'on' if switch(variable) else 'off'}, of {what} ({variable}=0 or 1)")
-        except ValueError as error:
-            print(f"{name:<11} {error}")
-            needs.append(f"export {variable}=1      # or 0")
+    try:
+        graphs = "on" if switch("ALLSCAN_CUDA_GRAPHS") else "off"
+        print(f"CUDA graphs {graphs}, of launches that come again (ALLSCAN_CUDA_GRAPHS=0 or 1)")
+    except ValueError as error:
+        print(f"CUDA graphs {error}")
+        needs.append("export ALLSCAN_CUDA_GRAPHS=1      # or 0")
     print("GPU tests   " + _last_run())
     return needs
 

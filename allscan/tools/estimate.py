@@ -97,7 +97,7 @@ class _Apart:
 
     def __init__(self, ranks: int) -> None:
         attributes = {"carrier of transitions": self}
-        of_gpu = dict(device=torch.device("cuda"), graphs=None, replay=False)
+        of_gpu = dict(device=torch.device("cuda"), graphs=None)
         self.comm: Any = types.SimpleNamespace(size=ranks, attributes=attributes, **of_gpu)
 
     def prepare(self, *_: Any, **__: Any) -> None:

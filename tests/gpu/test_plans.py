@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import statistics
 import threading
-from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from triton import knobs
 
 import allscan
-from allscan.ops.delta.delta_passes import functions_with_plans
-from allscan.ops.delta.fla_replay import FlaReplay
 from allscan.tokens import partition
-from support.delta import DeltaCase, Whole
 from support.fla import import_fla
 from support.packed import calls, differ, forward_and_backward
-from support.values import late, place, relative
+from support.values import late, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -204,8 +200,8 @@ def test_what_comes_again_is_a_graph(run, size, recompute):
 
 
 def alike_case(group, calls):
-    """Calls of all operators that have plans, with graphs, and fla's functions replayed, or without: the same bits,
-    with ranks that are late. Returns (calls that were graphs, counts) of the communicator that has graphs."""
+    """Calls of all operators that have plans, with graphs or without: the same bits, with ranks that are late. Returns
+    the counts of the communicator that has graphs."""
     fla = importlib.util.find_spec("fla") is not None
 
     def call(comm):
@@ -223,10 +219,10 @@ def alike_case(group, calls):
 
     if fla:
         import_fla()
-    with allscan.Communicator(group, cuda_graphs=False, replay=False) as comm:
+    with allscan.Communicator(group, cuda_graphs=False) as comm:
         expected = call(comm)
         same(call(comm), expected)
-        assert not comm.cuda_graphs.launched and not functions_with_plans(comm)
+        assert not comm.cuda_graphs.launched
         comm.barrier()
     with allscan.Communicator(group) as comm:
         for i in range(calls):
@@ -236,15 +232,14 @@ def alike_case(group, calls):
             del found
             torch.cuda.synchronize()
         comm.barrier()
-        return comm.cuda_graphs, functions_with_plans(comm)
+        return comm.cuda_graphs
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.kernels
 def test_the_same_bits_with_graphs_and_without(run, size):
-    for counts, plans in run(size, alike_case, 20):
+    for counts in run(size, alike_case, 20):
         assert counts.launched > 50 and not counts.failed and not counts.declined, counts
-        assert all(plans.values()), plans
 
 
 def busy_thread_case(group, rounds):
@@ -393,53 +388,6 @@ def profiled_case(group):
 def test_profilers_name_the_kernels(run, size):
     for names in run(size, profiled_case):
         assert {"operands_kernel", "scan_kernel", "grad_kernel", "strong_decay_kernel"} <= names, names
-
-
-def delta_case(group, rule, dtype, lengths, layout):
-    """Calls in which fla's functions are launched by their own Python, then are traced, then are plans: the same bits,
-    with other values and with memory that is freed and overwritten, too. Returns which functions have plans."""
-    import_fla()
-    with allscan.Communicator(group) as comm:
-        tokens = [512] * comm.size
-        zigzag, total = layout == "zigzag", 512 * comm.size
-        lengths, where = None if lengths is None else [0, 100, 130, total], dict(layout=layout, chunk="fla")
-        plain = mock.patch.object(FlaReplay, "__call__", lambda _, function, **arguments: function(**arguments))
-        case = DeltaCase(rule, tokens, H=2, HV=4, K=64, V=128, dtype=dtype, lengths=lengths)
-        wholes = [Whole(case._replace(seed=seed), comm.device) for seed in (0, 1)]
-        mine = place(comm, tokens, zigzag)
-        with plain:
-            expected = [whole.ours(comm, mine, **where) for whole in wholes]
-        for i in range(24):
-            late(i, comm.rank, 20)
-            trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 10, 1 << 16, 1 << 20)]
-            found = wholes[i % 2].ours(comm, mine, **where)
-            del trash
-            trash = [torch.full((n,), float("nan"), device=comm.device) for n in (1 << 20, 1 << 16, 1 << 18)]
-            same(found, expected[i % 2])
-            del found, trash
-            if i < 8:  # whether plans are taken is asked of the GPU, without waiting for it
-                torch.cuda.synchronize()
-        names = []
-        with launch_hook(names):
-            same(wholes[0].ours(comm, mine, **where), expected[0])
-        assert len(names) > 12, "a profiler's hook is told of every launch"
-        comm.barrier()
-        return functions_with_plans(comm)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "rule, dtype, lengths, layout, count",
-    [
-        ("kda", torch.bfloat16, None, "contiguous", 7),
-        ("kda", torch.float32, "packed", "contiguous", 7),
-        ("kda", torch.bfloat16, None, "zigzag", 7),
-        ("gated_delta_rule", torch.bfloat16, None, "contiguous", 6),
-    ],
-)
-def test_what_fla_launches_becomes_plans(run, size, rule, dtype, lengths, layout, count):
-    for plans in run(size, delta_case, rule, dtype, lengths, layout):
-        assert len(plans) == count and all(plans.values()), plans
 
 
 def many_calls_case(group, dtype, D, calls):

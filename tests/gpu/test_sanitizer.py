@@ -86,7 +86,7 @@ def delta_kernels() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     streams = Streams(device)
     carriers = {"carrier of transitions": Nobody()}
-    middle = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None, replay=False)
+    middle = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)
     for K, V, dtype, scalar in (
         (128, 128, BF16, False),
         (128, 64, BF16, True),

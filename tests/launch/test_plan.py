@@ -729,23 +729,23 @@ def test_structures_are_those_of_the_drivers_header(tmp_path):
 
 
 def switches(group):
-    """Of CUDA graphs and of the replay of fla's launches: an argument before a variable; a bad one is heard of by all.
-    What AllScans and plans are made with is fixed."""
-    names = "ALLSCAN_CUDA_GRAPHS", "ALLSCAN_REPLAY"
+    """Of CUDA graphs: an argument before a variable; a bad one is heard of by all. What AllScans and plans are made
+    with is fixed."""
+    name = "ALLSCAN_CUDA_GRAPHS"
     for values, options, wanted in (
-        ({}, {}, (256 << 20, True)),
-        (dict.fromkeys(names, "0"), {}, (0, False)),
-        (dict.fromkeys(names, "1"), {}, (256 << 20, True)),
-        ({}, dict(cuda_graphs=False, replay=False), (0, False)),
-        (dict.fromkeys(names, "0"), dict(cuda_graphs=True, replay=True), (256 << 20, True)),
-        ({}, dict(cuda_graphs=1 << 20), (1 << 20, True)),
+        ({}, {}, 256 << 20),
+        ({name: "0"}, {}, 0),
+        ({name: "1"}, {}, 256 << 20),
+        ({}, dict(cuda_graphs=False), 0),
+        ({name: "0"}, dict(cuda_graphs=True), 256 << 20),
+        ({}, dict(cuda_graphs=1 << 20), 1 << 20),
     ):
         with mock.patch.dict(os.environ, values), allscan.Communicator(group, **options) as comm:
             counts = comm.cuda_graphs
-            assert (counts.most_bytes, comm.replay) == wanted and counts.enabled == bool(wanted[0])
+            assert counts.most_bytes == wanted and counts.enabled == bool(wanted)
             assert counts[1:3] == (0, 0) and counts.why == ""
             with allscan.AllScan(comm, (2, 4, 4)) as scan:
-                for thing, name in (
+                for thing, field in (
                     (comm, "max_ctas"),
                     (comm, "timeout"),
                     (comm, "algorithm"),
@@ -753,16 +753,15 @@ def switches(group):
                     (comm, "cuda_graphs"),
                     (scan, "max_ctas"),
                 ):
-                    before = getattr(thing, name)
+                    before = getattr(thing, field)
                     with pytest.raises(AttributeError):
-                        setattr(thing, name, 1)
-                    assert getattr(thing, name) == before
+                        setattr(thing, field, 1)
+                    assert getattr(thing, field) == before
         assert comm.cuda_graphs[:3] == (False, 0, 0)
     rank = 0 if group is None else torch.distributed.get_rank()
-    for variable in names:
-        with mock.patch.dict(os.environ, {variable: "yes"} if rank == 1 else {}):
-            with pytest.raises(ValueError, match=f"rank 1: ValueError: {variable} must be 0 or 1, got 'yes'"):
-                allscan.Communicator(group)
+    with mock.patch.dict(os.environ, {name: "yes"} if rank == 1 else {}):
+        with pytest.raises(ValueError, match=f"rank 1: ValueError: {name} must be 0 or 1, got 'yes'"):
+            allscan.Communicator(group)
     with pytest.raises(ValueError, match="TypeError: cuda_graphs must be an integer"):
         allscan.Communicator(group, cuda_graphs="no" if rank == 1 else None)
 

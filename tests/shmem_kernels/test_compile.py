@@ -401,7 +401,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     layout = Layout([TokenRange(0, T, 0, 0, 0)], 1, 64, "cpu")  # in the middle of a sequence
     device = torch.device("cpu")
     carriers = {"carrier of transitions": NoScan()}
-    comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None, replay=True)
+    comm = types.SimpleNamespace(size=3, device=device, attributes=carriers, graphs=None)
     states = delta_passes.StatePass(comm, layout, DeltaShape(1, H, H, K, V, dtype, scalar))
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))

@@ -17,7 +17,6 @@ from triton.runtime import driver
 
 from allscan.bindings import cuda_driver
 from allscan.launch import compiled_kernel, graph_cache
-from allscan.ops.delta import fla_replay
 from support.sm90 import parameters_in
 
 LOADED: dict[int, tuple] = {}  # kernels of the process by CUDA function: (name, source, bytes of each parameter)
@@ -207,29 +206,16 @@ CUDA = dict(
 )
 
 
-def sum_of_first(grid, x, out, count, N, BLOCK):
-    parts = floats(x, N * count).reshape(N, count)
-    floats(out, count)[:] = parts.sum(0)
-
-
-def add(grid, x, y, count, BLOCK):
-    floats(x, count)[:] += floats(y, count)
-
-
-OURS = {"first_sum_kernel": sum_of_first, "add_kernel": add}  # in place of torch's operators
-
-
 @contextlib.contextmanager
 def fake_gpu(kernels, with_graphs=False):
     """with_graphs: what is launched again may become a CUDA graph, of :class:`Cuda`, which is ``gpu.cuda``."""
-    made = Driver(OURS | kernels)
+    made = Driver(kernels)
     made.cuda = Cuda(made)
     before = driver._active
     driver.set_active(made)
     patches = (
         mock.patch.object(compiled_kernel.torch.cuda, "current_device", lambda: 0),
         mock.patch.object(compiled_kernel, "current_stream_of", lambda device: 0),
-        mock.patch.object(fla_replay, "capturing", lambda: False),
         mock.patch.object(graph_cache, "capturing", lambda: False),
         mock.patch.object(graph_cache, "current_stream_of", lambda device: 0),
         mock.patch.object(graph_cache, "current_device", lambda: -1 if with_graphs else 0),  # -1 is that of the tensors

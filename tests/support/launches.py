@@ -149,7 +149,7 @@ def chunk_pass(layout, K, V, dtype, scalar, monkeypatch):
     monkeypatch.setattr(delta_passes.AllScanCarrier, "of", lambda *_, **__: NoScan())
     monkeypatch.setattr(Launches, "made", [])
     device = torch.device("cpu")
-    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None, replay=True)
+    comm = types.SimpleNamespace(size=3, device=device, streams=Streams(device), graphs=None)
     return own_chunks.ChunkPass(comm, layout, DeltaShape(1, 4, 4, K, V, dtype, scalar))
 
 

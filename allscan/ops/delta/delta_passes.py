@@ -21,7 +21,6 @@ from ...shmem_kernels.delta import (
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..carrier import AllScanCarrier, Carried, InOrderCarrier
-from .fla_replay import FlaReplay
 from .records import Between, DeltaShape, Ends, Entering, Kept, OfOutput, Room
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
@@ -91,7 +90,6 @@ class StatePass:
         batch = 1 if zigzag else B  # as fla takes chunks, of packed sequences too
         self.of_chunks = batch, layout.num_chunks // batch, H, K, V
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
-        self.fla = FlaReplay(cuda and comm.replay, comm.graphs)  # what fla's functions are called by
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
     def forward(self, x: Between, ends: Ends, kept: Kept) -> list[Tensor]:
@@ -342,10 +340,3 @@ def _words(plan: Plan, kept: Kept) -> Kept:
     """Of the first two, as the float32 that they are."""
     first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept[:2])
     return kept._replace(transitions=first, enters=second)
-
-
-def functions_with_plans(comm: Communicator) -> dict[str, bool]:
-    """Which of fla's functions were traced for calls of this communicator, and whether all of them are plans now."""
-    layouts = [x for x in comm.tables.values() if isinstance(x, Layout)]
-    derived = [x for layout in layouts for x in layout.all_derived()]
-    return FlaReplay(False).plans(*(x.fla for x in derived if isinstance(x, StatePass)))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .fla_replay import FlaReplay
 from .records import Between, Ends, Inputs, Kept, OfOutput, Outer, Saved
 
 
@@ -29,18 +28,18 @@ def local(layout: Layout) -> Local:
     return Local(*layout.fla) if layout.fla else Local(None, None)
 
 
-def log2_sums(fla: FlaReplay, g: Tensor, tables: Local) -> Tensor:
+def log2_sums(g: Tensor, tables: Local) -> Tensor:
     """Sums of the gates from each chunk's first token on, times log2(e), float32."""
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    return fla(chunk_local_cumsum, g=g, scale=RCP_LN2, **tables.options())
+    return chunk_local_cumsum(g=g, scale=RCP_LN2, **tables.options())
 
 
-def _suffix_sums(fla: FlaReplay, dg: Tensor, tables: Local) -> Tensor:
+def _suffix_sums(dg: Tensor, tables: Local) -> Tensor:
     from fla.ops.utils import chunk_local_cumsum
 
-    return fla(chunk_local_cumsum, g=dg, reverse=True, **tables.options())
+    return chunk_local_cumsum(g=dg, reverse=True, **tables.options())
 
 
 def _of_heads(x: Tensor, HK: int) -> Tensor:
@@ -70,13 +69,13 @@ class KDA:
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
         (states, scale, tables), (q, k, v, g, beta) = call, x
-        fla, options = states.fla, tables.options()
-        sums = log2_sums(fla, g, tables)
-        w, u, _, kg, scores, solved = fla(
-            chunk_kda_fwd_intra, q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
+        options = tables.options()
+        sums = log2_sums(g, tables)
+        w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
+            q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
         )
         h, v_new = states.forward(Between(kg, w, u, sums), ends, kept)
-        o = fla(chunk_gla_fwd_o_gk, q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
+        o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
         return o, sums, Saved(scores, solved)
 
     def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
@@ -87,22 +86,22 @@ class KDA:
 
         (states, scale, tables), (q, k, v, sums, beta), (scores, solved) = call, x, saved
         do, dfinal, dinitial = outer
-        fla, options = states.fla, tables.options()
+        options = tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
-        w, u, qg, kg = fla(recompute_w_u_fwd, q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
+        w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
         between = Between(kg, w, u, sums, qg)
         h, v_new, entering = states.turn(between, OfOutput(do, None, scores), dfinal, kept, scale)
-        d_scores, dv = fla(chunk_kda_bwd_dAv, q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
+        d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
         dh, dv = states.backward(between, OfOutput(do, dv), entering, dinitial, scale)
         del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
-        dq, dk, dv, dbeta, dg, d_solved = fla(
-            chunk_kda_bwd_wy_dqkg_fused, q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
+        dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
+            q=q, k=k, v=v, v_new=v_new, g=sums, beta=beta, A=solved, **of_states, **options
         )
         of_chunks = dict(dAqk=d_scores, dAkk=d_solved, dq=dq, dk=dk, db=dbeta, dg=dg)
-        dq, dk, dbeta, dg = fla(chunk_kda_bwd_intra, q=q, k=k, g=sums, beta=beta, **of_chunks, **self.safe, **options)
+        dq, dk, dbeta, dg = chunk_kda_bwd_intra(q=q, k=k, g=sums, beta=beta, **of_chunks, **self.safe, **options)
         heads = q.shape[2]
-        return Inputs(_of_heads(dq, heads), _of_heads(dk, heads), dv, _suffix_sums(fla, dg, tables), dbeta)
+        return Inputs(_of_heads(dq, heads), _of_heads(dk, heads), dv, _suffix_sums(dg, tables), dbeta)
 
 
 class GatedDeltaNet:
@@ -115,11 +114,11 @@ class GatedDeltaNet:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
         (states, scale, tables), (q, k, v, g, beta) = call, x
-        fla, options = states.fla, tables.options()
-        sums = log2_sums(fla, g, tables)
-        w, u, solved = fla(chunk_gated_delta_rule_fwd_intra, k=k, v=v, g=sums, beta=beta, **options)
+        options = tables.options()
+        sums = log2_sums(g, tables)
+        w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
         h, v_new = states.forward(Between(k, w, u, sums), ends, kept)
-        o = fla(chunk_fwd_o, q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
+        o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
         return o, sums, Saved(solved.new_empty(0), solved)
 
     def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
@@ -128,15 +127,15 @@ class GatedDeltaNet:
 
         (states, scale, tables), (q, k, v, sums, beta), (_, solved) = call, x, saved
         do, dfinal, dinitial = outer
-        fla, options = states.fla, tables.options()
+        options = tables.options()
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
-        w, u = fla(recompute_w_u_fwd, k=k, v=v, beta=beta, A=solved, g=sums, **indices)
-        dv = fla(chunk_bwd_dv_local, q=q, k=k, g=sums, do=do, scale=scale, **options)
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
+        dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
         between = Between(k, w, u, sums, q)
         h, v_new, entering = states.turn(between, OfOutput(do, dv), dfinal, kept, scale)
         dh, dv = states.backward(between, OfOutput(do, dv), entering, dinitial, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), scale)
-        dk2, dv, dbeta, dg2 = fla(prepare_wy_repr_bwd, k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
+        dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)
         dq, dk, dk2 = (_of_heads(x, q.shape[2]) for x in (dq, dk, dk2))
-        return Inputs(dq, dk + dk2, dv, _suffix_sums(fla, dg + dg2, tables), dbeta)
+        return Inputs(dq, dk + dk2, dv, _suffix_sums(dg + dg2, tables), dbeta)
