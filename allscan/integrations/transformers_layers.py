@@ -153,11 +153,11 @@ def in_torch(function) -> Callable:
 
 
 def ours(function, device, options) -> Callable | None:
-    """All-Scan's operator in place of a model's delta rule, or None where it is not the same: it is where that is fla's
-    on a GPU, and ours knows all options that fla's would be given."""
-    theirs: Any = of_package(function)
+    """All-Scan's operator in place of a model's delta rule on a GPU, or None where it is not the same: it is where that
+    is fla's, or transformers' own in torch, and ours knows all options that it would be given."""
+    theirs: Any = of_package(function) or inspect.unwrap(function)
     found: Any = OURS.get(getattr(theirs, "__name__", ""))
-    if found is None or not theirs.__module__.startswith("fla.") or not on_gpu(device):
+    if found is None or not theirs.__module__.startswith(("fla.", "transformers.")) or not on_gpu(device):
         return None
     known, taken = (inspect.signature(f).parameters for f in (found, theirs))
     return found if all(name in known for name in options if name in taken) else None
@@ -202,6 +202,7 @@ def _delta_rule(
 
 
 OURS = {"chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kda": zeco_kda}
+OURS |= {"torch_chunk_gated_delta_rule": zeco_gated_delta_rule, "chunk_kimi_delta_attention": zeco_kda}
 OPERATORS = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,

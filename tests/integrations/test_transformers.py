@@ -589,6 +589,39 @@ def test_our_operator_in_place_of_flas(run, family, packed, size, layout):
         assert choices == [name] * 3 + [None] * 3
 
 
+def without_fla_case(group, family):
+    """The same where that is transformers' own, in torch: (errors, its calls' options, choices)."""
+    from allscan.integrations import transformers_layers as layers
+
+    (name, _, more), calls = RULES[family], []
+    operator = layers.OURS[name]
+
+    @functools.wraps(operator)
+    def counted(*tensors, **options):
+        calls.append(sorted(options))
+        return operator(*tensors, **options)
+
+    def given(own):
+        on_cpus, on_gpus = (layers.ours(own, torch.device(kind), {}) for kind in ("cpu", "cuda"))
+        assert (
+            on_cpus is None and on_gpus is operator and not layers.ours(own, torch.device("cuda"), {"chunk_size": 32})
+        )
+        patch.setitem(layers.OURS, name, counted)
+        patch.setattr(layers, "on_gpu", lambda device: True)
+        return own
+
+    with pytest.MonkeyPatch.context() as patch:
+        errors, _ = functions_case(group, family, name, given, None, **more)
+    return errors, calls
+
+
+@pytest.mark.parametrize("family", [*RULES])
+def test_our_operator_in_place_of_torchs(run, family):
+    for errors, calls in run(2, without_fla_case, family):
+        assert max(errors.values()) < 2e-5, errors
+        assert len(calls) == 1 and "comm" in calls[0]  # one layer
+
+
 def flas_on_cpus_case(group, family):
     """Relative errors of logits and gradients where the model's file calls fla's function."""
     from transformers.integrations import use_kernel_func_from_hub_with_fallback
