@@ -436,10 +436,21 @@ def softmax_layers(found) -> list[tuple[float, float]]:
     return [(begin, end) for begin, end in layers]
 
 
+def aligned(profiles) -> list:
+    """The profiles of all ranks on the clock of the first: a collective ends on all ranks at once, but the clocks of
+    their GPUs' profilers are some milliseconds apart."""
+    ends = [
+        [x.begin + x.us for x in sorted(found, key=lambda x: x.begin) if kind_of(x.name) == "NCCL"]
+        for found in profiles
+    ]
+    late = [statistics.median(b - a for a, b in zip(ends[0], some)) if some else 0.0 for some in ends]
+    return [[x._replace(begin=x.begin - by) for x in found] for found, by in zip(profiles, late, strict=True)]
+
+
 def timeline(answers, name: str, title: str) -> dict:
     """Of the first softmax layer's forward and of its backward, the last one's, each rank's kernels, for plots.hybrid:
     (kind, name, begin and length in ms)."""
-    profiles, panels = [answer[name][4] for answer in answers], {}
+    profiles, panels = aligned([answer[name][4] for answer in answers]), {}
     layers = softmax_layers(profiles[0])
     for what, (begin, end) in (("forward", layers[0]), ("backward", layers[-1])):
         begin, end = begin - 2e3, end + 2e3

@@ -145,7 +145,7 @@ def hybrid(found, path):
 
     colors = {"other kernels": "lightgray", "softmax": "C0", "NCCL": "black"}
     ranks = len(found["panels"]["forward"])
-    figure = Figure(figsize=(12, 1.2 + 0.8 * ranks), layout="constrained")
+    figure = Figure(figsize=(12, 1.5 + 0.8 * ranks), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, (what, profiles) in zip(panels, found["panels"].items(), strict=True):
         for rank, profile in enumerate(profiles):
@@ -155,7 +155,7 @@ def hybrid(found, path):
                 axes.broken_barh(bars, (line + 0.1, 0.8), facecolors=color, label=kind if not rank else None)
         axes.set(xlabel="ms", title=f"a softmax layer, {what}")
         axes.set_yticks([2 * i + 1 for i in range(ranks)], [f"rank {ranks - 1 - i}" for i in range(ranks)])
-    panels[0].legend(loc="upper left", fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(found["title"])
     figure.savefig(path, dpi=120)
 

@@ -215,10 +215,12 @@ def test_a_softmax_layer_can_be_drawn(tmp_path):
     names = "sdpa_fprop", "sdpa_fprop", "merge_kernel", "sdpa_bprop", "ncclDevKernel", "gemm"
     begins = 10e3, 50e3, 51e3, 90e3, 91e3, 300e3
     found = [proof.Launched(name, 1e3, begin) for name, begin in zip(names, begins, strict=True)]
-    answers = [dict(zigzag=(0, 0, 0, "", found))] * 2
+    late = [one._replace(begin=one.begin + 4e3) for one in found]  # by another clock
+    answers = [dict(zigzag=(0, 0, 0, "", profile)) for profile in (found, late)]
     drawn = hybrid.timeline(answers, "zigzag", "a title")
     kinds = {what: [kind for kind, *_ in ranks[1]] for what, ranks in drawn["panels"].items()}
     assert kinds == dict(forward=["softmax"], backward=["softmax", "NCCL"])
+    assert all(ranks[0] == ranks[1] for ranks in drawn["panels"].values())
     assert drawn["panels"]["backward"][0][1] == ("NCCL", "ncclDevKernel", 3.0, 1.0)
     plots.hybrid(json.loads(json.dumps(drawn)), tmp_path / "hybrid.png")
     assert (tmp_path / "hybrid.png").stat().st_size > 10_000
