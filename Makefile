@@ -20,6 +20,8 @@ VENV := .venv
 # (tests/support/gpu_schedule.py), and takes nearly three cores while it compiles
 JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) 'NR == 1 {n = int($$1 / 8000)} END {m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
 FEW_JOBS = $(shell echo $$(($(JOBS) > 2 ? 2 : $(JOBS))))
+# of check and test at once: one more than there are cores, since ranks wait for one another
+WORKERS = $(shell n=$$(nproc); echo $$(($$n < 8 ? $$n + 1 : 8)))
 ifdef PYTHON
   GIVEN := $(PYTHON)
   READY :=
@@ -53,12 +55,12 @@ demo: $(READY)
 check: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m quick $(OPTIONS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal -m quick $(OPTIONS)
 
 test: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -n 2 --dist worksteal $(OPTIONS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(OPTIONS)
 
 HAS_ALL := import pytest, xdist, torch, nvshmem.bindings; assert torch.cuda.is_available()
 test-gpu: GOAL := on-gpu

@@ -70,6 +70,8 @@ def pytest_collection_modifyitems(config, items):
     for module in {item.module for item in kept} if config.option.markexpr != "quick" else ():
         ranks.PRELOAD = [*ranks.PRELOAD, *vars(module).get("PRELOAD", ())]
     config.hook.pytest_deselected(items=dropped)
+    if not on_gpu:  # those of the whole package last longest, and are not to begin when the other workers end
+        kept.sort(key=lambda item: os.path.dirname(item.path) != os.path.join(ROOT, "tests"))
     items[:] = kept
     if on_gpu and hasattr(config, "workerinput"):
         order = gpu_schedule.longest_first([item.nodeid for item in kept], gpu_schedule.seconds(OF_GPU))
