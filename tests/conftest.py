@@ -122,7 +122,7 @@ class Pool:
     def answers_of(self, item, others, timeout=240.0):
         """Of a test by rank, which runs with those of the ``others`` that have not begun yet, as far as there are ranks
         for them."""
-        if item.nodeid not in self.begun:
+        if item.nodeid not in self._answers:
             items = [item, *(other for other in others if other.nodeid not in self.begun)]
             places = side_by_side.fitting(items, self.size)
             self.begun |= {item.nodeid for _, item in places}
