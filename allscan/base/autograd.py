@@ -125,7 +125,7 @@ def watched(inputs: Iterable[object]) -> bool:
 #   where an effect is an AssertionError of the partitioner. So calls lose that mark, and their graph has no budget.
 #
 # Torch's caches on disk know an operator by its name alone.
-REVISION = 6  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
+REVISION = 7  # ends the names: to be raised with every change of an operator's arguments, results, fake or effect
 
 
 def _record(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

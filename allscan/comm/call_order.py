@@ -10,8 +10,8 @@ must be found before a number of another call is taken for one's own:
 * it *ignores* what a call returned, so that autograd never runs the call's backward on this rank. Tags again, and
   ``allscan.comm.backwards.PendingBackward``.
 
-Or it makes the same call with another ``cu_seqlens`` or ``invariant`` than the others, of which all know by earlier
-calls, so that nobody is asked: a ``stamp`` of these is part of the tags.
+Or it makes the same call with another ``cu_seqlens``, ``scale`` or whatever else all have alike, of which all know by
+earlier calls, so that nobody is asked: a ``stamp`` of these is part of the tags.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Order:
         self.inside = False  # in a call; what it calls is part of it
         self.reverse = False  # the direction of the present call
         self.everywhere = False  # the error that ends the present call is raised on all ranks alike
-        self.stamp = 0  # of the present call, as far as its launches are not part of a plan, which has its own
+        # of the present call, as far as its launches are not part of a plan, which has its own. Launches add the calls
+        # made in the other direction: no tile of theirs tells that one rank has made one of them in place of another
+        self.stamp = 0
         self.rejected: tuple[int, str] | None = None  # (number, why) of the last call that raised on this rank alone
         # the last two: a rank that has settled one may reject the next before others have settled it
         self._rejections: list[tuple[int, str]] = []
@@ -97,6 +99,10 @@ class Order:
     def has_rejected(self) -> bool:
         """Whether this rank has posted a rejection, settled or not."""
         return bool(self._rejections)
+
+    def stamp_in(self, reverse: bool) -> int:
+        """Of a launch in the present call that is no part of a plan."""
+        return int((self.stamp + self.made[not reverse]) % STAMPS.value)
 
     def calls_made(self) -> str:
         return f"{self.made[0]} forward and {self.made[1]} reverse"
@@ -305,12 +311,19 @@ class Order:
 
 
 @functools.lru_cache(maxsize=1024)
-def stamp(lengths: tuple[int, ...] | None, *numbers: int) -> int:
-    """A number below STAMPS for what all ranks have alike in a call: ``lengths``, the values of its cu_seqlens, and
-    other ``numbers``. Where these differ so do their stamps, but for one pair in STAMPS."""
-    text = repr((lengths and [*map(int, lengths)], *map(int, numbers)))  # no bool, which is the same key as an int
+def stamp(*alike: object) -> int:
+    """A number below STAMPS for what all ranks have alike in a call: numbers, names, None, and tuples of these, such as
+    the values of its cu_seqlens. Where these differ so do their stamps, but for one pair in STAMPS."""
+    text = repr(_with_floats(alike))
     found: int = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % STAMPS.value
     return found
+
+
+def _with_floats(x: Any) -> Any:
+    """``x`` with one text for equal numbers, 1, 1.0 and True, which are the same key, too."""
+    if isinstance(x, tuple | list):
+        return [_with_floats(y) for y in x]
+    return x if x is None or isinstance(x, str) else float(x)
 
 
 def _sentences(rejected: dict[int, tuple[int, str]]) -> str:
@@ -331,8 +344,9 @@ def different_tags(
         )
     elif wanted[0] != came[0]:
         why = (
-            "both scan a state of this shape, in calls whose cu_seqlens, layout, invariant or operator differ, or a "
-            f"multiple of {STAMP.value} steps apart (Communicator.step())"
+            "both scan a state of this shape, in calls whose cu_seqlens, layout, scale, other options or operator "
+            f"differ, behind calls that differ in reverse, or a multiple of {STAMP.value} steps apart "
+            "(Communicator.step())"
         )
     elif wanted[1] != came[1]:
         why = (

@@ -12,6 +12,7 @@ import torch
 
 from ..base.checks import ScanInputs
 from ..base.tiling import multiprocessors, transition_tile
+from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.delta.records import Between, DeltaShape, OfOutput
@@ -211,7 +212,7 @@ def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=Fal
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
         begun_here = part.starts or part.end - part.first > 1  # that sequence
         totals.append((state, transition, begun_here or part.finishes))
-    found = _scan(comm, totals, reverse=False)
+    found = _scan(comm, totals, (context.layout, *given["k"].shape[:2]), reverse=False)
     places = [(part.first, prev) for part, prev in zip(parts, found, strict=True) if not part.starts]
     return _states(found[0], places, N, state_v_first)
 
@@ -238,7 +239,7 @@ def _backward(
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
         ended_here = part.finishes or part.end - part.first > 1
         totals.append((state, transition, ended_here or part.starts))
-    found = _scan(comm, totals, reverse=True)
+    found = _scan(comm, totals, (context.layout, *given["w"].shape[:2], given.get("scale")), reverse=True)
     places = [(part.end - 1, after) for part, after in zip(parts, found, strict=True) if not part.finishes]
     return _states(found[0], places, N, state_v_first), None
 
@@ -272,18 +273,21 @@ def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
 
 
-def _scan(comm, totals, reverse) -> list[torch.Tensor]:
-    """What comes to each part from those before; nothing of it goes on where a sequence is cut, not even NaN."""
+def _scan(comm, totals, alike, reverse) -> list[torch.Tensor]:
+    """What comes to each part from those before; nothing of it goes on where a sequence is cut, not even NaN. alike: of
+    all ranks."""
     states, matrices, cuts = zip(*totals, strict=True)
-    scan = get_or_create_scan(comm, states[0].shape, kind=ScanKind(transition_tile(states[0].shape[1])))
     decays = [0 if cut else None for cut in cuts]
     transitions = [None if cut else x for cut, x in zip(cuts, matrices, strict=True)]
-    if len(states) == 1:
-        return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
-    order = slice(None, None, -1 if reverse else 1)  # backward, second halves go from the first rank to the last
-    there, back = [*map(ScanInputs, states, decays, transitions)][order]
-    found = two_way_scan(scan, there, back)
-    return list(found[order])
+    with comm.call(reverse, "fla's context parallelism", states):
+        scan = get_or_create_scan(comm, states[0].shape, kind=ScanKind(transition_tile(states[0].shape[1])))
+        comm.order.stamp = stamp("fla_cp", *alike)
+        if len(states) == 1:
+            return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
+        order = slice(None, None, -1 if reverse else 1)  # backward, second halves go from the first rank to the last
+        there, back = [*map(ScanInputs, states, decays, transitions)][order]
+        found = two_way_scan(scan, there, back)
+        return list(found[order])
 
 
 def _states(like, places, N, state_v_first) -> torch.Tensor:

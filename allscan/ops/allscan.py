@@ -188,7 +188,7 @@ def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = ""
     return get_or_create_scan(comm, shape, agree, deferred, kind=kind)
 
 
-ZIGZAG = stamp(None, True)
+ZIGZAG = stamp("allscan", "zigzag")
 
 
 def scan_zigzag(comm, inputs: ScanInputs, reverse=False, layout="zigzag", async_op=False, part: str = "half") -> Any:

@@ -14,12 +14,13 @@ from ..base.checks import check_decay, check_tensor, is_zigzag, restored
 from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
+from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..scan.agreement import ScanKind, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
-from .allscan import ZIGZAG, Together
+from .allscan import Together
 
 NAME = "allscan_segments()"
 
@@ -151,6 +152,7 @@ def _scans(
     shape, dense = parts[0].states.shape[1:], parts[0].transitions is not None
     fields = zip(("layout", "reverse", "initial_state is None"), agreed, strict=True)
     agree = "allscan_segments", *fields, ("transitions is None", not dense)
+    comm.order.stamp = comm.order.stamp or stamp(*agree)  # of an operator, or this
     tile = transition_tile(shape[-2]) if dense else None
     return SegmentScans.of(get_or_create_scan(comm, shape, agree, kind=ScanKind(tile)))
 
@@ -178,7 +180,6 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
         found = Together.apply(None, *taken)
         *given, initial_state = [x if t is None else t for x, t in zip(given, found, strict=True)]
         parts = [Segments(*given[:3]), Segments(*given[3:])]
-    scans.comm.order.stamp = scans.comm.order.stamp or ZIGZAG
     there, passed = _scan(scans, parts[0], initial_state, Direction())
     handed = passed if scans.is_first(True) else None
     back, left = _scan(scans, parts[1], handed, Direction(reverse=True))
@@ -213,7 +214,9 @@ class _AllScanSegments(Function):
 
     @staticmethod
     def backward(ctx: Any, dentering: Any, dleaving: Any) -> tuple[Tensor | None, ...]:
-        reference, (handle, stamp), number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = ctx.given
+        reference, (handle, stamp_of_call), number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = (
+            ctx.given
+        )
         scans = reference()
         if scans is None:
             raise lost(handle)
@@ -223,7 +226,7 @@ class _AllScanSegments(Function):
         saved = saved_tensors(ctx, lambda: comm, not direction.reverse)
         with comm.call(not direction.reverse, f"the backward of {NAME}", (dentering, dleaving)):
             reject_second_derivative(NAME)
-            comm.order.stamp = stamp
+            comm.order.stamp = stamp_of_call
             uses = any(ctx.needs_input_grad[2:4])
             shapes = (factor_shape or comm.nothing.shape, shape if uses else comm.nothing.shape)
             kinds = [(torch.float32, x, comm.device) for x in shapes]

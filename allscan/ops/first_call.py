@@ -12,6 +12,7 @@ from ..base.checks import PER_DOCUMENT
 from ..base.errors import DeferredError
 from ..comm.communicator import Communicator
 
+FINAL_OF_ALL = "output_final_state is 'all'"  # the name of this, among what all ranks have alike
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 
 

@@ -166,10 +166,12 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     cached = cached and not (comm.debug or (wants_gradient(xs) and inference_tensors(xs)))
     where: tuple[object, ...] = (n, reverse, first_token is None, layout, per_document, T) if cached else ()
     signature = "halo", *signature_of(*xs), *where
-    if not cached or signature not in comm.checked:
-        n, cu_seqlens, first_token = _check_halo(xs, comm, options)
+    found = comm.checked.get(signature) if cached else None
+    if found is None:
+        n, cu_seqlens, first_token, found = _check_halo(xs, comm, options)
         if cached:
-            comm.checked.remember(signature)
+            comm.checked.remember(signature, found)
+    comm.order.stamp = found
     if per_document:
         out = _of_documents(xs, n, comm, reverse, boundaries_on_host(cu_seqlens), first_token, T)
         return out if several else out[0]
@@ -189,10 +191,11 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     return out if several else out[0]
 
 
-def _check_halo(xs, comm: Communicator, options: Options) -> tuple[int, Any, int | None]:
-    """(n, cu_seqlens, first_token), after all checks; a first call for a shape is collective."""
+def _check_halo(xs, comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
+    """(n, cu_seqlens, first_token, the call's stamp), after all checks; a first call for a shape is collective."""
     n, _, cu_seqlens, first_token, layout, per_document, tokens = options
-    shape = agree = deferred = None
+    shape = deferred = None
+    agree: Any = None
     given = cu_seqlens
     try:
         for x in xs:
@@ -228,7 +231,11 @@ def _check_halo(xs, comm: Communicator, options: Options) -> tuple[int, Any, int
         deferred = DeferredError(error)
     get_or_create_scan(comm, shape, agree, deferred)
     compare_values(comm, given, cu_seqlens)
-    return n, cu_seqlens, first_token
+    return n, cu_seqlens, first_token, _stamp_of(cu_seqlens, agree)
+
+
+def _stamp_of(cu_seqlens: Any, agree: tuple) -> int:
+    return stamp(None if cu_seqlens is None else boundaries_on_host(cu_seqlens), *agree)
 
 
 def _decay(T, n, reverse) -> Any:  # float | Shift
@@ -278,7 +285,6 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
     """halo() of cut documents; T: of this rank, where x has ends alone."""
     tokens, ends = xs[0].shape[1] if T is None else T, T is not None
     partition_start(comm, lengths, tokens, first_token, PER_DOCUMENT)
-    comm.order.stamp = stamp(lengths, PER_DOCUMENT)
     N, widths = len(lengths) - 1, sum(_widths(xs))
     if not tokens:  # nor on any rank
         return tuple(F.pad(x, (0, 0) * (x.ndim - 2) + (0, 2 * N * n)) for x in xs)
@@ -341,12 +347,11 @@ def _widths(xs) -> list[int]:
 
 def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | None:
     """Which of the tokens beyond the cut belong to the sequence on this rank's side, [n, 1], with zigzag [2n, 1]; None
-    without cu_seqlens. The first call with these is collective. Of them is the stamp of the call."""
+    without cu_seqlens. The first call with these is collective."""
     if cu_seqlens is None:
         return None
     lengths, half = boundaries_on_host(cu_seqlens), T // (1 + zigzag)
     first = partition_start(comm, lengths, T, first_token, zigzag)
-    comm.order.stamp = stamp(lengths, zigzag)
     starts = [first, lengths[-1] - first - half][: 1 + zigzag]
     key = ("halo", first, T, lengths, n, reverse, zigzag)
     ranges = [(a, a + half) for a in starts]
@@ -377,6 +382,7 @@ def _forward(
         except (TypeError, ValueError) as error:
             deferred = DeferredError(error)
         scan = get_or_create_scan(comm, edge.shape, agree, deferred)
+        comm.order.stamp = _stamp_of(cu_seqlens, agree)
         fwd_epoch = scan.fwd_epoch()
         inside = _inside(comm, T, n, reverse, cu_seqlens, first_token, False)
         decay, channel = _decay(T, edge.shape[1], reverse), scan.launcher.channel(reverse, fwd_epoch)
@@ -396,10 +402,14 @@ def _backward(
     first_token: int | None,
     reverse: bool,
     handle: int,
+    dtypes: str,
+    widths: Sequence[int],
 ) -> tuple[Tensor]:
     comm = communicator_of(handle)
     with comm.call(not reverse, "the backward of halo()", dfound):
         scan = get_or_create_scan(comm, dfound.shape)
+        agree = Options(dfound.shape[1], reverse, cu_seqlens, first_token).alike(dtypes, widths)
+        comm.order.stamp = _stamp_of(cu_seqlens, agree)
         inside = _inside(comm, T, dfound.shape[1], reverse, cu_seqlens, first_token, False)
         dfound = dfound if inside is None else torch.where(inside, dfound, 0.0)
         decay = _decay(T, dfound.shape[1], reverse)
@@ -413,12 +423,12 @@ def _backward(
         return (dedge,)
 
 
-def _fake_backward(dfound, fwd_epoch, T, cu_seqlens, first_token, reverse, handle) -> tuple[Tensor]:
+def _fake_backward(dfound, fwd_epoch, T, cu_seqlens, first_token, reverse, handle, dtypes, widths) -> tuple[Tensor]:
     return (dfound.new_empty(dfound.shape),)
 
 
 def _save(ctx, inputs, output) -> None:
-    _, ctx.T, cu_seqlens, *ctx.where, _, _ = inputs
+    _, ctx.T, cu_seqlens, *ctx.where = inputs
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 

@@ -122,13 +122,13 @@ def zeco_ssd(
     with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
         steps = _Steps(dt_softplus, dt_limit)
         invariant = comm.invariant if invariant is None else invariant
-        asked = _Asked(chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant)
+        where = cu_seqlens, first_token, layout, per_document
+        asked = _Asked(chunk_size, initial_states, *where, chunk_scan, invariant, of_all)
         zigzag, cu_seqlens, first_token = _prepare(comm, given, steps, asked)
         # a chunk scan's kernels see the memory alone
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
-        comm.order.stamp = stamp(cu_seqlens, zigzag, invariant)
         if invariant:
             given |= dict(x=x, A=A, B=B, C=C, D=D)
             y, final = _in_order(comm, given, spans, zigzag, steps, asked)
@@ -272,14 +272,16 @@ class _Asked(NamedTuple):
     per_document: bool
     chunk_scan: Callable | None
     invariant: int
+    of_all: bool
 
 
 def _prepare(
     comm: Communicator, given: dict[str, Any], steps: _Steps, asked: _Asked
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
-    deferred = shape = agree = None
-    chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant = asked
+    deferred = shape = None
+    agree: Any = None
+    chunk_size, initial_states, cu_seqlens, first_token, layout, per_document, chunk_scan, invariant, of_all = asked
     looked, boundaries, dt_limit = False, cu_seqlens, steps.limit
     try:
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
@@ -296,7 +298,8 @@ def _prepare(
         are_none = initial_states is None, cu_seqlens is None, first_token is None
         common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
         invariant = check_invariant(comm, invariant, zigzag)
-        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *how, ("invariant", invariant))
+        last = ("invariant", invariant), ("return_final_states is 'all'", of_all)
+        agree = ("zeco_ssd", ("groups", groups), *common, *absent, *how, *last)
         check_cut(comm, x.shape[1], invariant, zigzag)
         if zigzag:
             check_halves(x.shape[1])
@@ -320,7 +323,9 @@ def _prepare(
     algorithm = "chain" if shape is None or invariant else comm.topology.algorithm_for(4 * math.prod(shape))
     get_or_create_scan(comm, shape, agree, deferred, at_first=looked, kind=ScanKind(algorithm=algorithm))
     compare_values(comm, boundaries, cu_seqlens)
-    return zigzag, None if cu_seqlens is None else boundaries_on_host(cu_seqlens), first_token
+    lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
+    comm.order.stamp = stamp(lengths, *agree)
+    return zigzag, lengths, first_token
 
 
 def _in_order(

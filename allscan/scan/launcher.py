@@ -20,7 +20,7 @@ from ..comm.backwards import Backwards
 from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import Launch, channel_addresses, prefer_shared_memory_carveout, with_nvshmem
 from ..launch.plan import Buffer, Plan
-from ..shmem_kernels.channel import Channel
+from ..shmem_kernels.channel import STAMPS, Channel
 from ..shmem_kernels.links import PUT
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
@@ -32,6 +32,7 @@ from .workspace import Spec, Workspace, reset
 
 _STEP = Channel._fields.index("step")  # with fwd_epoch behind it: what a channel has of a call
 _BEHIND = _STEP + 2
+_STAMPS = STAMPS.value
 
 
 class Variant(NamedTuple):
@@ -175,7 +176,8 @@ class Launcher:
         """Launch a scan's kernel with ``tensors``, the last of which is the forward epoch, at ``addresses``."""
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
-        stamp = self.comm.order.stamp
+        order = self.comm.order
+        stamp = (order.stamp + order.made[not reverse]) % _STAMPS  # Order.stamp_in, in less time
         if self.rails is None and launch.ready and launchable(addresses):  # _with_channel, in less time
             before, behind = self._addresses[adjoint][reverse]
             fwd_epoch = addresses.pop()

@@ -88,7 +88,9 @@ class SegmentScans:
             launch = self._make(*key)
             self._launches.remember(key, launch)
         adjoint_of = {"adjoint_of" if direction.adjoint else "fwd_epoch": fwd_epoch}
-        channel = self.launcher.channel(direction.reverse, **adjoint_of, stamp=self.comm.order.stamp)
+        channel = self.launcher.channel(
+            direction.reverse, **adjoint_of, stamp=self.comm.order.stamp_in(direction.reverse)
+        )
         self.launcher.before_launch(launch.kernel, direction.reverse)
         initial = states if initial is None else plain(initial)
         self.launcher.after_launch(launch(states, factor, initial, entering, leaving, channel))

@@ -15,6 +15,7 @@ from ..base.autograd import ordered
 from ..base.checks import PER_DOCUMENT, boundaries, reject_in_capture
 from ..base.tiling import cdiv, next_power_of_2, power_of_2_below
 from ..bindings.torch_compat import capturing, current_stream_of, version_of, without_dispatch_modes
+from ..comm.call_order import stamp
 from ..comm.communicator import Communicator
 from ..launch.plan import ALIGNMENT
 from ..launch.streams import table_stream
@@ -139,7 +140,8 @@ class Layout(Tables):
         self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
-        self.stamp = 0  # of calls with this layout, see call_order.stamp
+        self.alike: tuple[object, ...] = ()  # of all ranks, in calls with this layout
+        self.stamp = 0  # of calls with these tables, see call_order.stamp
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
         tables.append(weights(BT))
@@ -155,10 +157,10 @@ class Layout(Tables):
         """The first tokens of the segments of a piece; of an empty one that of an empty segment."""
         return [*range(piece.start, piece.end, segment)] or [piece.start]
 
-    def tables(self) -> Layout:
-        """This, without what is derived of it."""
+    def tables(self, *alike: object) -> Layout:
+        """This, without what is derived of it, for calls of which all ranks have these values alike, too."""
         alone = copy.copy(self)
-        alone._derived = {}
+        alone._derived, alone.stamp = {}, stamp(*self.alike, *alike)
         return alone
 
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:

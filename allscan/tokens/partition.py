@@ -11,7 +11,6 @@ import torch
 from ..base.checks import PER_DOCUMENT, boundaries
 from ..base.tiling import cdiv
 from ..bindings.torch_compat import without_dispatch_modes
-from ..comm.call_order import stamp
 from ..comm.communicator import Communicator
 from ..comm.heap import outside_inference_mode
 from ..comm.host_exchange import by_rank
@@ -223,7 +222,7 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
         states = carried_states(B, B if lengths is None else len(lengths) - 1, zigzag)
         cls = AlignedLayout if aligned and lengths is not None else Layout
         layout = cls(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
-        layout.stamp = stamp(lengths, zigzag, segment if aligned else 0)
+        layout.alike = lengths, zigzag, segment if aligned else 0
         if layout.num_chunks > MOST_CHUNKS:  # of segments that do not begin with a sequence
             raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences, got {layout.num_chunks:,}")
         return layout

@@ -682,6 +682,14 @@ MIXED = {  # what ranks may mix after both were agreed upon, and the tokens of a
     "zigzag": (40, lambda n: [dict(cu_seqlens=[0, at, n], layout="zigzag") for at in (30, 35)]),
     "invariant": (128, lambda n: (dict(invariant=64), dict(invariant=128))),
     "layout": (40, lambda n: ({}, dict(layout="zigzag"))),
+    "scale": (40, lambda n: (dict(scale=0.5), dict(scale=0.25))),
+    "packed scale": (40, lambda n: [dict(cu_seqlens=[0, 30, n], scale=x) for x in (0.5, 0.25)]),
+    "normalized": (40, lambda n: ({}, dict(use_qk_l2norm_in_kernel=True))),
+    "softplus": (40, lambda n: ({}, dict(dt_softplus=True))),
+    "all": (40, lambda n: (dict(output_final_state=True), dict(output_final_state="all"))),
+    "all of ssd": (40, lambda n: ({}, dict(return_final_states="all"))),
+    "dtypes": (40, lambda n: ({}, dict(dtype=torch.bfloat16))),
+    "initial_state": (40, lambda n: ({}, dict(initial_state=torch.zeros(40, 1, 16)))),
 }
 
 
@@ -702,16 +710,20 @@ def mixed_case(group, operator, what):
             g = -q.detach().abs() / 16
             o, _ = allscan.zeco_kda(q, k / 8, v, g, k[..., 0].sigmoid(), comm=comm, chunk="allscan", **options)
         elif operator == "halo":
-            o = allscan.halo(q, 3, comm=comm, **options)
+            dtype = options.pop("dtype", torch.float32)
+            o = allscan.halo(q.to(dtype), 3, comm=comm, **options).float()
         elif operator == "allscan":
             o = allscan.allscan((q, k) if options else q, comm=comm, **options)
             o = torch.stack(o) if options else o
         elif operator == "allscan_segments":
-            found, _ = allscan.allscan_segments((q, k) if options else q, comm=comm, **options)
-            o = torch.stack(found) if options else found
+            pair = "layout" in options
+            options = {name: x.to(comm.device) if name == "initial_state" else x for name, x in options.items()}
+            found, _ = allscan.allscan_segments((q, k) if pair else q, comm=comm, **options)
+            o = torch.stack(found) if pair else found
         else:
             dt, A = v[..., 0].abs() / 16, -torch.ones(1, device=comm.device)
-            o = allscan.zeco_ssd(q, dt, A, k, v, 64, comm=comm, **options)
+            found = allscan.zeco_ssd(q, dt, A, k, v, 64, comm=comm, **options)
+            o = found[0] if isinstance(found, tuple) else found
         leaf = k if operator in ("zeco_gla", "zeco_kda") else q  # whose gradient is of other ranks' tokens, too
         leaf.grad = None
         o.square().sum().backward()
@@ -745,6 +757,12 @@ def mixed_case(group, operator, what):
         ("zeco_ssd", "invariant", 2),
         *product(["allscan", "allscan_segments", "zeco_ssd", "zeco_gla"], ["layout"], [3]),
         ("halo", "layout", 2),
+        *product(["zeco_gla", "zeco_kda"], ["scale", "packed scale", "all"], [2]),
+        ("zeco_kda", "normalized", 2),
+        *product(["zeco_ssd"], ["softplus", "all of ssd"], [2]),
+        ("zeco_gla", "scale", 3),
+        ("halo", "dtypes", 2),
+        ("allscan_segments", "initial_state", 2),
     ],
 )
 def test_ranks_that_mix_what_they_know(answers, operator, what, size):
@@ -756,6 +774,49 @@ def test_ranks_that_mix_what_they_know(answers, operator, what, size):
     assert end[0] == "AllScanOutOfStep" and "in calls whose cu_seqlens" in end[1], end
     for others, _, _ in answers[:-1]:
         assert all(isinstance(one, str) or one[1] != one[1] for one in others), answers
+
+
+def mixed_reverse_case(group, operator):
+    """The last rank makes the third call with reverse=True: whether each of the next two, which all ranks make alike,
+    is right, or its error; the end."""
+    comm = allscan.Communicator(group, timeout=2.0)
+    x = torch.full((1, 1, 16, 16), comm.rank + 1.0, device=comm.device)
+    scan = allscan.AllScan(comm, x.shape)
+
+    def call(reverse):
+        if operator == "AllScan.scan":
+            return scan.scan(x, reverse=reverse)
+        if operator == "halo":
+            return allscan.halo(x, 1, comm=comm, reverse=reverse)
+        if operator == "allscan_segments":
+            return allscan.allscan_segments(x, comm=comm, reverse=reverse)[0]
+        return allscan.allscan(x, comm=comm, reverse=reverse)
+
+    right = {reverse: call(reverse) for reverse in (False, True)}
+    call(comm.rank == comm.size - 1)
+    found = []
+    for reverse in (False, True):
+        try:
+            found.append(torch.equal(call(reverse), right[reverse]))
+        except RuntimeError as problem:
+            found.append(type(problem).__name__)
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    end = raised(comm.barrier)
+    comm.resync()
+    again = all(torch.equal(call(reverse), x) for reverse, x in right.items())
+    comm.close()
+    return found, end, again
+
+
+@pytest.mark.parametrize("operator", ["AllScan.scan", "allscan", "allscan_segments", "halo"])
+def test_a_rank_that_goes_the_other_way(run, operator):
+    """No launch pairs the calls that differ; the next one, in either direction, finds them."""
+    answers = run(2, mixed_reverse_case, operator)
+    assert all(end and end[0] == "AllScanOutOfStep" and again for _, end, again in answers[1:]), answers
+    (first, *_), (last, end, _) = answers
+    assert last[0] is not True and True not in last[1:], answers  # it waits for the first one
+    assert "behind calls that differ in reverse" in end[1], end
 
 
 def stamps_case(group):
@@ -786,7 +847,8 @@ def test_stamps():
     found = {stamp(x, kind, segment) for x in lengths for kind in (0, 1) for segment in (0, 64)}
     assert 240 < len(found) <= 256 and max(found) < STAMPS.value
     assert stamp((0, 3), True, 0) == stamp(tuple(np.array([0, 3])), 1, 0) != stamp((0, 3), 0, 0)
-    digest = hashlib.blake2b(b"([0, 12, 40], 1, 128)", digest_size=8).digest()  # the same in every process
+    assert stamp((0, 3), "scale", 1) == stamp((0, 3), "scale", 1.0) != stamp((0, 3), "scale", 1.5) != stamp(None, 1.5)
+    digest = hashlib.blake2b(b"[[0.0, 12.0, 40.0], 1.0, 128.0]", digest_size=8).digest()  # the same in every process
     assert stamp((0, 12, 40), 1, 128) == int.from_bytes(digest, "little") % STAMPS.value
 
 

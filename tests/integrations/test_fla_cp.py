@@ -15,7 +15,7 @@ from allscan.reference import delta_reference
 from support.delta import DeltaCase, Parts, Whole
 from support.fla import D, H, drawn, import_fla
 from support.gla import BF16, F32
-from support.values import error, relative
+from support.values import error, raised, relative
 
 T = 192  # tokens of a rank
 CUTS = {  # in ranks: sequences over several of them, within one, and that end where a rank does
@@ -153,6 +153,53 @@ class Place(NamedTuple):
 def test_own_summaries(run, size, cuts, rule):
     for errors in run(size, own_summary_case, rule, cuts):
         assert max(errors) < 1e-5, errors
+
+
+def mixed_case(group, what):
+    """Where the last rank's context has another layout, or its backward another scale: what two calls raise, or whether
+    they are finite; the end."""
+    import_fla()
+    from fla.ops.cp import build_cp_context, chunk_delta_h
+
+    from allscan.integrations.fla_cp import context_parallel
+
+    comm = allscan.Communicator(group, timeout=2)
+    context_parallel(comm)
+    other = comm.rank == comm.size - 1
+    rows = torch.tensor([0, T * comm.size], dtype=torch.int32)
+    contexts = [build_cp_context(rows, comm.group, layout=layout) for layout in ("contiguous", "zigzag")]
+    x, g = torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(0)) / 8, torch.zeros(1, T, 1, 16)
+
+    def forward(context):
+        common = dict(context=context, cu_seqlens=context.cu_seqlens, gk=g)
+        return chunk_delta_h.chunk_gated_delta_rule_fwd_h_pre_process(k=x, w=x, u=x, **common)
+
+    def backward(scale):
+        common = dict(context=contexts[0], cu_seqlens=contexts[0].cu_seqlens, gk=g)
+        given = dict(q=x, k=x, w=x, do=x, dv=x, scale=scale)
+        return chunk_delta_h.chunk_gated_delta_rule_bwd_dhu_pre_process(**given, **common)[0]
+
+    call, ways = (forward, contexts) if what == "layout" else (backward, (1.0, 0.5))
+    for way in ways:
+        call(way)
+    comm.barrier()
+    found = []
+    for _ in range(2):
+        try:
+            found.append(bool(call(ways[other]).isfinite().all()))
+        except RuntimeError as problem:
+            found.append(type(problem).__name__)
+    return found, raised(comm.barrier)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("what", ["layout", "scale"])
+def test_ranks_that_mix_contexts_or_scales(run, what):
+    answers = run(2, mixed_case, what)
+    receiver = answers[what == "layout"]  # of a gradient the first rank is the last one
+    assert receiver[0][0] in (False, "AllScanOutOfStep"), answers
+    assert all(end and end[0] in ("AllScanOutOfStep", "AllScanTimeout") for _, end in answers), answers
+    assert any("in calls whose cu_seqlens" in end[1] for _, end in answers), answers
 
 
 def convolution_case(group):

@@ -20,6 +20,7 @@ from ...comm.backwards import saved_tensors
 from ...comm.communicator import Communicator, check_communicator, communicator_of
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier
+from ..first_call import FINAL_OF_ALL
 from .delta_checks import RULES, TITLES, checked, shapes_of
 from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
 from .own_chunks import OwnChunks
@@ -183,10 +184,10 @@ def _delta(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Aske
     if isinstance(final, str):
         of_all = final = check_final(final, comm)
     cu_seqlens, initial_state = None, asked.initial_state
-    key = None if torch.compiler.is_compiling() else _key(rule, before, x, comm, asked)
+    key = None if torch.compiler.is_compiling() else _key(rule, before, x, comm, asked, of_all)
     prepared = None if key is None else comm.calls.get(key)
     if prepared is None:
-        cu_seqlens, options = checked(rule, before, _fields_of(before), x, comm, asked)
+        cu_seqlens, options = checked(rule, before, _fields_of(before, of_all), x, comm, asked)
     if initial_state is not None and before.state_v_first:
         initial_state = initial_state.mT
     *inputs, initial_state = plain_or_traced(*x, initial_state)
@@ -218,12 +219,13 @@ FIELDS = (
     "A_log is None",
     "dt_bias is None",
     "state_v_first",
+    FINAL_OF_ALL,
 )
 
 
-def _fields_of(before: Before) -> str:
-    """What all ranks have alike, but lower_bound, as names and values."""
-    values = *before[:4], before.A_log is None, before.dt_bias is None, before.state_v_first
+def _fields_of(before: Before, of_all: bool) -> str:
+    """What all ranks have alike, but lower_bound, as names and values. of_all: see final_of_all."""
+    values = *before[:4], before.A_log is None, before.dt_bias is None, before.state_v_first, of_all
     return ";".join([f"{name}={bool(value)}" for name, value in zip(FIELDS, values)])
 
 
@@ -242,7 +244,7 @@ def _applied(before: Before, x: Inputs, handle: int) -> Inputs:
     return Inputs(q, k, v, g, beta)
 
 
-def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked) -> tuple | None:
+def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked, of_all: bool) -> tuple | None:
     """By which a call finds what an equal one has prepared; None where each call is to be checked: a wrong number may
     equal a right one (Decimal(1)), and NaN is none."""
     scale, bound, layout = asked.scale, before.lower_bound, asked.layout
@@ -255,7 +257,7 @@ def _key(rule: str, before: Before, x: Inputs, comm: Communicator, asked: Asked)
             return None
     if not type(layout) is type(before.chunk) is str or type(asked.invariant) not in (int, type(None)):
         return None
-    flags = *before[:4], before.state_v_first
+    flags = *before[:4], before.state_v_first, of_all
     if {*map(type, flags)} != {bool}:
         return None
     tensors = call_key((*x, asked.initial_state, before.A_log, before.dt_bias))
@@ -339,19 +341,21 @@ def _backward(
     handle: int,
     rule: str,
     scale: float,
+    fields: str,
+    bound: float | None,
     first_token: int | None = None,
     zigzag: int = False,
     invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
     saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, fwd_epoch
-    options = handle, rule, scale, first_token, zigzag, invariant
+    options = handle, rule, scale, fields, bound, first_token, zigzag, invariant
     return _run_backward(None, do, dfinal, *saved, initial, beta_dtype, *options)
 
 
 def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | None, *inputs: Any) -> tuple[Any, ...]:
     """``inputs``: those of ``_backward``."""
-    *tensors, initial, beta_dtype, handle, rule, scale, first_token, zigzag, invariant = inputs
+    *tensors, initial, beta_dtype, handle, rule, scale, fields, bound, first_token, zigzag, invariant = inputs
     q, k, v, beta, cu_seqlens, sums, *others = tensors
     comm = communicator_of(handle)
     with comm.call(True, f"the backward of {TITLES[rule]}", (do, dfinal)):
@@ -370,7 +374,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         )
         q, k, v, beta, sums, scores, solved, *kept, do = restored(TITLES[rule], names, given, saved)
         if prepared is None:
-            options = Options(rule, scale, "", None, first_token, zigzag, invariant)
+            options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
         dinitial = q.new_zeros(prepared.state_shape, dtype=torch.float32) if initial else None
         outer = Outer(do, dfinal, dinitial)
@@ -397,6 +401,8 @@ def _fake_backward(
     handle,
     rule,
     scale,
+    fields,
+    bound,
     first_token=None,
     zigzag=False,
     invariant=0,
@@ -406,11 +412,11 @@ def _fake_backward(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, g, beta, initial_state, cu_seqlens, _, handle, rule, scale, _, _, *where = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, _, handle, rule, *where = inputs
     sums = g if isinstance(RULES[rule], OwnChunks) else output[2]
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, sums, *output[3:])
     ctx.gate_dtype, initial = g.dtype, initial_state is not None and initial_state.requires_grad
-    ctx.rest = initial, beta.dtype, handle, rule, scale, *where
+    ctx.rest = initial, beta.dtype, handle, rule, *where
 
 
 def _pending(q, k, v, g, beta, initial_state, cu_seqlens, *rest) -> list:

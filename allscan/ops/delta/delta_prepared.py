@@ -143,7 +143,8 @@ def state_pass(comm: Communicator, layout: Layout, x: Shapes, options: Options) 
     heads = x.H if rule.scalar or cls is ChunkPass else x.HV
     B = carried_states(x.B, x.sequences, zigzag)
     shape = DeltaShape(B, x.HV, heads, x.K, x.V, x.dtype, rule.scalar, bool(zigzag), bool(x.invariant))
-    return layout.derived((cls, shape), lambda: cls(comm, layout.tables(), shape))
+    alike = options.rule, x.B, x.H, options.scale, options.fields, options.bound
+    return layout.derived((cls, shape, alike), lambda: cls(comm, layout.tables(*alike, str(x.dtype)), shape))
 
 
 def _in_one(*tensors: Tensor | None) -> Iterator[Any]:

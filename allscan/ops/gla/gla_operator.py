@@ -39,7 +39,7 @@ from ...tokens.packing import CHUNK_TOKENS, MOST_CHUNKS, Layout, carried_states,
 from ...tokens.partition import OwnTokens, check_packed, compare_values, find_layout
 from ..allscan import check_final, final_of_all
 from ..carrier import AllScanCarrier, InOrderCarrier, StateCarrier, carrier_of, check_cut, check_invariant
-from ..first_call import FirstCall, check_first, common_fields
+from ..first_call import FINAL_OF_ALL, FirstCall, check_first, common_fields
 from .gla_plans import Shape, backward_plan, forward_plan, shape_of
 
 SAVED_DTYPE = torch.int32  # of the memory that backward takes from forward: to a hook of the caller's no floats
@@ -140,7 +140,9 @@ def zeco_gla(
         of_all = output_final_state = check_final(output_final_state, comm)
     invariant = comm.invariant if invariant is None else invariant
     carrier = InOrderCarrier.of(comm) if invariant else comm.attributes.get("carrier") or AllScanCarrier.of(comm)
-    asked = Asked(scale, output_final_state, cu_seqlens, first_token, layout, recompute, per_document, invariant)
+    asked = Asked(
+        scale, output_final_state, cu_seqlens, first_token, layout, recompute, per_document, invariant, of_all
+    )
     found = zeco_gla_by(carrier, (q, k, v, g, initial_state), asked)
     if not of_all:
         return found
@@ -158,22 +160,24 @@ class Asked(NamedTuple):
     recompute: bool = True
     per_document: bool = False
     invariant: int = 0
+    of_all: bool = False
 
 
 class Options(NamedTuple):
     """The same, checked: what is not in the tensors. zigzag: see zigzag_of; saves: forward saves the intermediates of
-    the chunks for backward."""
+    the chunks for backward; of_all: see final_of_all."""
 
     scale: float
     first_token: int | None = None
     zigzag: int = 0
     saves: bool = False
     invariant: int = 0
+    of_all: bool = False
 
 
 def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
-    comm, (scale, final, cu_seqlens, first, layout, recompute, per_document, invariant) = carrier.comm, asked
+    comm, (scale, final, cu_seqlens, first, layout, recompute, per_document, invariant, of_all) = carrier.comm, asked
     if torch.compiler.is_compiling():
         saves = wants_gradient(tensors) and not recompute
         return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, saves))
@@ -185,7 +189,7 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
         known = cu_seqlens is None and first is None and not (comm.debug or per_document)
         known = known and type(scale) in _SCALES and scale == scale
         known = known and type(layout) is str and type(invariant) is int and key[-1] != 2 and num_dispatch_modes() == 0
-        key = key, scale, layout, saves, invariant, type(carrier), carrier.handle
+        key = key, scale, layout, saves, invariant, of_all, type(carrier), carrier.handle
         prepared = comm.calls.get(key) if known else None
         if prepared is None:
             cu_seqlens, options = _checked(carrier, tensors, asked, saves)
@@ -206,7 +210,7 @@ _SCALES = float, int, type(None)
 
 def _checked(carrier, tensors, asked: Asked, saves: bool) -> tuple[Tensor | None, Options]:
     """(cu_seqlens, Options), after the checks that need no other rank."""
-    scale, _, boundaries, first_token, layout, _, per_document, invariant = asked
+    scale, _, boundaries, first_token, layout, _, per_document, invariant, of_all = asked
     deferred, cu_seqlens = None, None
     try:
         zigzag = zigzag_of(layout, per_document, boundaries)
@@ -221,7 +225,7 @@ def _checked(carrier, tensors, asked: Asked, saves: bool) -> tuple[Tensor | None
         carrier.prepare(None, deferred=deferred)  # raises it, on the other ranks too if this is a first call
     compare_values(carrier.comm, boundaries, cu_seqlens)
     scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-    return cu_seqlens, Options(scale, first_token, zigzag, saves, invariant)
+    return cu_seqlens, Options(scale, first_token, zigzag, saves, invariant, of_all)
 
 
 def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -274,8 +278,9 @@ class Prepared:
         plan = self._plans.get(variant)
         if plan is None:
             (make, *_), shape, layout, scale = variant, self.shape, self.layout, self.options.scale
-            key = type(self.carrier), self.carrier.handle, shape, scale, *variant
-            plan = layout.derived(key, lambda: make(shape, scale, layout.tables(), self.carrier, *tensors))
+            key = type(self.carrier), self.carrier.handle, shape, scale, self.options.of_all, *variant
+            alike = "zeco_gla", shape.B, str(shape.dtype), scale, self.options.of_all
+            plan = layout.derived(key, lambda: make(shape, scale, layout.tables(*alike), self.carrier, *tensors))
             self._plans[variant] = plan
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
@@ -326,17 +331,21 @@ def _state_shape(q, v, cu_seqlens) -> tuple[int, int, int, int]:
 def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
     """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
     ranks."""
-    comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant) = carrier.comm, tensors, options
+    comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant, of_all) = (
+        carrier.comm,
+        tensors,
+        options,
+    )
     are_none = initial_state is None, cu_seqlens is None, first_token is None
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     by = type(carrier), carrier.handle
-    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, invariant, by
+    signature = "zeco_gla", signature_of(*tensors), sequences, are_none, zigzag, scale, invariant, of_all, by
     if comm.debug or signature not in comm.checked:
         shape = agree = None
         if q.ndim == v.ndim == 4:
             shape = _carried_shape(q, v, cu_seqlens, zigzag)
             common = common_fields(q.shape[0], q.dtype, scale, zigzag, *are_none)
-            agree = "zeco_gla", *common, ("invariant", invariant)
+            agree = "zeco_gla", *common, ("invariant", invariant), (FINAL_OF_ALL, of_all)
 
         def check() -> None:
             _check(tensors, cu_seqlens, comm, zigzag)
@@ -350,7 +359,7 @@ def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
 def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
     """For tensors that were checked."""
     _, first_token, zigzag, *_ = options
-    shape = _shape(q, v, gate_dtype, cu_seqlens, options[2:])
+    shape = _shape(q, v, gate_dtype, cu_seqlens, options[2:5])
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
     layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
     return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
@@ -390,7 +399,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _pending(q, k, v, g, initial_state, cu_seqlens, *rest) -> list:
     """For the backward of a call of the custom operator."""
-    _, handle, _, _, zigzag, _, invariant = rest
+    _, handle, _, _, zigzag, _, invariant, _ = rest
     carrier = carrier_of(handle, invariant)
     return carrier.pending(carrier.prepare(_carried_shape(q, v, cu_seqlens, zigzag)), bool(zigzag))
 
@@ -415,7 +424,7 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
         if q.ndim != 4:
             raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:
-            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options[2:]), carrier.comm.device)
+            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options[2:5]), carrier.comm.device)
         else:
             saved = prepared.saved
         q, k, v, g, saved_buffer, do = restored(
@@ -444,10 +453,11 @@ def _forward(
     zigzag: int = False,
     keeps: bool = False,
     invariant: int = 0,
+    of_all: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     carrier = carrier_of(handle, invariant)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
-        options = Options(scale, first_token, zigzag, keeps, invariant)
+        options = Options(scale, first_token, zigzag, keeps, invariant, of_all)
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options)
         return prepared.forward(q, k, v, g, initial_state, cu_seqlens, final)
 
@@ -466,6 +476,7 @@ def _fake(
     zigzag=False,
     keeps=False,
     invariant=0,
+    of_all=False,
 ) -> tuple[Tensor | None, ...]:
     shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, keeps, invariant), Shape)
     return torch.empty_like(v), *_new_outputs(q, final, shape)
@@ -488,8 +499,9 @@ def _backward(
     zigzag: int = False,
     keeps: bool = False,
     invariant: int = 0,
+    of_all: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rest = scale, first_token, zigzag, keeps, invariant
+    rest = scale, first_token, zigzag, keeps, invariant, of_all
     return _run_backward(None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *rest)
 
 
@@ -510,6 +522,7 @@ def _fake_backward(
     zigzag=False,
     keeps=False,
     invariant=0,
+    of_all=False,
 ) -> tuple[Tensor | None, ...]:
     dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, (zigzag, keeps, invariant), Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
