@@ -77,8 +77,7 @@ class SharedMemoryHeap:
         """``numel`` elements at ``offset`` of the arena of ``pe``, as a tensor over the shared memory itself."""
         return self._arenas[pe][offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.view(pe, offset, numel, dtype)
+    local = view
 
     def symmetric(self, offset: int, dtype: torch.dtype) -> torch.Tensor:
         """The local symmetric address by which puts name ``offset`` on whatever PE they are given."""

@@ -57,6 +57,9 @@ class Order:
 
     def restart(self) -> None:
         """As if no call had been made."""
+        # Seconds that a call waits for the others on the host, None: as any exchange does. After a resync() a rank may
+        # fail again before a call that is a first one again: the others wait for it as their kernels would
+        self._patience = self._timeout + GRACE_S if self.generation >= 0 else None
         self.generation += 1
         self.made = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
         self.steps = 0  # calls of Communicator.step(), of which those in CUDA graphs are counted on the device only
@@ -220,11 +223,6 @@ class Order:
 
         return excuse
 
-    def _within(self) -> float | None:
-        """Seconds that a call after a resync() waits for the others on the host. A rank may fail again before a call
-        that the others have made, and that is a first call again: they wait for it as their kernels would."""
-        return self._timeout + GRACE_S if self.inside else None
-
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` in rank order. A host operation that waits for all ranks of the group.
 
@@ -232,7 +230,7 @@ class Order:
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
             mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None
-            within = self._within() if self.generation else None
+            within = self._patience if self.inside else None
             answers = self.store_exchange.exchange(mine, what, self._excuse, within=within)
         except AllScanRejected:
             raise  # this rank rejects the call, too
@@ -285,7 +283,7 @@ class Order:
         self.launches += 1
         what = f"{what}, in step {self.steps}" if self.steps else what
         try:
-            within = self._within() if self.generation else None
+            within = self._patience if self.inside else None
             answers = self.store_exchange.exchange(what, f"launch {self.launches}", self._excuse, within=within)
         except AllScanRejected:
             self.launches -= 1  # this rank rejects the call, too
