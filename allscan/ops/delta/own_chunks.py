@@ -40,7 +40,8 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         pairs=both if fine else both | dict(BV=128),
         gradient=narrow,
         strong_gradient=both,
-        scalar_gradient=narrow if fine else narrow | dict(BV=128),
+        # of 64 columns and more, all but 32 of them empty, its code is wrong whatever num_stages is
+        scalar_gradient=narrow if fine else narrow | dict(BV=32 if BV_max <= 32 else 128),
     )
 
 
