@@ -429,8 +429,15 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
 
 @pytest.mark.parametrize(
     "scalar, K, V",
-    [(False, 128, 128), (True, 128, 128), (False, 256, 64), (True, 64, 256), (True, 32, 32)],
-    ids=["KDA", "Gated DeltaNet", "KDA, K=256, V=64", "Gated DeltaNet, K=64, V=256", "Gated DeltaNet, K=V=32"],
+    [(False, 128, 128), (True, 128, 128), (False, 256, 64), (True, 64, 256), (True, 32, 32), (True, 32, 64)],
+    ids=[
+        "KDA",
+        "Gated DeltaNet",
+        "KDA, K=256, V=64",
+        "Gated DeltaNet, K=64, V=256",
+        "Gated DeltaNet, K=V=32",
+        "K=32, V=64",
+    ],
 )
 def test_delta_chunk_kernels(scalar, K, V, monkeypatch):
     """Chunk kernels of our own; no product reads from where nothing was put."""

@@ -40,8 +40,8 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         pairs=both if fine else both | dict(BV=128),
         gradient=narrow,
         strong_gradient=both,
-        # of 64 columns and more, all but 32 of them empty, its code is wrong whatever num_stages is
-        scalar_gradient=narrow if fine else narrow | dict(BV=32 if BV_max <= 32 else 128),
+        # with more columns its code is wrong whatever num_stages is, where keys or values have no more
+        scalar_gradient=narrow if fine else narrow | dict(BV=32 if min(BK, BV_max) <= 32 else 128),
     )
 
 
