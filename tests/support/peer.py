@@ -77,6 +77,7 @@ def main(checkout: str, *options: str) -> int:
     pytest_options = ["-c", os.devnull, "--rootdir", checkout, "-q", "-p", "support.peer", *options, *files]
     if any(option.startswith(("-n", "--numprocesses")) for option in options):
         pytest_options += ["--dist", "loadgroup"]
+    environment = {"OMP_NUM_THREADS": "1"} | dict(environment)  # many workers, and ranks of each
     return subprocess.call([sys.executable, "-m", "pytest", *pytest_options], env=environment)
 
 
