@@ -9,6 +9,7 @@ and is compiled with other ``num_stages`` where its code is wrong; these change 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton import JITFunction
 
 from ..bindings.triton_compat import get_cache_manager
@@ -26,6 +28,8 @@ WRONG = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # whose ptx
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 STAGES = 2, 3, 1, 4
 SHARED_MEMORY = 227 << 10  # of a program on Hopper
+MOST = 4096  # launches of which this process remembers that their code is right
+_right: dict[object, dict[str, Any]] = {}  # options by kernel, what it is given, and options
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);")
 
 
@@ -70,14 +74,16 @@ def reads_unset_registers(compiled: Any) -> bool:
         return False
     cubin = compiled.asm["cubin"]
     cache = get_cache_manager(hashlib.sha256(cubin + b"unset registers").hexdigest())
-    if (known := cache.get_file("unset")) is None:
-        try:
-            found = bool(unset_registers(disassembled(cubin)))
-        except (OSError, subprocess.CalledProcessError):
-            return False
-        known = cache.put(str(int(found)), "unset", binary=False)
-    with open(known) as file:
-        return file.read() == "1"
+    if (known := cache.get_file("unset")) is not None:
+        with open(known) as file:
+            return file.read() == "1"
+    try:
+        found = bool(unset_registers(disassembled(cubin)))
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    with contextlib.suppress(OSError):  # a cache that is read only
+        cache.put(str(int(found)), "unset", binary=False)
+    return found
 
 
 def options_of_right_code(
@@ -90,12 +96,20 @@ def options_of_right_code(
     """
     if not WRONG or not isinstance(kernel, JITFunction):
         return options
+    tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
+    kinds = tuple((x.dtype, x.data_ptr() & 15) for x in tensors)  # Triton compiles for each
+    key = kernel, kinds, tuple(options.items())
+    if key in _right:
+        return _right[key]
     given = options.get("num_stages")
     for stages in (given, *(n for n in STAGES if n != given)):
         tried = options if stages == given else options | dict(num_stages=stages)
         compiled = kernel.warmup(*arguments, grid=grid, **named, **tried)
         fits = stages == given or compiled.metadata.shared <= SHARED_MEMORY
         if fits and not reads_unset_registers(compiled):
+            if len(_right) >= MOST:
+                _right.clear()
+            _right[key] = tried
             return tried
     raise RuntimeError(
         f"the ptxas of Triton {triton.__version__} makes wrong code of {kernel.__name__} with {options}: set "
