@@ -168,6 +168,12 @@ def on_gpu(device) -> bool:
     return device.type == "cuda"
 
 
+def _fit(query, key, value, g) -> bool:
+    """Whether All-Scan's operators take what transformers' functions in torch, which cast it, take of any kind."""
+    alike = query.dtype == key.dtype == value.dtype and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return alike and key.shape[-1] <= 256 and g.dtype in (torch.float32, query.dtype)
+
+
 def _delta_rule(
     original,
     sequence,
@@ -185,7 +191,7 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet and KDA."""
     operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
-    if operator is not None:
+    if operator is not None and (of_package(original) is not None or _fit(query, key, value, g)):
         taken = inspect.signature(operator).parameters
         o, state = operator(
             *tensors,

@@ -90,7 +90,6 @@ class Launch:
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
         self._compiled: Any = None
-        self._looked_at = False  # see machine_code
         self._sizes: list[int] | None = None  # bytes of the compiled kernel's parameters
 
     def __call__(self, *args: Tensor | Channel) -> Any:
@@ -101,10 +100,8 @@ class Launch:
                 return self.at(arguments)
         named = {} if self._first else {self._names[i]: x for i, x in zip(self._arguments, args, strict=True)}
         args_in_order = args if self._first else ()
-        if not self._looked_at:
-            self.fixed = options_of_right_code(self.kernel, self.grid, args_in_order, named, self.fixed)
-            self._looked_at = True
-        compiled = self.kernel[self.grid](*args_in_order, **named, **self.fixed)
+        options = options_of_right_code(self.kernel, self.grid, args_in_order, named, self.fixed)
+        compiled = self.kernel[self.grid](*args_in_order, **named, **options)
         if not self.ready and hasattr(compiled, "run") and aligned(_addresses(args)[1]):
             self._keep(compiled)
         return compiled

@@ -30,33 +30,65 @@ STAGES = 2, 3, 1, 4
 SHARED_MEMORY = 227 << 10  # of a program on Hopper
 MOST = 4096  # launches of which this process remembers that their code is right
 _right: dict[object, dict[str, Any]] = {}  # options by kernel, what it is given, and options
+LABEL = re.compile(r"\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)\s*(.*?);")
+PREDICATE = re.compile(r"!?U?P[0-6]$")
+
+
+def _registers(operation: str, operands: Sequence[str]) -> tuple[int, int]:
+    """Bits of the uniform registers that an instruction reads, and of those that it writes."""
+    read = written = 0
+    for operand in operands[1:]:
+        if descriptor := re.search(r"gdesc\[UR(\d+)\]", operand):  # 4 registers, of which A takes the first 2
+            first = 2 if re.fullmatch(r"R\d+", operands[1]) else 0
+            read |= sum(1 << int(descriptor[1]) + i for i in range(first, 4))
+        else:
+            read |= sum(1 << int(n) for n in {*re.findall(r"\bUR(\d+)", operand)})
+    if operation.startswith("R2UR"):  # perhaps behind a predicate
+        return 0, sum(1 << int(n) for operand in operands for n in re.findall(r"\bUR(\d+)", operand))
+    if target := re.fullmatch(r"UR(\d+)", operands[0]):
+        written = (3 if re.search(r"\.64\b|WIDE", operation) else 1) << int(target[1])
+    return read, written
 
 
 def unset_registers(lines: Iterable[str]) -> list[str]:
-    """Instructions before the first jump that read a uniform register which nothing has written. ``lines``: as of
-    ``nvdisasm -c``."""
-    written: set[int] = set()
-    found = []
+    """Instructions that read a uniform register which nothing before them has written, on any way from the beginning.
+    ``lines``: as of ``nvdisasm -c``."""
+    code: list[tuple[str, bool, str, list[str]]] = []  # line, whether under a predicate, operation, operands
+    labels: dict[str, int] = {}
     for line in lines:
-        match = INSTRUCTION.match(line)
-        if not match:
-            continue
-        predicate, operation, operands = match[1], match[2], match[3].split(", ")
-        if operation.startswith("BRA") and not predicate:
-            break
-        read = set()
-        for operand in operands[1:]:
-            if descriptor := re.search(r"gdesc\[UR(\d+)\]", operand):  # 4 registers, of which A takes the first 2
-                first = 2 if re.fullmatch(r"R\d+", operands[1]) else 0
-                read |= {int(descriptor[1]) + i for i in range(first, 4)}
-            else:
-                read |= {int(n) for n in re.findall(r"\bUR(\d+)", operand)}
-        if read - written:
-            found.append(line.strip())
-        if target := re.fullmatch(r"UR(\d+)", operands[0]):
-            written |= {int(target[1]) + i for i in range(2 if re.search("64|WIDE", operation) else 1)}
-    return found
+        if label := LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif match := INSTRUCTION.match(line):
+            code.append((line.strip(), bool(match[1]), match[2], match[3].split(", ")))
+    registers = [_registers(operation, operands) for _, _, operation, operands in code]
+    before: list[int | None] = [None] * len(code)  # registers that may have been written, where it is reached
+    ways = [(0, 0)]
+    while ways:
+        at, written = ways.pop()
+        while at < len(code):
+            known = before[at]
+            if known is not None and known | written == known:
+                break
+            written |= known or 0
+            before[at] = written
+            written |= registers[at][1]
+            _, perhaps, operation, operands = code[at]
+            at += 1
+            if operation.startswith("BRA"):
+                target = re.search(r"\.L_\w+", operands[-1])
+                if target and target[0] in labels:
+                    ways.append((labels[target[0]], written))
+                perhaps = perhaps or any(PREDICATE.match(x) for x in operands) or "DIV" in operation
+                if not perhaps:
+                    break
+            elif operation.startswith("EXIT") and not perhaps:
+                break
+    return [
+        line
+        for (line, *_), (read, _), written in zip(code, registers, before, strict=True)
+        if written is not None and read & ~written
+    ]
 
 
 def disassembled(cubin: bytes) -> list[str]:
@@ -73,17 +105,28 @@ def reads_unset_registers(compiled: Any) -> bool:
     if "wgmma.mma_async" not in compiled.asm.get("ptx", ""):
         return False
     cubin = compiled.asm["cubin"]
-    cache = get_cache_manager(hashlib.sha256(cubin + b"unset registers").hexdigest())
-    if (known := cache.get_file("unset")) is not None:
-        with open(known) as file:
-            return file.read() == "1"
+    try:
+        cache = get_cache_manager(hashlib.sha256(cubin + b"unset registers").hexdigest())
+        if (known := cache.get_file("unset")) is not None:
+            with open(known) as file:
+                return file.read() == "1"
+    except OSError:  # it is read only
+        cache = None
     try:
         found = bool(unset_registers(disassembled(cubin)))
     except (OSError, subprocess.CalledProcessError):
         return False
-    with contextlib.suppress(OSError):  # a cache that is read only
-        cache.put(str(int(found)), "unset", binary=False)
+    with contextlib.suppress(OSError):
+        if cache is not None:
+            cache.put(str(int(found)), "unset", binary=False)
     return found
+
+
+def _kind(x: Any) -> object:
+    """Of an argument, what Triton compiles for: a tensor's dtype and alignment, each of a channel's, its constants."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() & 15
+    return tuple(_kind(field) for field in x) if isinstance(x, tuple) else getattr(x, "value", x)
 
 
 def options_of_right_code(
@@ -96,9 +139,7 @@ def options_of_right_code(
     """
     if not WRONG or not isinstance(kernel, JITFunction):
         return options
-    tensors = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
-    kinds = tuple((x.dtype, x.data_ptr() & 15) for x in tensors)  # Triton compiles for each
-    key = kernel, kinds, tuple(options.items())
+    key = kernel, _kind((*arguments, *named.values())), tuple(options.items())
     if key in _right:
         return _right[key]
     given = options.get("num_stages")

@@ -62,3 +62,28 @@ def test_a_kernel_without_right_code_is_rejected(monkeypatch):
     monkeypatch.setattr(machine_code, "STAGES", (3, 1))
     with pytest.raises(RuntimeError, match="wrong code of value_grad_kernel .* TRITON_PTXAS_PATH"):
         chosen(kernel, BV=16, num_stages=3)
+
+
+CODE = """
+        /*0000*/                   UMOV UR4, 0x1 ;
+.L_x_0:
+        /*0010*/                   ULDC.64 UR6, c[0x0][0x208] ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/                   UMOV UR9, UR4 ;
+        /*0040*/                   BRA `(.L_x_0) ;
+.L_x_1:
+        /*0050*/                   UIADD3 UR10, UR7, UR9, URZ ;
+        /*0060*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24, !UPT ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   UIADD3 UR10, UR20, UR21, URZ ;
+"""
+
+
+def test_every_way_from_the_beginning_is_followed():
+    """UR5 of the descriptor of four is set nowhere; UR9 on one of the ways; what is behind EXIT is not reached."""
+    [found] = machine_code.unset_registers(CODE.splitlines())
+    assert "gdesc[UR4]" in found
+    found = machine_code.unset_registers(CODE.replace("UMOV UR4, 0x1", "ULDC.64 UR4, c[0x0][0x210]").splitlines())
+    assert found == []
+    found = machine_code.unset_registers(CODE.replace("UMOV UR9, UR4", "UMOV UR8, UR4").splitlines())
+    assert len(found) == 2 and "UR9" in found[0]

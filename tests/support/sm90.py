@@ -73,4 +73,4 @@ class Compiled(compiled.Compiled):
 
     def unset_registers(self) -> list:
         """See machine_code."""
-        return unset_registers(self.instructions)
+        return unset_registers(self.instructions) if "wgmma.mma" in self.ptx else []

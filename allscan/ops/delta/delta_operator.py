@@ -79,7 +79,7 @@ def zeco_kda(
         use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
         use_gate_in_kernel: whether g is raw, of any float type: the decay's logarithm is -exp(A_log) softplus(g +
             dt_bias), with lower_bound (below 0) lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-        A_log: [HV], optional where there is a lower_bound.
+        A_log: [HV], optional where there is a lower_bound; with use_gate_in_kernel only, as dt_bias and lower_bound.
         dt_bias: HV * K numbers, optional.
         use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
         safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with; ours look.

@@ -150,8 +150,9 @@ class RawInputs:
 
 
 def _rows(cuda: bool, rows: int, width: int) -> int:
-    """Of a block; the interpreter pays by the block."""
-    return min(next_power_of_2(rows), max(1, (BLOCK if cuda else 128 * BLOCK) // width))
+    """Of a block: on GPUs the same whatever ``rows`` is, or a row's sum had other bits; the interpreter pays by the
+    block."""
+    return max(1, BLOCK // width) if cuda else min(next_power_of_2(rows), max(1, 128 * BLOCK // width))
 
 
 def _normalize(plan: Plan, cuda: bool, *tensors: Buffer) -> list[Buffer]:
