@@ -91,13 +91,19 @@ def unset_registers(lines: Iterable[str]) -> list[str]:
     ]
 
 
-def disassembled(cubin: bytes) -> list[str]:
-    """Raises OSError where Triton came without nvdisasm, CalledProcessError where that does not know the code."""
+def tool(name: str, cubin: bytes, *options: str) -> str:
+    """What CUDA's "nvdisasm" or "cuobjdump" says of machine code. Raises OSError where Triton came without it,
+    CalledProcessError where it does not know the code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [os.path.join(TOOLS, "nvdisasm"), "-c", "--no-dataflow", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        command = [os.path.join(TOOLS, name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(cubin: bytes) -> list[str]:
+    """Instructions and labels. Raises as ``tool`` does."""
+    return tool("nvdisasm", cubin, "-c", "--no-dataflow").splitlines()
 
 
 def reads_unset_registers(compiled: Any) -> bool:

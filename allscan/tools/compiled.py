@@ -12,16 +12,13 @@ Of an own kernel with a channel and any other. Not in Triton's interpreter: TRIT
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import tempfile
 from typing import Any
 
 import triton
 
 from ..bindings.triton_compat import OPTIONS, ASTSource, GPUTarget
-from ..launch.machine_code import TOOLS, disassembled
+from ..launch.machine_code import disassembled, tool
 from ..shmem_kernels.channel import Channel
 from ..shmem_kernels.links import SENTINEL
 
@@ -91,16 +88,9 @@ class Compiled:
         self.name, self.shared = compiled.name, compiled.metadata.shared
         self.ptx, self.cubin = compiled.asm["ptx"], compiled.asm["cubin"]
         self.tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
-        usage = self._tool("cuobjdump", "--dump-resource-usage")
+        usage = tool("cuobjdump", self.cubin, "--dump-resource-usage")
         found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
         self.registers, self.spilled_bytes = int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
-
-    def _tool(self, name: str, *options: str) -> str:
-        tool = os.path.join(TOOLS, name)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
     @functools.cached_property
     def instructions(self) -> list[str]:
