@@ -76,13 +76,11 @@ class Launch:
 
     kernel: a triton.jit function, or one of ``with_nvshmem``.
     fixed: all parameters of the kernel but tensors and channels, which a call gives in their order: numbers, constants,
-        None; and launch options (num_warps, num_stages), beside those of ``OPTIONS``, for which None means Triton's own
-        choice, for kernels of other packages.
+        None; and launch options (num_warps, num_stages), beside those of ``OPTIONS``.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
-        fixed = {name: x for name, x in (OPTIONS | fixed).items() if x is not None or name not in OPTIONS}
-        self.kernel, self.grid, self.fixed = kernel, grid, fixed
+        self.kernel, self.grid, self.fixed = kernel, grid, OPTIONS | fixed
         names = parameter_names(kernel)
         self._arguments = [i for i, name in enumerate(names) if name not in fixed]  # places of a call's arguments
         self._first = self._arguments == list(range(len(self._arguments)))  # these are the first ones

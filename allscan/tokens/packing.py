@@ -173,9 +173,6 @@ class Layout(Tables):
             found = self._derived[key] = make()
         return found
 
-    def all_derived(self) -> list[object]:
-        return [*self._derived.values()]
-
 
 class AlignedLayout(Layout):
     """The same with segments that begin where pieces do, and at multiples of ``segment`` of this rank's tokens."""
