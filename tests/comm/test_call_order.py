@@ -693,6 +693,15 @@ MIXED = {  # what ranks may mix after both were agreed upon, and the tokens of a
 }
 
 
+def fault_at_the_end(comm):
+    """What a barrier behind mixed calls raises; afterwards the communicator can be used again."""
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    found = raised(comm.barrier)
+    comm.resync()
+    return found
+
+
 def mixed_case(group, operator, what):
     """The last rank makes call 4 and the next two with other arguments, all of which are known: for each call what is
     known of results and gradients, or the error; the end; whether all is right behind resync()."""
@@ -736,10 +745,7 @@ def mixed_case(group, operator, what):
             found.append(call(**ways[comm.rank == comm.size - 1]))
         except RuntimeError as problem:
             found.append(type(problem).__name__)
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
-    end = raised(comm.barrier)
-    comm.resync()
+    end = fault_at_the_end(comm)
     again = all(
         math.isclose(a, b, rel_tol=1e-4) for i in (1, 0) for a, b in zip(call(**ways[i]), right[i], strict=True)
     )
@@ -800,10 +806,7 @@ def mixed_reverse_case(group, operator):
             found.append(torch.equal(call(reverse), right[reverse]))
         except RuntimeError as problem:
             found.append(type(problem).__name__)
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
-    end = raised(comm.barrier)
-    comm.resync()
+    end = fault_at_the_end(comm)
     again = all(torch.equal(call(reverse), x) for reverse, x in right.items())
     comm.close()
     return found, end, again
