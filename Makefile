@@ -2,7 +2,8 @@
 # make check     ruff, types and the quick tests: the inner loop
 # make test      the whole CPU suite, ruff, types and the documentation
 # make test-gpu  the same cases and more on the GPUs of this machine; writes tests/gpu/last_run.json; GO_ON=--go-on: only
-#                what has not passed since the last change, as after a run that was cut
+#                what has not passed since the last change, as after a run that was cut; GPUS=2: each test has two of
+#                them, and more tests run at once
 # make test-network  put links over UCX and TCP on this machine: on CPU ranks, and on two GPUs by NVSHMEM
 # make test-triton   the GPU tests that show the kernels right with another Triton: TRITON=its folder; and times of both
 # make peer      flash-linear-attention's own tests with the operators split over ranks: PEER=its checkout; with GPUs
@@ -18,7 +19,7 @@
 VENV := .venv
 # of test-gpu at once: each has ranks of its own on every GPU, of about 3 GB each, beside two tests that take many more
 # (tests/support/gpu_schedule.py), and takes nearly three cores while it compiles
-JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) 'NR == 1 {n = int($$1 / 8000)} END {m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
+JOBS = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk -v cores=$$(nproc) -v each=$(GPUS) 'NR == 1 {n = int($$1 / 8000)} END {n *= each ? int(NR / each) : 1; m = int(cores * 3 / 8); n = n < m ? n : m; print (n > 0 ? n : 1)}')
 FEW_JOBS = $(shell echo $$(($(JOBS) > 2 ? 2 : $(JOBS))))
 # of test at once: one more than there are cores, which ranks that wait for one another leave free
 WORKERS = $(shell n=$$(nproc); echo $$(($$n < 8 ? $$n + 1 : 8)))
@@ -90,9 +91,9 @@ triton-on-gpu:
 # First, many at once with ranks of their own on the same GPUs, all but what others would disturb; then what has failed
 # among them, as where memory ran out; then the others. GO_ON=--go-on: only what has not passed since the last change
 on-gpu:
-	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) $(GO_ON); first=$$?; \
-	if test $$first = 1; then $(PYTHON) -m pytest --gpu -m 'not alone' -n $(FEW_JOBS) --go-on; first=$$?; fi; \
-	$(PYTHON) -m pytest --gpu -m alone $(GO_ON) && exit $$first
+	$(PYTHON) -m pytest --gpu -m 'not alone' -n $(JOBS) $(addprefix --gpus=,$(GPUS)) $(GO_ON); first=$$?; \
+	if test $$first = 1; then $(PYTHON) -m pytest --gpu -m 'not alone' -n $(FEW_JOBS) $(addprefix --gpus=,$(GPUS)) --go-on; first=$$?; fi; \
+	$(PYTHON) -m pytest --gpu -m alone $(addprefix --gpus=,$(GPUS)) $(GO_ON) && exit $$first
 
 # Without GPUs, what runs on CPU ranks
 test-network:

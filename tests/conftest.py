@@ -23,6 +23,7 @@ ranks.PRELOAD = [*ranks.PRELOAD, "support.fresh_memory"]
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPUs of this machine, and write gpu/last_run.json")
     parser.addoption("--go-on", action="store_true", help="with --gpu: only what has not passed since the last change")
+    parser.addoption("--gpus", type=int, help="with --gpu: so many of this machine's; workers take others in turn")
     parser.addoption("--share", type=int, help="with --gpu: so many ranks, which share the GPUs; no record")
     parser.addoption("--network", action="store_true", help="the tests of a network, on two GPUs; no record")
     parser.addoption("--seeds", type=int, default=4, help="how many seeds each property runs (test_properties.py)")
@@ -30,9 +31,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
-    if worker and config.getoption("--gpu") and torch.cuda.device_count() > 1:
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(worker["workerid"], devices.split(","))
+    if config.getoption("--gpu") and torch.cuda.device_count() > 1:
+        choose_gpus(config, worker)
     if worker and not config.getoption("--gpu"):  # whose threads would wait for cores that the other workers have
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
@@ -41,8 +41,19 @@ def pytest_configure(config):
     elif config.option.markexpr == "kernels":
         pass  # with another Triton: no record
     elif config.getoption("--gpu") and not worker:
-        record = gpu_record.Record(OF_GPU, gpu_record.what_runs(os.path.join(ROOT, "tests")))
+        of = gpu_record.what_runs(os.path.join(ROOT, "tests"), config.getoption("--gpus"))
+        record = gpu_record.Record(OF_GPU, of)
         config.pluginmanager.register(record, "gpu record")
+
+
+def choose_gpus(config, worker):
+    """Set CUDA_VISIBLE_DEVICES before CUDA starts: each worker of pytest-xdist has another GPU first."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    count = config.getoption("--gpus")
+    if worker:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned(worker["workerid"], devices.split(","), count)
+    elif count and not config.getoption("numprocesses", None):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_schedule.turned("gw0", devices.split(","), count)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -81,7 +92,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    return gpu_schedule.scheduler(config, log, gpu_schedule.seconds(OF_GPU)) if config.getoption("--gpu") else None
+    if not config.getoption("--gpu"):
+        return None
+    sets = torch.cuda.device_count() // (config.getoption("--gpus") or torch.cuda.device_count() or 1)
+    return gpu_schedule.scheduler(config, log, gpu_schedule.seconds(OF_GPU), max(sets, 1))
 
 
 @pytest.fixture(autouse=True)

@@ -103,3 +103,4 @@ def test_names_in_the_lists_are_tests():
 
 def test_each_worker_begins_with_another_gpu():
     assert [gpu_schedule.turned(f"gw{i}", ["0", "1", "3"]) for i in (0, 1, 11)] == ["0,1,3", "1,3,0", "3,0,1"]
+    assert [gpu_schedule.turned(f"gw{i}", ["0", "1", "3"], 2) for i in (0, 2)] == ["0,1", "3,0"]

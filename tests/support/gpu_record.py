@@ -28,8 +28,8 @@ PARTS = {"not alone", "alone"}  # of the tests, as make test-gpu has them
 OUTCOMES = "passed", "failed", "error", "skipped"
 
 
-def what_runs(tests: str) -> dict:
-    """What results are of; ``tests``: the folder."""
+def what_runs(tests: str, gpus: int | None = None) -> dict:
+    """What results are of; ``tests``: the folder, ``gpus``: how many GPUs each test has, if not all."""
     import triton
 
     from allscan.bindings.versions import nvshmem_version
@@ -42,7 +42,7 @@ def what_runs(tests: str) -> dict:
             with open(os.path.join(folder, name), "rb") as file:
                 digest.update(file.read())
     return {
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][:gpus],
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

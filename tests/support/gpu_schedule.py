@@ -80,8 +80,9 @@ def is_large(test: str) -> bool:
     return function_of(test).rpartition("::")[2] in LARGE
 
 
-def scheduler(config, log, known: dict[str, float]):
-    """pytest-xdist's, which gives each worker a unit of the tests at a time, in the order of ``longest_first``."""
+def scheduler(config, log, known: dict[str, float], sets: int = 1):
+    """pytest-xdist's, which gives each worker a unit of the tests at a time, in the order of ``longest_first``.
+    ``sets``: of GPUs that workers have, as 2 where each has two of four."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):
@@ -103,9 +104,8 @@ def scheduler(config, log, known: dict[str, float]):
             """What takes longest, but behind a long test what takes shortest: a worker begins a test once it has the
             next one. And no large tests where enough workers have some."""
             with_large = sum(any(map(is_large, self.waiting(other))) for other in self.nodes if other is not node)
-            fitting = [
-                u for u, tests in self.workqueue.items() if with_large < LARGE_AT_ONCE or not is_large([*tests][0])
-            ]
+            few = with_large < LARGE_AT_ONCE * sets
+            fitting = [u for u, tests in self.workqueue.items() if few or not is_large([*tests][0])]
             long = sum(expected(test, known) for test in self.waiting(node)) > UNIT_S / 2
             return fitting[-1 if long else 0] if fitting else None
 
@@ -141,7 +141,8 @@ def scheduler(config, log, known: dict[str, float]):
     return Units(config, log)
 
 
-def turned(worker: str, devices: list[str]) -> str:
-    """CUDA_VISIBLE_DEVICES of worker "gw3": each has another GPU first, of which tests with few ranks use no other."""
+def turned(worker: str, devices: list[str], count: int | None = None) -> str:
+    """CUDA_VISIBLE_DEVICES of worker "gw3": each has another GPU first, of which tests with few ranks use no other, and
+    ``count`` GPUs, if it is given."""
     by = int(worker.removeprefix("gw")) % len(devices)
-    return ",".join(devices[by:] + devices[:by])
+    return ",".join((devices[by:] + devices[:by])[:count])
