@@ -63,7 +63,8 @@ def variants() -> dict[str, Variant]:
     add("pairs", bwd.pairs_kernel, "pairs", {}, dict(BV=64, maxnreg=168))
     others = dict(BJ=64), dict(num_stages=3)
     add("gradient", bwd.gradient_kernel, "gradient", {}, *others, beside=("pairs",))
-    add("gradient strong", bwd.strong_gradient_kernel, "strong_gradient", {}, dict(num_stages=2), beside=("pairs",))
+    for name, REST in (("gradient strong", False), ("gradient strong rest", True)):
+        add(name, bwd.strong_gradient_kernel, "strong_gradient", dict(REST=REST), dict(num_stages=2), beside=("pairs",))
     return found
 
 
@@ -107,7 +108,9 @@ class Chunks:
         start = torch.arange(0, T, C, dtype=I32, device=device)
         self.x = dict(zip(("p_v", "p_do"), (normal(T, H, K).to(BF16) for _ in "vo")), p_q=q, p_k=k, p_g=g)
         self.x |= dict(zip(("p_states", "p_dstates"), states), p_beta=normal(T, H).sigmoid())
-        self.x |= dict(p_weights=packing.weights(C).to(device), p_chunks=torch.stack([start, start + C], 1))
+        self.x |= dict(
+            p_weights=packing.chunk_weights(C, torch.device(device)), p_chunks=torch.stack([start, start + C], 1)
+        )
         shapes = dict.fromkeys("p_v_new p_dv_new p_w p_u p_kg p_qg p_dq p_dk p_dv p_dg".split(), (T, H, K))
         shapes |= dict(p_scores=(T, H, C), p_solved=(T, H, C), p_dbeta=(T, H), p_strong=(self.N, H))
         shapes |= dict(p_sums=(self.N + 1, H, K), p_parts=(self.N, H, 2, C), p_pairs=(self.N, H, 2, C, C))
@@ -160,6 +163,14 @@ class Chunks:
         return found
 
 
+def anchored(chunks: Chunks) -> None:
+    """Which chunks are strong, and their anchors."""
+    chunks.launch(variants()["operands"])
+    sizes = dict(H=chunks.H, K=K, BT=C, BK=K, num_warps=1)
+    given = [chunks.x[f"p_{name}"] for name in ("g", "chunks", "strong")]
+    delta_chunks.anchors_kernel[(chunks.N * chunks.H,)](*given, **sizes, **OPTIONS)
+
+
 def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -> dict[str, float]:
     """Errors against float64; with ``timed`` also ms, registers and bytes spilled."""
     variant = known[name]
@@ -167,7 +178,7 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
     if variant.group.startswith("operands"):
         chunks.spoil("w u kg qg" if "solved" in variant.group else "w u kg qg scores solved")
         if strong:
-            chunks.launch(known["operands"])  # which chunks are strong
+            anchored(chunks)
         compiled = chunks.launch(variant)
         chunks.between()
         found = chunks.errors(dict(o=chunks.output()))
@@ -193,19 +204,17 @@ def measure(chunks: Chunks, name: str, known: dict[str, Variant], timed: bool) -
 
 
 def groups(gates: str) -> list[str]:
-    return (
-        ["operands strong", "gradient strong"]
-        if gates in ("strong", "mixed")
-        else ["operands", "operands solved", "pairs", "gradient"]
-    )
+    if gates in ("strong", "mixed"):
+        return ["operands strong", "gradient strong" if gates == "strong" else "gradient strong rest"]
+    return ["operands", "operands solved", "pairs", "gradient"]
 
 
 def run(gates: str, group: str, T: int, H: int, device: str, limit: float = 1.5e-2) -> int:
     """How many variants of the group are wrong, or fail."""
     known, wrong = variants(), 0
     chunks = Chunks(gates, T, H, device)
-    for name in ("operands", "operands strong"):
-        chunks.launch(known[name])
+    anchored(chunks)
+    chunks.launch(known["operands strong"])
     chunks.between()
     for name in [x for x in known if known[x].group == group]:
         try:

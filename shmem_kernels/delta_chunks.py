@@ -7,25 +7,25 @@ With G_t the sum of a chunk's gates up to token t, G the sum of all, S the state
     v_new = u - w S       o = scale qg S + Aqk v_new       S' = e^G S + kg^T v_new
 
 operands_kernel   Aqk and T, unless they are there; w, u, kg, qg and G of each chunk by itself; in two launches, the
-                  second of which is for strong chunks, with entries of class 1 or 2
+                  second of which is for strong chunks
+anchors_kernel    between the two, of these where their stretches begin
 output_kernel     from chunk to chunk of a segment: o, without storing states
 
 Between them the segments' states are sent, see delta.py.
 
 **Decays between two tokens.** e^(G_t - G_s) has to be a factor of t times one of s, to be part of a product of
-matrices. Each entry (t, channel) is in one of three classes, by the gates up to t alone, so that nothing depends on
-later tokens:
-
-    0   G_t >= -LIMIT: e^G_t and e^-G_s
-    1   the sum from the first token of its sub-block of 16 on is: within the sub-block the same with that sum; between
-        sub-blocks by halves: of 2n tokens, n = 32, 16, the later n have e^(sum from the middle on), the earlier n
-        e^(sum up to the middle)
-    2   neither: by halves down to n = 1, and the token itself
+matrices. Tokens are cut into stretches: the first begins with the chunk, another one with each token up to which the
+sum of any channel's gates from the one before on is below -LIMIT, by gates up to there alone, so that nothing depends
+on later tokens. A chunk of one stretch is weak, others are strong. With the anchor of a stretch where its first token
+ends (of the first one where the chunk begins), its tokens have e^(sum from the anchor on), and as the earlier ones of
+pairs e^-(that); tokens before it e^(sum up to the anchor). Beyond 4 stretches, in the rest, tokens are paired by
+halves: of 2n tokens, n = 32 to 1, the later n have e^(sum from the middle on), the earlier n e^(sum up to the middle);
+and each with itself.
 
 Of one gate a head (SCALAR) scores are multiplied by the decays, of sums of the gates between two tokens.
 
-So no factor that counts is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate.
-tests/support/delta_chunks.py has the same in float64, with the error analysis.
+So no factor that counts is above e^LIMIT, and a sum has the gates between two tokens only: exact for every gate, but
+that factors below 2^-71 are 0. tests/support/delta_chunks.py has the same in float64, with the error analysis.
 
 q, k [tokens, HK, K], v, u, o [tokens, H, V], g [tokens, H, K] (SCALAR: [tokens, H]), beta [tokens, H]; w, kg, qg
 [tokens, H, K], Aqk, T [tokens, H, BT], the chunks' sums of gates [NC, H, K] float32, to base 2. PRECISION as in
@@ -57,17 +57,21 @@ from .blocks import (
 from .delta import load_entering, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
-LIMIT = tl.constexpr(110.0)  # to base 2
-# Where a chunk's sum is not below, no entry's is below -LIMIT in first_of_class. That adds in another order, and in
-# bfloat16 16 bits of each gate, so that the two sums differ, by less than 2^-8
+LIMIT = tl.constexpr(124.0)  # to base 2
+# A chunk whose sum is not below MILD is weak, a stretch ends where one is below STEEP. These sums, and those of the
+# 16 bits of each gate that bfloat16 takes, add in other orders and differ by less than 2^-7: no token of a weak chunk
+# would end a stretch, and no sum within one is below -LIMIT
 MILD = tl.constexpr(-LIMIT.value + 0.0625)
-# Factors of a gradient: e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-55 and 2^55, and a
-# gradient times one of them within float32's range: without, one of 1e-9 lost digits, and one of 2e7 overflowed
+STEEP = tl.constexpr(-LIMIT.value + 0.03125)
+# e^G_t is multiplied by BIG and e^-G_s by SMALL. Both are then within 2^-69 and 2^69, and a query, a key or a gradient
+# times one of them within float32's range: without, a gradient of 1e-9 lost digits, and one of 2e7 overflowed
 BIG = tl.constexpr(2.0**55)
 SMALL = tl.constexpr(2.0**-55)
-# Tables of blocks.load_weights: of 8 levels of pairs each which tokens' gates a token sums up, which pairs are of it
+# Tables of blocks.load_weights: of halves of 1, 2 .. 32 tokens which tokens' gates a token sums up, and which pairs are
+# of two halves; the sums to where the chunk begins, and to each token as an anchor, negative for tokens behind it
 SUMS = tl.constexpr(3)
-PAIRS = tl.constexpr(11)
+PAIRS = tl.constexpr(9)
+ANCHORED = tl.constexpr(15)
 
 
 @triton.jit
@@ -136,54 +140,70 @@ def gate_sums(p_weights, i, TRANSPOSED: tl.constexpr, b_g, BT: tl.constexpr, PRE
 
 
 @triton.jit
-def level_sums(p_weights, m, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """The sums of gates of level m [BT, BJ], see decay_factors."""
-    return gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION)
+def anchored_sums(p_weights, anchor, b_g, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Of the gates between each token and the anchor, with the other sign behind it."""
+    return gate_sums(p_weights, ANCHORED + anchor, False, b_g, BT, PRECISION)
 
 
 @triton.jit
-def first_of_class(p_weights, b_g, b_sums, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """In each channel the first token that is not of class 0, and the first one of class 2 [BJ]; BT for none. sums: of
-    level 7."""
-    t = tl.arange(0, BT)[:, None]
-    b_first = tl.min(tl.where(b_sums < -LIMIT, t, BT), 0)
-    b_strong = (level_sums(p_weights, 6, b_g, BT, PRECISION) < -LIMIT) & (t >= b_first[None, :])
-    return b_first, tl.min(tl.where(b_strong, t, BT), 0)
+def after_anchor(b_sums):
+    """(factor of the later token of a pair, of the earlier one) [BT, BJ], times BIG and SMALL, of a stretch of tokens
+    behind an anchor."""
+    return exp2(tl.minimum(-b_sums, 0.0)) * BIG, exp2(tl.minimum(b_sums, LIMIT)) * SMALL
 
 
 @triton.jit
-def decay_factors(p_weights, m, b_g, b_first, b_second, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(factor of the later token of a pair, of the earlier one) of level m: 7 has class 0, 6 class 1 within sub-blocks
-    of 16 tokens, both times BIG and SMALL; 5 and 4, between halves of 64 and 32 tokens, have classes 1 and 2, and 3 to
-    0, of 16 to 2, class 2."""
-    b_sums = level_sums(p_weights, m, b_g, BT, PRECISION)
-    t = tl.arange(0, BT)[:, None]
-    b_begin = tl.where(m < 4, b_second, tl.where(m == 7, 0, b_first))
-    b_end = tl.where(m == 7, b_first, tl.where(m == 6, b_second, BT))
-    b_row = tl.where((t >= b_begin[None, :]) & (t < b_end[None, :]), exp2(b_sums), 0.0) * tl.where(m >= 6, BIG, 1.0)
-    return b_row, exp2(tl.minimum(tl.where(m >= 6, -b_sums, b_sums), LIMIT)) * tl.where(m >= 6, SMALL, 1.0)
+def anchors_kernel(p_g, p_chunks, p_strong, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """In place of what is not 0 in p_strong [NC, H] the chunk's anchors, 8 bits each, BT for none: the first tokens of
+    the stretches, and of the rest."""
+    n, h = tl.program_id(0) // H, tl.program_id(0) % H
+    if tl.load(p_strong + n * H + h) == 0:
+        return
+    start, end, c = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1), tl.arange(0, BK)
+    b_sum = tl.zeros([BK], tl.float32)
+    packed = BT * 0x01010101
+    i = 0
+    for first in range(0, BT, 8):
+        for t in tl.static_range(8):
+            at = (start + first + t).to(tl.int64) * H + h
+            b_sum += load_gates(p_g, at * K + c, (c < K) & (start + first + t < end))
+            steep = tl.max((b_sum < STEEP).to(tl.int32), 0) > 0
+            b_sum = tl.where(steep, 0.0, b_sum)
+            packed += tl.where(steep & (i < 32), (first + t - BT) << i, 0)
+            i += tl.where(steep, 8, 0)
+    tl.store(p_strong + n * H + h, packed)
 
 
 @triton.jit
-def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, p_weights, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Aqk and Akk with what these channels give; where all is of class 0 with the same bits as without STRONG."""
-    b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
+def halves_of(p_weights, m, b_g, beyond, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(factor of the later token of a pair, of the earlier one) between halves of 2 ** (m + 1) tokens, of the rest."""
+    b_factor = exp2(gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION))
+    return tl.where(tl.arange(0, BT)[:, None] >= beyond, b_factor, 0.0), b_factor
+
+
+@triton.jit
+def add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Aqk and Akk with what these channels give; of the first stretch with the same bits as without STRONG."""
     t = tl.arange(0, BT)[:, None]
-    b_row = tl.where(t < b_first[None, :], exp2(b_sums), 0.0)
-    b_column = tl.trans(b_k * exp2(tl.minimum(-b_sums, LIMIT)))
-    b_aq = tf32_product(b_q * b_row, b_column, b_aq, PRECISION)
-    b_ak = tf32_product(b_k * b_row, b_column, b_ak, PRECISION)
-    b_same = tl.sum(tl.where(t >= b_second[None, :], b_q * b_k, 0.0), 1)
-    b_aq += tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0)
-    last = tl.where(tl.min(b_second) < BT, 0, 4)
-    m = 6
-    while m >= last:
-        b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
+    i, first, anchor = 0, 0, 0
+    while (i < 32) & (first < BT):
+        beyond = (packed >> i) & 255
+        b_row, b_column = after_anchor(anchored_sums(p_weights, anchor, b_g, BT, PRECISION))
+        b_row = tl.where((t >= first) & (t < beyond), b_row, 0.0)
         b_column = tl.trans(b_k * b_column)
-        b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32)
-        b_aq += tf32_product(b_q * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
-        b_ak += tf32_product(b_k * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
-        m -= 1
+        b_aq = tf32_product(b_q * b_row, b_column, b_aq, PRECISION)
+        b_ak = tf32_product(b_k * b_row, b_column, b_ak, PRECISION)
+        i, first, anchor = i + 8, beyond, beyond + 1
+    rest = packed >> 24
+    if rest < BT:
+        b_same = tl.sum(tl.where(t >= rest, b_q * b_k, 0.0), 1)
+        b_aq += tl.where(lower(BT, 0) & upper(BT, 0), b_same[:, None], 0.0)
+        for m in range(6):
+            b_row, b_column = halves_of(p_weights, m, b_g, rest, BT, PRECISION)
+            b_column = tl.trans(b_k * b_column)
+            b_pairs = load_weights(p_weights, PAIRS + m, BT).to(tl.float32)
+            b_aq += tf32_product(b_q * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
+            b_ak += tf32_product(b_k * b_row, b_column, tl.zeros([BT, BT], tl.float32), PRECISION) * b_pairs
     return b_aq, b_ak
 
 
@@ -259,14 +279,15 @@ def operands_kernel(
     PRECISION: tl.constexpr,
 ):
     """Of one chunk and head Aqk, T, w, u, kg, qg and the sum of the gates. SOLVED: Aqk and T are there. Otherwise
-    without STRONG of those whose entries are all of class 0, with STRONG then of the others, by p_strong [NC, H], which
-    it writes, but with STRONG."""
+    without STRONG of weak chunks, with STRONG then of the others, by p_strong [NC, H]: this writes what is not 0 for
+    these, and with STRONG takes anchors_kernel's anchors from there."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     c = tl.arange(0, BJ)
     if not SOLVED:
         if STRONG:
-            if tl.load(p_strong + n * H + h) == 0:
+            packed = tl.load(p_strong + n * H + h)
+            if packed == 0:
                 return
         else:
             b_least = tl.zeros([BJ], tl.float32)
@@ -311,9 +332,10 @@ def operands_kernel(
                 b_aq = product(b_q, tl.trans(b_k), b_aq, PRECISION)
                 b_ak = product(b_k, tl.trans(b_k), b_ak, PRECISION)
             elif STRONG:
-                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, b_sums, p_weights, BT, PRECISION)
+                b_aq, b_ak = add_strong_pairs(b_aq, b_ak, b_q, b_k, b_g, p_weights, packed, BT, PRECISION)
             else:
-                b_column = tl.trans(b_k * exp2(-b_sums))
+                b_column = tl.trans(b_k * (exp2(-b_sums) * SMALL))
+                b_before *= BIG
                 b_aq = tf32_product(b_q * b_before, b_column, b_aq, PRECISION)
                 b_ak = tf32_product(b_k * b_before, b_column, b_ak, PRECISION)
         if SCALAR:

@@ -22,13 +22,13 @@ import triton.language as tl
 from .blocks import BEFORE, ONWARD, cast, exp2, load, load_weights, lower, product, times, upper
 from .delta_chunks import (
     BIG,
-    LIMIT,
     PAIRS,
     SMALL,
+    SUMS,
+    after_anchor,
+    anchored_sums,
     chunk_of,
-    decay_factors,
     decays_between,
-    first_of_class,
     gate_sums,
     gates_at,
     scalar_decays,
@@ -176,8 +176,7 @@ def gradient_kernel(
     SCALAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head, whose entries are all of class 0, dq, dk [tokens, H, K], dg and dbeta; behind
-    pairs_kernel."""
+    """Of one weak chunk and head dq, dk [tokens, H, K], dg and dbeta; behind pairs_kernel."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
     if tl.load(p_strong + n * H + h) != 0:
         return
@@ -197,26 +196,26 @@ def gradient_kernel(
             of_v, states, place, tl.zeros([BJ], tl.float32), H, K, V, BT, BJ, BV, PRECISION
         )
         b_k = load(p_k + base_k, at_k, inside_k)
-        b_keys = cast(rounded(b_k.to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE), DTYPE)
+        b_keys = cast(b_k.to(tl.float32) * (exp2(-b_sums) * SMALL), DTYPE)
         b_dk *= (b_decay * BIG)[None, :]
         b_last = b_last * b_decay + tl.sum(b_keys.to(tl.float32) * b_dk, 0)
         b_sum = product(load_weights(p_pairs, 0, BT), b_keys, b_sum * (scale * SMALL), PRECISION)
         b_x = product(load_weights(p_pairs, 1, BT), b_keys, b_x * -SMALL, PRECISION)
         b_q = load(p_q + base_k, at_k, inside_k)
         b_before = exp2(b_sums) * BIG
-        b_queries = cast(rounded(b_q.to(tl.float32) * b_before, DTYPE), DTYPE)
+        b_queries = cast(b_q.to(tl.float32) * b_before, DTYPE)
         b_dk = product(tl.trans(load_weights(p_pairs, 0, BT)), b_queries, b_dk, PRECISION)
         b_gates = b_queries.to(tl.float32) * b_sum  # dG
-        b_sum = b_before * b_sum + b_same[:, None] * b_k.to(tl.float32)
+        b_sum = tl.fma(b_before, b_sum, b_same[:, None] * b_k.to(tl.float32))
         tl.store(p_dq + base + at, cast(b_sum, p_dq.dtype.element_ty), mask=inside)
-        b_later = cast(rounded(b_k.to(tl.float32) * b_before * b_beta[:, None], DTYPE), DTYPE)
+        b_later = cast(b_k.to(tl.float32) * b_before * b_beta[:, None], DTYPE)
         b_dk = product(tl.trans(load_weights(p_pairs, 1, BT)), b_later, b_dk, PRECISION)
         b_gates += b_later.to(tl.float32) * b_x
         b_gates -= b_keys.to(tl.float32) * b_dk
         b_x *= b_before
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_x, 1)
-        b_x = b_x * b_beta[:, None] + b_same[:, None] * b_q.to(tl.float32)
-        b_dk = b_x + (exp2(-b_sums) * SMALL) * b_dk
+        b_x = tl.fma(b_x, b_beta[:, None] + tl.zeros([BT, BJ], tl.float32), b_same[:, None] * b_q.to(tl.float32))
+        b_dk = tl.fma(exp2(-b_sums) * SMALL, b_dk, b_x)
         tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
         b_through = b_last[None, :] + tl.zeros([BT, BJ], tl.float32)
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
@@ -290,6 +289,51 @@ def scalar_gradient_kernel(
 
 
 @triton.jit
+def pairs_of(p_pairs, first, beyond, BT: tl.constexpr):
+    """scale dAqk and dAkk of the later tokens first .. beyond, [BT, BT]."""
+    t, s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    at, own = t * BT + s, (t >= first) & (t < beyond)
+    return tl.load(p_pairs + at, mask=own, other=0.0), tl.load(p_pairs + BT * BT + at, mask=own, other=0.0)
+
+
+@triton.jit
+def as_later(pairs, tokens, factors, begin, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """dq, dk, dG and dbeta with what pairs give to the later of two tokens, of decays that are products of these
+    factors. begin: what the products begin with."""
+    b_pq, b_pk = pairs
+    b_q, b_k, b_beta = tokens
+    b_row, b_column = factors
+    b_of_q, b_of_k = begin
+    b_dq, b_dk, b_gates, b_dbeta = sums
+    b_k = b_k.to(tl.float32)
+    b_keys = cast(b_k * b_column, DTYPE)
+    b_of_q = product(b_pq, b_keys, b_of_q, PRECISION)
+    b_dq = tl.fma(b_row, b_of_q, b_dq)
+    b_gates = tl.fma(cast(b_q.to(tl.float32) * b_row, DTYPE).to(tl.float32), b_of_q, b_gates)
+    b_of_k = product(b_pk, b_keys, b_of_k, PRECISION)
+    b_gates = tl.fma(cast(b_k * b_row * b_beta[:, None], DTYPE).to(tl.float32), b_of_k, b_gates)
+    b_of_k *= b_row
+    b_dbeta += tl.sum(b_k * b_of_k, 1)
+    b_dk = tl.fma(b_of_k, b_beta[:, None] + tl.zeros(b_dq.shape, tl.float32), b_dk)
+    return b_dq, b_dk, b_gates, b_dbeta
+
+
+@triton.jit
+def as_earlier(pairs, tokens, factors, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """dk and dG with what they give to the earlier one."""
+    b_pq, b_pk = pairs
+    b_q, b_k, b_beta = tokens
+    b_row, b_column = factors
+    b_dk, b_gates = sums
+    b_later = cast(b_q.to(tl.float32) * b_row, DTYPE)
+    b_sum = product(tl.trans(b_pq), b_later, tl.zeros(b_dk.shape, tl.float32), PRECISION)
+    b_later = cast(b_k.to(tl.float32) * b_row * b_beta[:, None], DTYPE)
+    b_sum = product(tl.trans(b_pk), b_later, b_sum, PRECISION)
+    b_keys = cast(b_k.to(tl.float32) * b_column, DTYPE).to(tl.float32)
+    return tl.fma(b_column, b_sum, b_dk), tl.fma(-b_keys, b_sum, b_gates)
+
+
+@triton.jit
 def strong_gradient_kernel(
     p_q,
     p_k,
@@ -318,13 +362,14 @@ def strong_gradient_kernel(
     BJ: tl.constexpr,
     BV: tl.constexpr,
     SCALAR: tl.constexpr,
+    REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same where there are entries of other classes, behind pairs_kernel, level by level, see decay_factors: what
-    tokens have as the later ones of pairs, then as the earlier ones. Each level loads what it takes again, or it would
+    """The same of chunks of several stretches, stretch by stretch, each of which loads what it takes again, or it would
     fill registers."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H  # tokens of all heads lie together
-    if tl.load(p_strong + n * H + h) == 0:
+    packed = tl.load(p_strong + n * H + h)
+    if (packed == 0) | ((packed >> 24 < BT) != REST):
         return
     DTYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     p_parts += sums_at(n, h, H, BT)
@@ -332,9 +377,9 @@ def strong_gradient_kernel(
     start, end, at_t, inside_t, b_beta = chunk_of(p_chunks, p_beta, n, h, H, BT)
     p_pairs += (n * H + h).to(tl.int64) * (2 * BT * BT)
     for j in range((K + BJ - 1) // BJ):
-        b_zeros = tl.zeros([BT, BJ], tl.float32)
         base_k, at_k, inside_k = tile(h // (H // HK), start, end, HK, K, BT, BJ, j)
         base, at, inside = tile(h, start, end, H, K, BT, BJ, j)
+        b_zeros = tl.zeros([BT, BJ], tl.float32)
         b_dq = tl.zeros([BT, BJ], tl.float32)
         b_x = tl.zeros([BT, BJ], tl.float32)
         for i_v in range((V + BV - 1) // BV):
@@ -343,75 +388,66 @@ def strong_gradient_kernel(
             b_state = tl.trans(load(p_states + base_s, at_s, inside_s))
             b_dq = product(load(p_do + base_v, at_v, inside_v), b_state, b_dq, PRECISION)
             b_x = product(load(p_dv_new + base_v, at_v, inside_v), b_state, b_x, PRECISION)
-        b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-        b_sums = gate_sums(p_weights, ONWARD, True, b_g, BT, PRECISION)
-        b_first, b_second = first_of_class(p_weights, b_g, b_sums, BT, PRECISION)
-        b_mild = tl.arange(0, BT)[:, None] < b_first[None, :]  # as in gradient_kernel, bit by bit
-        b_row = exp2(b_sums) * BIG
-        b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-        b_keys = cast(rounded(b_k * (exp2(tl.minimum(-b_sums, LIMIT)) * SMALL), DTYPE), DTYPE)
-        b_dq *= scale * SMALL
-        b_x *= -SMALL
-        b_dq = tl.where(b_mild, product(load_weights(p_pairs, 0, BT), b_keys, b_dq, PRECISION), b_dq)
-        b_x = tl.where(b_mild, product(load_weights(p_pairs, 1, BT), b_keys, b_x, PRECISION), b_x)
-        b_gates = rounded(load(p_q + base_k, at_k, inside_k).to(tl.float32) * b_row, DTYPE) * b_dq  # dG
-        b_gates += rounded(b_k * b_row * b_beta[:, None], DTYPE) * b_x
-        b_dq *= b_row
-        b_x *= b_row
-        last = tl.where(tl.min(b_second) < BT, 0, 4)
-        m = 6
-        while m >= last:
+        b_same = tl.load(p_parts)[:, None]
+        b_dk = b_same * load(p_q + base_k, at_k, inside_k).to(tl.float32)
+        b_of_q, b_of_k = b_dq * (scale * SMALL), b_x * -SMALL
+        b_dq = b_same * load(p_k + base_k, at_k, inside_k).to(tl.float32)
+        b_gates = b_zeros
+        i, first, anchor = 0, 0, 0
+        while (i < 32) & (first < BT):
+            tl.debug_barrier()
+            beyond = (packed >> i) & 255
+            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
+            b_sums = anchored_sums(p_weights, anchor, b_g, BT, PRECISION)
+            b_dq, b_dk, b_gates, b_dbeta = as_later(
+                pairs_of(p_pairs, first, beyond, BT),
+                (load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k), b_beta),
+                after_anchor(b_sums),
+                (b_of_q, b_of_k),
+                (b_dq, b_dk, b_gates, b_dbeta),
+                DTYPE,
+                PRECISION,
+            )
+            tl.debug_barrier()
+            b_dk, b_gates = as_earlier(
+                pairs_of(p_pairs, first, beyond, BT),
+                (load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k), b_beta),
+                after_anchor(b_sums),
+                (b_dk, b_gates),
+                DTYPE,
+                PRECISION,
+            )
+            b_of_q, b_of_k = b_zeros, b_zeros
+            i, first, anchor = i + 8, beyond, beyond + 1
+        for m in range(6 if REST else 0):
             tl.debug_barrier()
             b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-            b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
+            b_factor = exp2(gate_sums(p_weights, SUMS + m, False, b_g, BT, PRECISION))
+            b_pq, b_pk = pairs_of(p_pairs, packed >> 24, BT, BT)
             b_pairs = load_weights(p_weights, PAIRS + m, BT).to(p_pairs.dtype.element_ty)
-            b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-            b_keys = cast(rounded(b_k * b_column, DTYPE), DTYPE)
-            b_sum = product(times(load_weights(p_pairs, 1, BT), b_pairs), b_keys, b_zeros, PRECISION)
-            b_x += b_row * b_sum
-            b_gates += rounded(b_k * b_row * b_beta[:, None], DTYPE) * b_sum
-            b_sum = product(times(load_weights(p_pairs, 0, BT), b_pairs), b_keys, b_zeros, PRECISION)
-            b_dq += b_row * b_sum
-            b_q = load(p_q + base_k, at_k, inside_k).to(tl.float32)
-            b_gates += rounded(b_q * b_row, DTYPE) * b_sum
-            m -= 1
-        b_k, b_same = load(p_k + base_k, at_k, inside_k).to(tl.float32), tl.load(p_parts)
-        tl.store(p_dq + base + at, cast(b_dq + b_same[:, None] * b_k, p_dq.dtype.element_ty), mask=inside)
-        b_dbeta += tl.sum(b_k * b_x, 1)
-        b_later = b_x * b_beta[:, None] + b_same[:, None] * load(p_q + base_k, at_k, inside_k).to(tl.float32)
-        b_dk = tl.zeros([BT, BJ], tl.float32)
+            pairs = times(b_pq, b_pairs), times(b_pk, b_pairs)
+            tokens = load(p_q + base_k, at_k, inside_k), load(p_k + base_k, at_k, inside_k), b_beta
+            factors = b_factor, b_factor
+            b_dq, b_dk, b_gates, b_dbeta = as_later(
+                pairs, tokens, factors, (b_zeros, b_zeros), (b_dq, b_dk, b_gates, b_dbeta), DTYPE, PRECISION
+            )
+            b_dk, b_gates = as_earlier(pairs, tokens, factors, (b_dk, b_gates), DTYPE, PRECISION)
+        tl.store(p_dq + base + at, cast(b_dq, p_dq.dtype.element_ty), mask=inside)
+        b_by_state = tl.zeros([BT, BJ], tl.float32)
         b_last = tl.zeros([BJ], tl.float32)
         for i_v in range((V + BV - 1) // BV):
             base_v, at_v, inside_v = tile(h, start, end, H, V, BT, BV, i_v)
             base_s, at_s, inside_s = state_tile(n * H + h, i_v, K, V, BJ, BV, j)
             b_state, b_dstate = load(p_states + base_s, at_s, inside_s), load(p_dstates + base_s, at_s, inside_s)
             b_last += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
-            b_dk = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_dk, PRECISION)
+            b_by_state = product(load(p_v_new + base_v, at_v, inside_v), tl.trans(b_dstate), b_by_state, PRECISION)
         b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-        b_dk *= exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
-        b_through = (b_last * exp2(tl.sum(b_g, 0)))[None, :] + b_zeros
+        b_by_state *= exp2(gate_sums(p_weights, BEFORE, True, b_g, BT, PRECISION))
+        tl.store(p_dk + base + at, cast(b_dk + b_by_state, p_dk.dtype.element_ty), mask=inside)
         # not the difference of what all tokens give and later ones: it may be much less than these
-        b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-        b_through = weighted(p_weights, BEFORE, False, b_k * b_dk, b_through, BT, PRECISION)
-        b_dk += b_later
-        m = 7
-        while m >= last:
-            tl.debug_barrier()
-            b_g = gates_at(p_g, h, start, end, j, H, K, BT, BJ, SCALAR)
-            b_row, b_column = decay_factors(p_weights, m, b_g, b_first, b_second, BT, PRECISION)
-            b_pairs = load_weights(p_weights, PAIRS + m, BT).to(p_pairs.dtype.element_ty)
-            b_q = load(p_q + base_k, at_k, inside_k).to(tl.float32)
-            b_pq = times(load_weights(p_pairs, 0, BT), b_pairs)
-            b_sum = product(tl.trans(b_pq), cast(rounded(b_q * b_row, DTYPE), DTYPE), b_zeros, PRECISION)
-            b_k = load(p_k + base_k, at_k, inside_k).to(tl.float32)
-            b_pk = times(load_weights(p_pairs, 1, BT), b_pairs)
-            b_sum = product(
-                tl.trans(b_pk), cast(rounded(b_k * b_row * b_beta[:, None], DTYPE), DTYPE), b_sum, PRECISION
-            )
-            b_dk += b_column * b_sum
-            b_gates -= rounded(b_k * b_column, DTYPE) * b_sum
-            m -= 1
-        tl.store(p_dk + base + at, cast(b_dk, p_dk.dtype.element_ty), mask=inside)
+        b_through = (b_last * exp2(tl.sum(b_g, 0)))[None, :] + b_zeros
+        b_by_state *= load(p_k + base_k, at_k, inside_k).to(tl.float32)
+        b_through = weighted(p_weights, BEFORE, False, b_by_state, b_through, BT, PRECISION)
         b_gates = weighted(p_weights, ONWARD, False, b_gates, b_through, BT, PRECISION)
         tl.store(p_dg + base + at, cast(b_gates, p_dg.dtype.element_ty), mask=inside)
     tl.store(p_dbeta + at_t, cast(b_dbeta, p_dbeta.dtype.element_ty), mask=inside_t)

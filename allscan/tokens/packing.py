@@ -101,17 +101,23 @@ class Tables:
 
 @functools.lru_cache
 def weights(BT: int) -> torch.Tensor:
-    """What blocks.load_weights takes: its three tables; SUMS and PAIRS of delta_chunks.py, level by level."""
+    """What blocks.load_weights takes: its three tables."""
+    t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
+    return torch.stack([x.to(torch.bfloat16) for x in (torch.where(t >= u, 0.5, -0.5), t <= u, t > u)])
+
+
+@functools.lru_cache
+def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
+    """These, and SUMS, PAIRS and ANCHORED of delta_chunks.py, in the device's memory for good."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
     sums, pairs = [], []
     for m in range(6):
         middle = (t >> (m + 1) << (m + 1)) + (1 << m)
         sums.append((u > middle) & (u <= t) | (u > t) & (u <= middle))
         pairs.append((t >= middle) & (u < middle) & (t >> (m + 1) == u >> (m + 1)))
-    sums += [(u > t // 16 * 16) & (u <= t), u <= t]
-    pairs += [(u >= t // 16 * 16) & (u <= t), u <= t]
-    tables = torch.where(t >= u, 0.5, -0.5), t <= u, t > u, *sums, *pairs
-    return torch.stack([x.to(torch.bfloat16) for x in tables])
+    anchored = [1.0 * (u <= anchor) - 1.0 * (u <= t) for anchor in range(-1, BT)]
+    tables = torch.stack([x.to(torch.bfloat16) for x in (*sums, *pairs, *anchored)])
+    return to_device([torch.cat([weights(BT), tables])], device)[0]
 
 
 class Layout(Tables):

@@ -25,12 +25,12 @@ def test_variants_against_float64(run, gates, name):
     assert run(1, chunks_case, gates, name) == [0]
 
 
-@pytest.mark.parametrize("name", ["operands strong", "gradient strong"])
+@pytest.mark.parametrize("name", chunks.groups("mixed"))
 def test_variants_with_gates_of_all_strengths(run, name):
     assert run(1, chunks_case, "mixed", name) == [0]
 
 
-NAMES = "operands", "operands strong", "operands solved", "pairs", "gradient", "gradient strong"
+NAMES = "operands", "operands strong", "operands solved", "pairs", "gradient", "gradient strong", "gradient strong rest"
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6"), reason="which products are wrong differs with ptxas")

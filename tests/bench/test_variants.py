@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 import shutil
-import subprocess
 
 import pytest
 
@@ -14,7 +12,6 @@ from bench.variants import Variant
 
 pytestmark = pytest.mark.cpu
 KERNELS = os.path.join(os.path.dirname(variants.__file__), os.pardir, "shmem_kernels")
-CANDIDATES = os.path.join(os.path.dirname(variants.__file__), "candidates")
 
 
 def copied(folder):
@@ -39,15 +36,6 @@ def test_a_variant_is_checked_before_it_is_timed(pool, tmp_path):
     assert [(row["variant"], row["words"]) for row in rows] == [("now", 4096), ("same", 256)]
     with pytest.raises(RuntimeError, match="wrong:256: [0-9]+ words are wrong"):
         pool.run(variants.point, 1 << 14, [Variant.of(f"wrong={wrong}:256")])
-
-
-@pytest.mark.parametrize("name", sorted(os.listdir(CANDIDATES)))
-def test_a_candidate_is_a_change_of_these_kernels(pool, tmp_path, name):
-    folder = copied(tmp_path / "kernels")
-    subprocess.run(["git", "apply", os.path.join(CANDIDATES, name)], cwd=folder, check=True)
-    assert not filecmp.cmp(os.path.join(folder, "links.py"), os.path.join(KERNELS, "links.py"), shallow=False)
-    rows = pool.run(variants.point, 1 << 14, [Variant.of(f"{name}={folder}"), Variant.of(f"{name}={folder}:256")])[1]
-    assert [row["words"] for row in rows] == [4096, 256]
 
 
 def test_the_slowest_rank_counts():

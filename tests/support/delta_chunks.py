@@ -19,17 +19,15 @@ Backward, with dS' the gradient of the state that leaves the chunk:
     dG at the last token also + sum_t k_t . e^(G - G_t) v_new dS'^T + e^G <S, dS'>_row;  dg = the sum of dG from t on
 
 Decays between two tokens. e^(G_t - G_s) has to become (a factor of t) x (a factor of s) to be a product of matrices.
-Each entry (t, c) of q and, as the later one, of k is in one of three classes, by gates up to t alone, so that nothing
-depends on later tokens:
+Tokens are cut into stretches: the first begins with the chunk, another one with each token t up to which the sum from
+the one before on is below -LIMIT in any channel, by gates up to t alone, so that nothing depends on later tokens. With
+A the anchor of a stretch, where its first token ends (of the first stretch where the chunk begins), tokens t of it have
+e^(G_t - G_A), at most 1, and s of it and before it e^(G_A - G_s), at most e^LIMIT where it counts. Beyond 4 stretches
+tokens t, the rest, are paired by halves: of 2n tokens, n = 32 .. 1, the later n have e^(sum from the middle on), the
+earlier n e^(sum to the middle), both at most 1; and each token with itself.
 
-    0   G_t >= -LIMIT: factors e^G_t and e^-G_s, the latter at most e^LIMIT where it counts
-    1   the sum from the first token of its sub-block of 16 on is: within the sub-block the same with that sum; between
-        sub-blocks by halves: of 2n tokens (n = 32, 16) the later n have e^(sum from the middle on), the earlier n
-        e^(sum to the middle), both at most 1
-    2   neither: by halves down to n = 1, and the token itself
-
-No factor of what counts is above e^LIMIT, a sum contains the gates between two tokens alone, and -inf counts as -128
-ln 2, whose e is 0 in float32: exact for every gate. LIMIT = 110 ln 2 is enough for 16 tokens of -5.
+A sum contains the gates between two tokens alone, and -inf counts as -128 ln 2, whose e is 0 in float32: exact for
+every gate, but that kernels take factors below 2^-71 for 0. LIMIT = 124 ln 2 makes 4 stretches of 64 gates of -5.
 
 Error analysis, bfloat16: q, k times their factors are rounded, relative to themselves: 2^-9 of each term, whatever the
 gates. A gate counts with 16 bits (two bfloat16 parts), the same in all sums: 2^-17 G of a decay, much less than its
@@ -45,7 +43,7 @@ from __future__ import annotations
 import torch
 
 LN_2 = 0.6931471805599453
-LIMIT = 110.0  # to base 2
+LIMIT = 124.0  # to base 2
 LEAST = -128.0  # what a gate below counts as
 
 
@@ -57,36 +55,30 @@ def halves(n, C, like):
     return where.to(like.dtype), (t >= middle) & (u < middle) & (u >= middle - n)
 
 
-def within(n, C, like):
-    t, u = torch.arange(C, device=like.device)[:, None], torch.arange(C, device=like.device)[None]
-    first = t // n * n
-    return ((u > first) & (u <= t)).to(like.dtype), (u >= first) & (u <= t)
-
-
 def exp2(x):
     return torch.where(x < -126, 0.0, torch.exp2(x))
 
 
 def levels(g):
-    """(factor of the later token, of the earlier one [.., C, K], the pairs that it is for [C, C]) of each class and
-    size; g to base 2, [.., C, K]."""
+    """(factor of the later token, of the earlier one [.., C, K], the pairs that it is for [C, C]) of each stretch, and
+    of halves of the rest; g to base 2, [.., C, K]."""
     C = g.shape[-2]
     ones = torch.ones(C, C, dtype=g.dtype, device=g.device)
-    sums = ones.tril() @ g
-    least = sums >= -LIMIT
-    yield exp2(sums) * least, torch.exp2((-sums).clamp(max=LIMIT)), ones.tril() > 0
-    if least.all():
-        return
-    within_16, pairs_16 = within(16, C, g)
-    sums = within_16 @ g
-    mild = ~least & (sums >= -LIMIT)
-    yield exp2(sums) * mild, torch.exp2((-sums).clamp(max=LIMIT)), pairs_16
-    strong = ~least & ~mild
-    for n in (32, 16, 8, 4, 2, 1) if strong.any() else (32, 16):
-        where, pairs = halves(n, C, g)
-        factor = exp2(where @ g)
-        yield factor * (strong if n < 16 else ~least), factor, pairs
-    yield strong.to(g.dtype), torch.ones_like(g), torch.eye(C, device=g.device) > 0
+    t = torch.arange(C, device=g.device)[:, None]
+    first, anchor = (torch.full((*g.shape[:-2], 1, 1), x, device=g.device) for x in (0, -1))
+    for _ in range(4):
+        sums = ones.tril() @ (g * (t > anchor))
+        beyond = torch.where(sums < -LIMIT, t, C).amin((-2, -1), keepdim=True)
+        column = ones.triu(1) @ (g * (t <= anchor)) - sums
+        yield exp2(sums) * ((t >= first) & (t < beyond)), exp2(column.clamp(max=LIMIT)), ones.tril() > 0
+        first = anchor = beyond
+    rest = t >= first
+    if rest.any():
+        for n in (32, 16, 8, 4, 2, 1):
+            where, pairs = halves(n, C, g)
+            factor = exp2(where @ g)
+            yield factor * rest, factor, pairs
+        yield rest.to(g.dtype), torch.ones_like(g), torch.eye(C, device=g.device) > 0
 
 
 def inverse(a):

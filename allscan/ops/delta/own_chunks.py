@@ -10,14 +10,14 @@ from torch import Tensor
 from ...base.tiling import cdiv, next_power_of_2
 from ...comm.communicator import Communicator
 from ...launch.plan import Buffer, Plan
-from ...shmem_kernels.delta_chunks import operands_kernel, output_kernel
+from ...shmem_kernels.delta_chunks import anchors_kernel, operands_kernel, output_kernel
 from ...shmem_kernels.delta_chunks_bwd import (
     gradient_kernel,
     pairs_kernel,
     scalar_gradient_kernel,
     strong_gradient_kernel,
 )
-from ...tokens.packing import CHUNK_TOKENS, Layout
+from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
 from .records import Between, DeltaShape, Ends, Entering, Inputs, Kept, OfOutput, Outer, Saved
@@ -35,6 +35,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     few = {} if fine else dict(maxnreg=168)  # three programs on a multiprocessor
     return dict(
         operands=both,
+        anchors=dict(num_warps=1),
         solved=both | few,
         output=output,
         pairs=both if fine else both | dict(BV=128),
@@ -48,7 +49,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
 def chunk_blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
     """The same for the interpreter, which pays by the operation."""
     names = "operands", "solved", "output", "pairs", "gradient", "strong_gradient", "scalar_gradient"
-    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max))
+    return dict.fromkeys(names, dict(BJ=BK, BV=BV_max)) | dict(anchors={})
 
 
 class ChunkPass(StatePass):
@@ -64,6 +65,7 @@ class ChunkPass(StatePass):
         cuda = comm.device.type == "cuda"
         self.blocks |= chunk_blocks(BK, BV_max, dtype) if cuda else chunk_blocks_of_cpus(BK, BV_max)
         self.HK, self.scalar = HK, scalar
+        self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
     def whole_forward(self, x: Inputs, ends: Ends, kept: Kept, scale: float) -> list[Any]:
@@ -81,8 +83,11 @@ class ChunkPass(StatePass):
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
-        for STRONG in (False,) if self.scalar else (False, True):
-            self._operands(plan, x, strong, Saved(scores, solved), operands, scale=scale, SOLVED=False, STRONG=STRONG)
+        fixed: dict[str, Any] = dict(scale=scale, SOLVED=False)
+        self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=False)
+        if not self.scalar:
+            self._anchors(plan, x.g, strong)
+            self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
         leaves = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
             self._summaries(plan, Between(kg, w, u, sums), kept.transitions, leaves)
@@ -143,9 +148,12 @@ class ChunkPass(StatePass):
             given = q, k, g, beta, chunks, *given
             self._launch_chunks(plan, "scalar_gradient", scalar_gradient_kernel, *given, *made, scale=scale)
             return dq, dk, dv, dg, dbeta
+        self._anchors(plan, g, strong)
         given = q, k, g, beta, chunks, strong, weights, *given
-        for name, kernel in (("gradient", gradient_kernel), ("strong_gradient", strong_gradient_kernel)):
-            self._launch_chunks(plan, name, kernel, *given, *made, scale=scale)
+        self._launch_chunks(plan, "gradient", gradient_kernel, *given, *made, scale=scale)
+        for REST in False, True:
+            fixed: dict[str, Any] = dict(scale=scale, REST=REST)
+            self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *given, *made, **fixed)
         return dq, dk, dv, dg, dbeta
 
     def _operands_memory(self, plan: Plan, v) -> tuple:
@@ -172,8 +180,14 @@ class ChunkPass(StatePass):
             **fixed,
         )
 
+    def _anchors(self, plan: Plan, g, strong: Buffer) -> None:
+        """Of strong chunks, in place of what says that they are strong."""
+        sizes = dict(H=self.H, K=self.K, BT=CHUNK_TOKENS, BK=self.common["BK"])
+        grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
+        plan.launch(anchors_kernel, grid, g, chunks, strong, **sizes, **self.blocks["anchors"])
+
     def _tables(self, plan: Plan, strong) -> tuple:
-        return plan.constant(self.layout.chunks), strong, plan.constant(self.layout.weights)
+        return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
 
     def _launch_chunks(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
         sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS, SCALAR=self.scalar)

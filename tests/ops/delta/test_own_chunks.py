@@ -10,6 +10,7 @@ import torch
 
 import allscan
 from support.delta import LOG2_E, NAMES, DeltaCase, Whole, of_rank, own_case
+from support.delta_chunks import LIMIT as STEEP
 from support.delta_chunks import chunked
 from support.fla import delta_recurrence
 from support.gla import BF16, F32
@@ -137,10 +138,10 @@ def test_a_prefix_does_not_depend_on_what_follows(run):
 def gates_at_the_limit(tokens):
     """Of a channel whose sum is not below what kernels take for strong, while that of 16 bits of each gate is."""
     generator, sums = torch.Generator().manual_seed(0), (0.0, 0.0)
-    while not sums[0] >= -110.0 > sums[1] + 1e-4:
+    while not sums[0] >= -STEEP > sums[1] + 1e-4:
         g = -4.0 - torch.rand(tokens, generator=generator)
         g[16:] /= 100
-        g[3] -= 110.0 / LOG2_E + g.sum()
+        g[3] -= STEEP / LOG2_E + g.sum()
         to_base_2 = g * LOG2_E
         high = (to_base_2.view(torch.int32) & -65536).view(torch.float32)
         sums = to_base_2.cumsum(0)[-1], (high.double() + (to_base_2 - high).to(BF16)).sum()
