@@ -148,12 +148,12 @@ def gates_at_the_limit(tokens):
     return g
 
 
-def weak_prefix_case(group, rule, dtype, at_limit=False):
-    """Whether o and its gradients of the first tokens of a chunk are the same bits whether its later gates are strong,
-    so that another kernel makes them, or not."""
+def weak_prefix_case(group, rule, dtype, later=-5.0, at_limit=False):
+    """Whether o and its gradients of the first tokens of a chunk are the same bits whether its ``later`` gates are
+    strong, so that another kernel makes them, or not."""
     with allscan.Communicator(group) as comm:
         cut, tokens, same = 20 if at_limit else 41, [64 + 30], []
-        for strength in (0.0 if at_limit else None, -5.0):
+        for strength in (0.0 if at_limit else None, later):
             whole = Whole(DeltaCase(rule, tokens, gates="mild", dtype=dtype), comm.device)
             if at_limit:
                 whole.g[0, :cut] = gates_at_the_limit(cut)[:, None, None]
@@ -167,15 +167,16 @@ def weak_prefix_case(group, rule, dtype, at_limit=False):
 
 
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, dtype):
-    [same] = run(1, weak_prefix_case, rule, dtype)
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+@pytest.mark.parametrize("later", [-5.0, -float("inf")])
+def test_a_prefix_does_not_depend_on_the_strength_of_later_gates(run, rule, dtype, later):
+    [same] = run(1, weak_prefix_case, rule, dtype, later)
     assert all(same.values()), same
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_prefix_at_the_limit_of_strong_gates(run, dtype):
-    [same] = run(1, weak_prefix_case, "kda", dtype, True)
+    [same] = run(1, weak_prefix_case, "kda", dtype, -5.0, True)
     assert all(same.values()), same
 
 

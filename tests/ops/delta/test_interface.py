@@ -1,0 +1,169 @@
+"""Each point of what the delta rules take, by chunk kernels of our own, forward and backward, against float64."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import allscan
+from allscan.reference import delta_reference
+from support.delta import NAMES, DeltaCase, Whole, of_rank
+from support.gla import BF16, F16, F32
+from support.values import place, relative_all
+
+pytestmark = pytest.mark.cpu
+LIMIT = {F32: 3e-5, F16: 2e-3, BF16: 1.2e-2}
+INF = float("inf")
+RULES = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}
+PACKED = [0, 0, 20, 20, 20, 70, 104, 130, 130]  # empty sequences where a rank's tokens begin and end, too
+
+
+class Point(NamedTuple):
+    """case: what is not a DeltaCase's default. gate, beta: the dtype of g and beta. A_log, dt_bias: whether there are
+    any. closed: the share of gates of -inf. None for the first state: there is none."""
+
+    case: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    gate: torch.dtype = F32
+    beta: torch.dtype = F32
+    A_log: bool = False
+    dt_bias: bool = False
+    closed: float = 0.0
+    first_state: bool = True
+    size: float = 1.0  # of q and k, which are normalized otherwise
+
+
+RAW = dict(use_gate_in_kernel=True)
+BOUNDED = RAW | dict(lower_bound=-5.0)
+BOTH = {
+    "gates in bfloat16": Point(dict(dtype=BF16), gate=BF16),
+    "gates in float16": Point(dict(dtype=F16, gates="mild"), gate=F16),
+    "beta in bfloat16": Point(dict(dtype=BF16), beta=BF16),
+    "beta in float64": Point(beta=torch.float64),
+    "norms": Point(options=dict(use_qk_l2norm_in_kernel=True), size=3.0),
+    "beta's sigmoid": Point(dict(beta=0.5), dict(use_beta_sigmoid_in_kernel=True), beta=F16),
+    "negative eigenvalues": Point(dict(beta=1.5), dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+    "raw gates": Point(options=RAW, A_log=True, dt_bias=True),
+    "raw gates in bfloat16": Point(dict(dtype=BF16), RAW, gate=BF16, A_log=True),
+    "raw gates of packed sequences": Point(dict(lengths=PACKED), RAW, A_log=True, dt_bias=True),
+    "raw gates in zigzag": Point(dict(zigzag=True), RAW, A_log=True, dt_bias=True),
+    "three heads of values to one": Point(dict(H=2, HV=6, gates="mild")),
+    "states with V first": Point(dict(HV=2, V=24), dict(state_v_first=True)),
+    "V first, packed": Point(dict(lengths=PACKED, V=24), dict(state_v_first=True)),
+    "no first state": Point(first_state=False),
+    "packed without first states": Point(dict(lengths=PACKED), first_state=False),
+    "empty sequences": Point(dict(lengths=PACKED, gates="mixed")),
+    "empty sequences in zigzag": Point(dict(lengths=PACKED, gates="mixed", zigzag=True)),
+    "documents in zigzag": Point(
+        dict(tokens=[66, 66], lengths=[0, 0, 16, 16, 80, 132, 132], zigzag=True, per_document=True)
+    ),
+    "zigzag, two in a batch": Point(dict(B=2, zigzag=True, gates="strong")),
+    "zigzag in float16": Point(dict(zigzag=True, dtype=F16)),
+    "a scale": Point(options=dict(scale=0.25)),
+    "K of 256": Point(dict(tokens=[20, 30], K=256)),
+    "K of 1, V of 1": Point(dict(K=1, V=1, gates="mild")),
+    "V of 300": Point(dict(tokens=[20, 30], V=300)),
+    "closed gates": Point(closed=0.05),
+    "all gates closed": Point(closed=1.0),
+    "closed gates in float16": Point(dict(dtype=F16), gate=F16, closed=0.1),
+    "closed gates in bfloat16, packed": Point(dict(dtype=BF16, lengths=PACKED), closed=0.1),
+    "closed gates in zigzag": Point(dict(zigzag=True, HV=2), closed=0.1),
+}
+OF_KDA = {
+    "a lower bound": Point(options=BOUNDED, A_log=True, dt_bias=True),
+    "a lower bound without A_log": Point(options=BOUNDED, dt_bias=True),
+    "a lower bound alone": Point(dict(dtype=BF16), RAW | dict(lower_bound=-0.5)),
+    "safe_gate": Point(dict(dtype=F16), BOUNDED | dict(safe_gate=True), gate=F16, A_log=True),
+    "safe_gate of gates as they are": Point(options=dict(safe_gate=True)),
+}
+POINTS = [(rule, name, point) for rule in RULES for name, point in BOTH.items()]
+POINTS += [("kda", name, point) for name, point in OF_KDA.items()]
+
+
+def whole_of(rule, point, device):
+    """(the whole sequence; A_log and dt_bias, or None)."""
+    case = DeltaCase(**dict(rule=rule, tokens=[70, 60]) | point.case)
+    whole, generator = Whole(case, device), torch.Generator().manual_seed(7)
+    if point.options.get("use_gate_in_kernel"):
+        whole.g = torch.randn(whole.g.shape, generator=generator) - 2
+    whole.g[torch.rand(whole.g.shape, generator=generator) < point.closed] = -INF
+    whole.q, whole.k = whole.q * point.size, whole.k * point.size
+    whole.g, whole.beta = whole.g.to(point.gate), whole.beta.to(point.beta)
+    A_log = torch.linspace(-1, 1, case.HV) if point.A_log else None
+    columns = case.HV * (case.K if rule == "kda" else 1)
+    return case, whole, [A_log, torch.linspace(-2, 1, columns) if point.dt_bias else None]
+
+
+def applied(leaves, parameters, options):
+    """What the rule is given, of raw arguments in float64."""
+    (q, k, v, g, beta), (A_log, dt_bias) = leaves, parameters
+    if options.get("use_qk_l2norm_in_kernel"):
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    if options.get("use_gate_in_kernel"):
+        rate = g.new_ones(()) if A_log is None else A_log.exp().view(-1, *[1] * (g.ndim - 3))
+        g = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
+        bound = options.get("lower_bound")
+        g = -rate * F.softplus(g) if bound is None else bound * (rate * g).sigmoid()
+    if options.get("use_beta_sigmoid_in_kernel"):
+        beta = (1 + options.get("allow_neg_eigval", False)) * beta.sigmoid()
+    return q, k, v, g, beta
+
+
+def point_case(group, rule, point):
+    """Errors of results and gradients, those of A_log and dt_bias added up over the ranks."""
+    with mock.patch.dict(sys.modules, {"fla": None}), allscan.Communicator(group) as comm:
+        case, whole, parameters = whole_of(rule, point, comm.device)
+        options, v_first = dict(point.options), point.options.get("state_v_first", False)
+        if not point.first_state:
+            whole.initial.zero_()
+        exact = [x.double().requires_grad_() for x in (*whole.tensors(), whole.initial)]
+        of_parameters = [x if x is None else x.double().requires_grad_() for x in parameters]
+        given = applied(exact[:5], of_parameters, options)
+        of_rule = dict(scale=options.get("scale"), initial_state=exact[5], cu_seqlens=whole.lengths)
+        o, final = delta_reference(*given, **of_rule)
+        there = [x for x in of_parameters if x is not None]
+        wanted = [o, final, *torch.autograd.grad(whole.loss(o, final, whole.do), exact + there, materialize_grads=True)]
+        documents = whole.lengths if case.per_document else None
+        expected = of_rank(wanted[:8], comm, case.tokens, whole.lengths, case.B, case.zigzag, case.per_document)
+
+        mine = place(comm, case.tokens, case.zigzag, documents)
+        own = [x[:, mine].clone().requires_grad_() for x in whole.tensors()]
+        own.append((whole.initial.mT if v_first else whole.initial).contiguous().requires_grad_())
+        own += [x.requires_grad_() for x in parameters if x is not None]
+        o, final = RULES[rule](
+            *own[:5],
+            comm=comm,
+            initial_state=own[5] if point.first_state else None,
+            output_final_state=True,
+            cu_seqlens=whole.lengths,
+            layout="zigzag" if case.zigzag else "contiguous",
+            per_document=case.per_document,
+            A_log=parameters[0],
+            dt_bias=parameters[1],
+            **options,
+        )
+        assert o.dtype == case.dtype and final.dtype == F32
+        final = final.mT if v_first else final
+        grads = [*torch.autograd.grad(whole.loss(o, final, whole.do[:, mine]), own, materialize_grads=True)]
+        assert [x.dtype for x in grads] == [x.dtype for x in own]
+        grads[5] = grads[5].mT if v_first else grads[5]
+        if not point.first_state:
+            expected[7] = grads[5]
+        for x in grads[6:]:
+            dist.all_reduce(x, group=comm.group)
+        names = *NAMES, *(name for name, x in zip(("A_log", "dt_bias"), parameters) if x is not None)
+        return relative_all(names, (o, final, *grads), (*expected, *wanted[8:]))
+
+
+@pytest.mark.parametrize("rule, name", [(rule, name) for rule, name, _ in POINTS])
+def test_a_point_of_the_interface(run, rule, name, size=2):
+    point = OF_KDA.get(name) or BOTH[name]
+    limit = max(LIMIT.get(dtype, 0) for dtype in (point.case.get("dtype", F32), point.gate, point.beta))
+    for errors in run(size, point_case, rule, point):
+        assert max(errors.values()) < limit, errors
