@@ -130,7 +130,8 @@ class Record:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed and (report.skipped or report.when == "setup"):
-            why = str(getattr(report.longrepr, "reprcrash", report.longrepr or ""))[-600:]
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = (crash.message if crash else str(report.longrepr or ""))[-600:]
             outcome = "error" if report.failed and report.when == "setup" else report.outcome
             line = json.dumps(Result(name_of(report.nodeid), outcome, round(report.duration, 2), why))
             with open(self.path, "a") as file:
@@ -183,7 +184,7 @@ def group_of(item: pytest.Item) -> str:
 @pytest.fixture(scope="session")
 def allscan_ranks(request: pytest.FixtureRequest) -> Iterator[ranks.Ranks]:
     count = request.config.getoption("--ranks") or max(2, torch.cuda.device_count())
-    os.environ.setdefault("ALLSCAN_HEAP", "2G" if torch.cuda.is_available() else "256M")
+    os.environ.setdefault("ALLSCAN_HEAP", "1G" if torch.cuda.is_available() else "256M")
     if torch.cuda.is_available() and count > torch.cuda.device_count():
         os.environ["ALLSCAN_TRANSPORT"] = "ipc"
     with ranks.Ranks(count) as group:
@@ -203,6 +204,7 @@ def allscan_layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     split = Split(group, name, getattr(request.module, name), request.param, chunk)
     monkeypatch.setattr(request.module, name, split)
     yield split
+    forget()
     group.run(forget)
 
 
