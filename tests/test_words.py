@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # What is not to be found, and what to write instead
 WORDS = {
+    r"\bScanKind\b": "ScanVariant",
     r"tickets?\b": "fwd_epoch, forward epoch: the epoch of a forward launch, which its adjoint launch finds",
     r"\bProblem\b": "DeferredError",
     r"one_hop|ONE_HOP": "neighbour shift",

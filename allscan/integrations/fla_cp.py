@@ -17,7 +17,7 @@ from ..comm.communicator import Communicator, check_communicator
 from ..ops.delta.delta_passes import StatePass, delta_segment_length
 from ..ops.delta.records import Between, DeltaShape, OfOutput
 from ..ops.halo import halo
-from ..scan.agreement import ScanKind, get_or_create_scan
+from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.two_way import two_way_scan
 from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, boundaries_on_host
 from ..tokens.partition import cached_table
@@ -280,7 +280,7 @@ def _scan(comm, totals, alike, reverse) -> list[torch.Tensor]:
     decays = [0 if cut else None for cut in cuts]
     transitions = [None if cut else x for cut, x in zip(cuts, matrices, strict=True)]
     with comm.call(reverse, "fla's context parallelism", states):
-        scan = get_or_create_scan(comm, states[0].shape, kind=ScanKind(transition_tile(states[0].shape[1])))
+        scan = get_or_create_scan(comm, states[0].shape, variant=ScanVariant(transition_tile(states[0].shape[1])))
         comm.order.stamp = stamp("fla_cp", *alike)
         if len(states) == 1:
             return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]

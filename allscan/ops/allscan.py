@@ -33,7 +33,7 @@ from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator, communicator_of
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.agreement import CHAIN, ScanKind, get_or_create_scan
+from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
@@ -179,13 +179,13 @@ def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = ""
     """That for states of this shape, made at a first call. agreed: (layout, reverse, whether initial_state is None), as
     on all ranks. deferred: what is wrong with this rank's arguments, the shape perhaps."""
     agree = agreed and ("allscan", *zip(("layout", "reverse", "initial_state is None"), agreed, strict=True))
-    kind = CHAIN
+    variant = CHAIN
     if shape is not None and len(shape) > 1 and part != "hop":
         if transition is not None:
-            kind = ScanKind(transition_tile(shape[-2]))
+            variant = ScanVariant(transition_tile(shape[-2]))
         else:
-            kind = ScanKind(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
-    return get_or_create_scan(comm, shape, agree, deferred, kind=kind)
+            variant = ScanVariant(algorithm=comm.topology.algorithm_for(4 * math.prod(shape)))
+    return get_or_create_scan(comm, shape, agree, deferred, variant=variant)
 
 
 ZIGZAG = stamp("allscan", "zigzag")

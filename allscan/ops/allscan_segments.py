@@ -17,7 +17,7 @@ from ..comm.backwards import PendingBackward, lost, recomputing, saved_tensors
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.agreement import ScanKind, get_or_create_scan
+from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.segment_launches import Direction, Segments, SegmentScans, outer_products, row_sums
 from .allscan import Together
@@ -154,7 +154,7 @@ def _scans(
     agree = "allscan_segments", *fields, ("transitions is None", not dense)
     comm.order.stamp = comm.order.stamp or stamp(*agree)  # of an operator, or this
     tile = transition_tile(shape[-2]) if dense else None
-    return SegmentScans.of(get_or_create_scan(comm, shape, agree, kind=ScanKind(tile)))
+    return SegmentScans.of(get_or_create_scan(comm, shape, agree, variant=ScanVariant(tile)))
 
 
 def _scan(scans: SegmentScans, part: Segments, initial_state: Any, direction: Direction) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from ..comm.communicator import Communicator, communicator_of
 from ..launch.compiled_kernel import Launch, parameter_names
 from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
-from ..scan.agreement import ScanKind, get_or_create_scan
+from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.launcher import Scanned
 from ..scan.segment_launches import dense_blocks
@@ -103,12 +103,12 @@ class AllScanCarrier:
 
     def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
         if self._dense:
-            kind = ScanKind(None if shape is None else transition_tile(shape[-2]))
+            variant = ScanVariant(None if shape is None else transition_tile(shape[-2]))
         else:
             # A program keeps large ones of other kernels off its multiprocessor: half of those that may wait do
             algorithm = "chain" if shape is None else self.comm.topology.algorithm_for(4 * math.prod(shape))
-            kind = ScanKind(None, max(1, self.comm.max_ctas // 2), algorithm)
-        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, kind)
+            variant = ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
+        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, variant)
 
     def stream(self, priority=SCANS) -> AbstractContextManager[Callable[[], None]]:
         return self.comm.streams.side(priority)
@@ -172,7 +172,7 @@ class InOrderCarrier(AllScanCarrier):
 
     def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
         tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
-        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanKind(tile))
+        return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanVariant(tile))
 
     def record_segments(
         self, plan: Plan, kernel: Any, buffers: Sequence[Buffer | None], how: tuple[bool, bool, int], **fixed: Any

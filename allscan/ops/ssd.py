@@ -16,7 +16,7 @@ from ..base.errors import DeferredError
 from ..comm.call_order import stamp
 from ..comm.communicator import Communicator, check_communicator
 from ..launch.compiled_kernel import dynamo_disabled
-from ..scan.agreement import ScanKind, get_or_create_scan
+from ..scan.agreement import ScanVariant, get_or_create_scan
 from ..tokens.packing import (
     CUTS,
     EACH,
@@ -321,7 +321,7 @@ def _prepare(
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     algorithm = "chain" if shape is None or invariant else comm.topology.algorithm_for(4 * math.prod(shape))
-    get_or_create_scan(comm, shape, agree, deferred, at_first=looked, kind=ScanKind(algorithm=algorithm))
+    get_or_create_scan(comm, shape, agree, deferred, at_first=looked, variant=ScanVariant(algorithm=algorithm))
     compare_values(comm, boundaries, cu_seqlens)
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
     comm.order.stamp = stamp(lengths, *agree)

@@ -9,7 +9,7 @@ from ..comm.communicator import Communicator
 from .collective import AllScan
 
 
-class ScanKind(NamedTuple):
+class ScanVariant(NamedTuple):
     """What makes an AllScan besides its shape; see there."""
 
     tile: tuple[int, int] | None = None
@@ -17,7 +17,7 @@ class ScanKind(NamedTuple):
     algorithm: str = "chain"
 
 
-CHAIN = ScanKind()
+CHAIN = ScanVariant()
 
 
 def get_or_create_scan(
@@ -26,21 +26,21 @@ def get_or_create_scan(
     agree: tuple[Any, ...] | None = None,
     deferred: DeferredError | None = None,
     at_first: bool = False,
-    kind: ScanKind = CHAIN,
+    variant: ScanVariant = CHAIN,
 ) -> AllScan:
-    """The AllScan that ``comm`` keeps for a shape and kind, made at the first call: collective.
+    """The AllScan that ``comm`` keeps for a shape and variant, made at the first call: collective.
 
     ``agree``: what else must be the same on all ranks, the name of the call and (name, value) pairs; a first call with
     it is collective too, in debug mode every call. None: nothing.
     ``deferred``: what is wrong with this rank's arguments. It is raised here; at a first call the other ranks, which
     are on their way to make the workspace, raise ValueError with it, as they do when shape or agree differ. (One
     without a shape, None, counts as one of a first call as long as there has been no other call.) ``at_first``: it is
-    of a kind that is looked for at a first call with ``agree`` only, which this is for all ranks.
+    of a variant that is looked for at a first call with ``agree`` only, which this is for all ranks.
     """
     comm.check()
     scans, arguments = comm.agreed.scans, comm.agreed.arguments
     shape = None if shape is None else tuple(shape)
-    key = shape, kind
+    key = shape, variant
     always = comm.debug and agree is not None
     if deferred is not None and not (at_first or always) and (key in scans or (shape is None and scans)):
         raise deferred.take()
@@ -52,10 +52,10 @@ def get_or_create_scan(
                 "once before the capture"
             )
         call, *pairs = agree or (None,)
-        shapes = ("the state's shape", shape), *kind._asdict().items()
+        shapes = ("the state's shape", shape), *variant._asdict().items()
         comm.order.agree((("call", call), *pairs, *shapes), deferred, "the first call for a shape")
         if key not in scans:
-            scans[key] = AllScan(comm, shape, **kind._asdict())
+            scans[key] = AllScan(comm, shape, **variant._asdict())
         if first:
             arguments.remember((shape, agree))
     if deferred is not None:
