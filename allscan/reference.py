@@ -69,14 +69,14 @@ def allscan_segments_reference(
         transitions: list of [n, ..., K, K] in place of decays.
 
     Returns:
-        (entering, leaving): lists of [n, ..., K, V] and [..., K, V], float64, one a rank: the incoming state of each
+        (incoming, outgoing): lists of [n, ..., K, V] and [..., K, V], float64, one a rank: the incoming state of each
         segment, and the outgoing state of the rank.
     """
     step = -1 if reverse else 1
     carry = states[0].new_zeros(states[0].shape[1:]) if initial_state is None else initial_state
     carry = carry.double()
-    entering: list = [None] * len(states)
-    leaving: list = [None] * len(states)
+    incoming: list = [None] * len(states)
+    outgoing: list = [None] * len(states)
     for p in range(len(states))[::step]:
         found = [carry.new_empty(0, *carry.shape)]
         for s in range(len(states[p]))[::step]:
@@ -84,8 +84,8 @@ def allscan_segments_reference(
             decay, transition = (None if x is None else x[p] for x in (decays, transitions))
             decay = decay[s] if isinstance(decay, Tensor) else decay
             carry = _next(carry, states[p][s], decay, None if transition is None else transition[s])
-        entering[p], leaving[p] = torch.cat(found[:1] + found[1:][::step]), carry
-    return entering, leaving
+        incoming[p], outgoing[p] = torch.cat(found[:1] + found[1:][::step]), carry
+    return incoming, outgoing
 
 
 def gla_reference(

@@ -322,8 +322,8 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
         def backward():
             between = Between(k, w, u, sums, q)
-            _, _, entering = ours.turn(between, OfOutput(do, None, scores), None, kept, scale)
-            ours.backward(between, OfOutput(do, dv), entering, None, scale)
+            _, _, incoming = ours.turn(between, OfOutput(do, None, scores), None, kept, scale)
+            ours.backward(between, OfOutput(do, dv), incoming, None, scale)
 
         def fla_forward():
             return chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, gk=sums)

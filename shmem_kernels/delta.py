@@ -76,7 +76,7 @@ def summary_kernel(
     p_g,  # float32, see above
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_transition,  # float32 [NS, H, K, K]; out
-    p_leaves,  # float32 [NS, H, K, V]; out
+    p_local,  # float32 [NS, H, K, V]; out
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -104,7 +104,7 @@ def summary_kernel(
     r, k = i_r * BR + tl.arange(0, BR), tl.arange(0, BK)
     diagonal = r[:, None] == k[None, :]
     b_z = tl.where(diagonal, 1.0, 0.0)
-    b_leaves = tl.zeros([BR, BV], tl.float32)
+    b_local = tl.zeros([BR, BV], tl.float32)
     for i in range(loop_bound(num_chunks)):
         first = start + (num_chunks - 1 - i) * BT
         at, inside = rows(h, first, end, H, K, BT, BK)
@@ -120,12 +120,12 @@ def summary_kernel(
         if SCALAR:
             b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
             b_a *= b_behind[None, :]
-        b_leaves = product(b_a, load(p_u, at_u, inside_u), b_leaves, PRECISION)
+        b_local = product(b_a, load(p_u, at_u, inside_u), b_local, PRECISION)
         b_decay = chunk_decay(p_g, h, chunk + num_chunks - 1 - i, first, end, H, K, BT, BK, SCALAR, TOTALS)
         b_z = product(-b_a, load(p_w, at, inside), b_z * b_decay[None, :], PRECISION)
     row = (s * H + h).to(tl.int64) * K + r
     v = i_v * BV + tl.arange(0, BV)
-    tl.store(p_leaves + row[:, None] * V + v[None, :], b_leaves, mask=(r < K)[:, None] & (v < V)[None, :])
+    tl.store(p_local + row[:, None] * V + v[None, :], b_local, mask=(r < K)[:, None] & (v < V)[None, :])
     if i_v == 0:
         tl.store(p_transition + row[:, None] * K + k[None, :], b_z, mask=(r < K)[:, None] & (k < K)[None, :])
 
@@ -146,11 +146,11 @@ def times(p_matrix, p_x, b_sum, k, c, stride_i, stride_j, stride_x, K: tl.conste
 @triton.jit
 def delta_carry_kernel(
     p_transition,  # float32 [NS, H, K, K]
-    p_leaves,  # float32 [NS, H, K, V], the segments' local states
+    p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
-    p_enters,  # float32 [NS, H, K, V]; out, each segment's incoming state from this rank's tokens
+    p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state from this rank's tokens
     p_through,  # float32 [NS, H, K, K]; out, by which the rank's incoming state comes to each segment; None: none does
     p_own,  # float32 [B, H, K, V]; out, what the rank leaves
     p_dense,  # float32 [B, H, K, K]; out, by which the rank's incoming state leaves it; None without p_through
@@ -164,7 +164,7 @@ def delta_carry_kernel(
 ):
     """Through the segments of one sent state and head: X = M X + R. A program has BC columns of one of two X.
 
-    The state, from this rank's local ones, is in p_enters and p_own; and if a state enters this rank, the identity
+    The state, from this rank's local ones, is in p_incoming and p_own; and if a state enters this rank, the identity
     without R is in p_through and p_dense. REVERSE: from the last segment to the first, M transposed, ends for
     beginnings.
     """
@@ -182,7 +182,7 @@ def delta_carry_kernel(
     k, c = tl.arange(0, BK), tl.where(state, i_c, i_c - NV) * BC + tl.arange(0, BC)
     inside = (k < K)[:, None] & (c < C)[None, :]
     offsets = k[:, None] * C + c[None, :]
-    p_ways = p_enters if p_through is None else p_through  # no program has columns of it then
+    p_ways = p_incoming if p_through is None else p_through  # no program has columns of it then
     p_way = p_own if p_dense is None else p_dense
 
     b_x = tl.zeros([BK, BC], tl.float32)
@@ -199,8 +199,8 @@ def delta_carry_kernel(
                 sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
                 p_begin = p_outside + (sequence * H + h) * (K * V) + offsets
                 b_x = tl.where(begins, tl.load(p_begin, mask=inside & begins, other=0.0), b_x)
-            p_here = p_enters + row * V
-            b_next = tl.load(p_leaves + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
+            p_here = p_incoming + row * V
+            b_next = tl.load(p_local + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
         else:
             p_here = p_ways + row * K
             b_next = tl.zeros([BK, BC], tl.float32)
@@ -220,8 +220,8 @@ def delta_carry_kernel(
 
 
 @triton.jit
-def load_entering(
-    p_enters,
+def load_incoming(
+    p_incoming,
     p_through,
     p_prev,
     p_segment,
@@ -237,10 +237,10 @@ def load_entering(
     HAS_PREV: tl.constexpr,
     COMES: tl.constexpr,
 ):
-    """The state that enters a segment, transposed [BV, BK], from this rank's tokens and from the other ranks; p_enters,
-    which had the first part, then has it too."""
+    """The incoming state of a segment, transposed [BV, BK], from this rank's tokens and from the other ranks;
+    p_incoming, which had the first part, then has it too."""
     at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
-    b_state = load(p_enters, at, inside)
+    b_state = load(p_incoming, at, inside)
     if HAS_PREV:
         if (tl.load(p_segment + FLAGS) & COMES) != 0:
             k, v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
@@ -253,7 +253,7 @@ def load_entering(
                 at_dense = dense + k[None, :] * K + j[:, None]
                 b_dense = tl.load(p_through + at_dense, mask=(k < K)[None, :] & (j < K)[:, None], other=0.0)
                 b_state = tl.dot(b_prev, b_dense, b_state, input_precision="tf32x3")
-            tl.store(p_enters + at, b_state, mask=inside)
+            tl.store(p_incoming + at, b_state, mask=inside)
     return b_state
 
 
@@ -271,7 +271,7 @@ def delta_states_kernel(
     p_u,  # [tokens, H, V]
     p_g,  # float32, see above
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_enters,  # float32 [NS, H, K, V]; in and out, see load_entering
+    p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming
     p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_states,  # [NC, H, K, V]; out, each chunk's incoming state
@@ -298,7 +298,7 @@ def delta_states_kernel(
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     HAS_PREV: tl.constexpr = p_through is not None
-    b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
     b_decay = chunk_decay(p_g, h, chunk, start, end, H, K, BT, BK, SCALAR, TOTALS)
     for n in range(loop_bound(num_chunks)):
         first = start + n * BT
@@ -381,13 +381,13 @@ def adjoint_kernel(
     p_dv,  # [tokens, H, V]; None: of p_scores
     p_scores,  # Aqk [tokens, H, BT]; None with p_dv
     p_segments,  # int32 [NS, SEGMENT_WORDS]
-    p_enters,  # float32 [NS, H, K, V]; in and out, see load_entering; this and what follows up to p_dinitial: or None
+    p_incoming,  # float32 [NS, H, K, V]; in and out, see load_incoming; this and what follows up to p_dinitial: or None
     p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
     p_prev,  # float32 [B, H, K, V]; None without p_through
     p_dstates,  # [NC, H, K, V]; out, the gradient of each chunk's outgoing state
     p_dv_new,  # dv' [tokens, H, V]; out
     p_dinitial,  # float32 [N, H, K, V]; out, of the states before the first token of each sequence that begins here
-    p_leaves,  # float32 [NS, H, K, V]; out, what each segment leaves from zero; None with p_enters
+    p_local,  # float32 [NS, H, K, V]; out, what each segment leaves from zero; None with p_incoming
     p_outside,  # float32 [N, H, K, V], gradients of final states; or None
     scale,  # float
     H: tl.constexpr,
@@ -405,17 +405,19 @@ def adjoint_kernel(
     """The gradient of the state through the chunks of one segment, from the last to the first; held as by
     delta_states_kernel.
 
-    From zero, or where its sequence ends from p_outside, it writes what the segment leaves (p_leaves), unless its
-    sequence begins with it. With p_enters, from the segment's incoming gradient, it writes p_dstates, p_dv_new and
+    From zero, or where its sequence ends from p_outside, it writes what the segment leaves (p_local), unless its
+    sequence begins with it. With p_incoming, from the segment's incoming gradient, it writes p_dstates, p_dv_new and
     p_dinitial.
     """
-    EVERY_CHUNK: tl.constexpr = p_enters is not None
+    EVERY_CHUNK: tl.constexpr = p_incoming is not None
     HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
     begins = (tl.load(p_segment + FLAGS) & FIRST) != 0
     if EVERY_CHUNK:
-        b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT)
+        b_state = load_incoming(
+            p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, LEFT
+        )
     else:
         if begins:
             return
@@ -451,7 +453,7 @@ def adjoint_kernel(
         b_state = product(-b_dv, load(p_w, at, inside), b_state, PRECISION)
     if not EVERY_CHUNK:
         at, inside = transposed_at(s * H + h, i_v, K, V, BK, BV)
-        tl.store(p_leaves + at, b_state, mask=inside)
+        tl.store(p_local + at, b_state, mask=inside)
     elif p_dinitial is not None:
         if begins:
             at, inside = transposed_at(tl.load(p_segment + SEQUENCE) * H + h, i_v, K, V, BK, BV)

@@ -54,7 +54,7 @@ from .blocks import (
     upper,
     weighted_by,
 )
-from .delta import load_entering, transposed_at
+from .delta import load_incoming, transposed_at
 from .segment_table import ENTERED, FLAGS, LAST, SEQUENCE, segment
 
 LIMIT = tl.constexpr(124.0)  # to base 2
@@ -378,7 +378,7 @@ def output_kernel(
     p_scores,
     p_sums,
     p_segments,
-    p_enters,
+    p_incoming,
     p_through,
     p_prev,
     p_o,
@@ -398,7 +398,7 @@ def output_kernel(
     HAS_PREV: tl.constexpr = p_through is not None
     i_v, s, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p_segment, start, end, chunk, num_chunks = segment(p_segments, s, BT)
-    b_state = load_entering(p_enters, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
+    b_state = load_incoming(p_incoming, p_through, p_prev, p_segment, s, h, i_v, H, K, V, BK, BV, BJ, HAS_PREV, ENTERED)
     k = tl.arange(0, BK)
     for n in range(loop_bound(num_chunks)):
         first = start + n * BT

@@ -279,7 +279,7 @@ def carry_kernel(
         row = (s * H + h).to(tl.int64)
         flags = tl.load(p_segments + s * SEGMENT_WORDS + FLAGS)
         sequence = tl.load(p_segments + s * SEGMENT_WORDS + SEQUENCE).to(tl.int64)
-        b_leaves = tl.load(p_state + row * (K * V) + offsets, mask=inside, other=0.0)
+        b_local = tl.load(p_state + row * (K * V) + offsets, mask=inside, other=0.0)
         b_gate = tl.load(p_gate + row * K + k, mask=k < K, other=0.0)  # [BK]
         begins = (flags & BEGIN) != 0
         if p_outside is not None:
@@ -288,7 +288,7 @@ def carry_kernel(
         b_gates = tl.where(begins, float("-inf"), b_gates)
         tl.store(p_state + row * (K * V) + offsets, b_own, mask=inside)
         tl.store(p_gates + row * K + k, b_gates, mask=k < K)
-        b_own = b_own * exp2(b_gate)[:, None] + b_leaves
+        b_own = b_own * exp2(b_gate)[:, None] + b_local
         b_gates += b_gate
         if (flags & FINISH) != 0:
             if p_final is not None:

@@ -355,11 +355,11 @@ def _scan_tile(inputs, node, rail, own, me, begun, tile):
     mine = b_own, b_own_decay
     b_sum, b_product, well = _fold(node, own, me, (epoch, word, well), part, mine)
     if own.ROUNDS == 0:
-        b_enters, well = _over_a_chain(rail, part, epoch, word, well, b_sum, b_product)
+        b_incoming, well = _over_a_chain(rail, part, epoch, word, well, b_sum, b_product)
     else:
-        b_enters, well = _over_rounds(node, own, me, (epoch, word, well), part, b_sum, b_product)
+        b_incoming, well = _over_rounds(node, own, me, (epoch, word, well), part, b_sum, b_product)
     tl.debug_barrier()  # before threads read words that others have seen; one warp has had no barrier
-    _hand_out(inputs, node, own, me, (epoch, word, well), tile, (b_own, b_own_decay, b_enters))
+    _hand_out(inputs, node, own, me, (epoch, word, well), tile, (b_own, b_own_decay, b_incoming))
     tl.debug_barrier()  # all threads have read the parts before their slots are refilled
     _free_parts(node, own, me, epoch, part, well)
     offsets, inside = tile_offsets(node, tile, inputs.K, inputs.V)
@@ -429,27 +429,27 @@ def _hand_out(inputs, node, own, me, call, tile, states):
 
     states: this rank's own (state, decay), and the incoming state."""
     epoch, word, well = call
-    b_own, b_own_decay, b_enters = states
+    b_own, b_own_decay, b_incoming = states
     part = tile - me.position * own.SLICE
     offsets, inside = tile_offsets(node, tile, inputs.K, inputs.V)
     member = me.first
     i = 0
     while well & (i < me.members):
         if member == me.position:
-            b_out = b_enters
+            b_out = b_incoming
             if _is_first(me):
                 b_out = _first(inputs, node, tile)
             tl.store(inputs.out + offsets, b_out, mask=inside)
         elif (i > 0) | (not me.in_first_node):
             p_member = _member(own, member)
             p_to, p_word = _floats(p_member + MEMBER.value.inbox), _words(p_member + MEMBER.value.arrived)
-            post(Outlet(node, p_to, p_word, node.num_tiles, node.BV, own.LINK), tile, epoch, word, b_enters)
+            post(Outlet(node, p_to, p_word, node.num_tiles, node.BV, own.LINK), tile, epoch, word, b_incoming)
         if i < me.members - 1:
             b_state = b_own
             b_decay = b_own_decay
             if member != me.position:
                 b_state, b_decay = _read_again(node, own, member, part, epoch)
-            b_enters = combine(b_state, b_decay, b_enters)
+            b_incoming = combine(b_state, b_decay, b_incoming)
         member += me.step
         i += 1
 
@@ -509,39 +509,39 @@ def _first(inputs, node, tile):
 @triton.jit
 def _over_a_chain(rail, part, epoch, word, well, b_sum, b_product):
     """(This node's incoming state, whether all is well), where its outgoing state is b_product * that + b_sum."""
-    b_enters = tl.zeros([rail.BK, rail.BV], tl.float32)
+    b_incoming = tl.zeros([rail.BK, rail.BV], tl.float32)
     if (rail.RECV != NONE) & (rail.SEND != NONE):
         stopped = all_decays_zero(b_product)
         if well & stopped:
             post(rail, part, epoch, word, b_sum)
-        b_enters, well = take(rail, part, epoch, word, well)
+        b_incoming, well = take(rail, part, epoch, word, well)
         if well & (not stopped):
-            post(rail, part, epoch, word, combine(b_sum, b_product, b_enters))
+            post(rail, part, epoch, word, combine(b_sum, b_product, b_incoming))
     elif rail.SEND != NONE:
         if well:
             post(rail, part, epoch, word, b_sum)  # zero enters the first node
     elif rail.RECV != NONE:
-        b_enters, well = take(rail, part, epoch, word, well)
+        b_incoming, well = take(rail, part, epoch, word, well)
     if well:
         free_slot(rail, part, epoch)
-    return b_enters, well
+    return b_incoming, well
 
 
 @triton.jit
 def _over_rounds(node, own, me, call, part, b_sum, b_product):
-    """The same by recursive doubling. (b_enters, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a round
-    adds those before them, from a node that has as many. The first round sends a node's own total, the second that and
-    the one before it (123-recursive doubling: Traeff, arXiv 2507.04785)."""
+    """The same by recursive doubling. (b_incoming, b_passes) is of the 0, 1, 3, 6, 12 ... nodes before this one; a
+    round adds those before them, from a node that has as many. The first round sends a node's own total, the second
+    that and the one before it (123-recursive doubling: Traeff, arXiv 2507.04785)."""
     epoch, word, well = call
-    b_enters = tl.zeros([node.BK, node.BV], tl.float32)
+    b_incoming = tl.zeros([node.BK, node.BV], tl.float32)
     b_passes = tl.full([node.BK, 1], 1.0, tl.float32)
     for i in tl.static_range(own.ROUNDS):
         p_states, p_decays = _round(own, me, 2 * i), _round(own, me, 2 * i + 1)
         if well & (tl.load(p_states + ROUND.value.sends) != 0):
-            b_sent = b_enters
+            b_sent = b_incoming
             b_sent_decay = b_passes
             if i < 2:
-                b_sent = combine(b_sum, b_product, b_enters)
+                b_sent = combine(b_sum, b_product, b_incoming)
                 b_sent_decay = _times(b_product, b_passes)
             b_decays = b_sent_decay + tl.zeros([node.BK, own.BD], tl.float32)
             post(RoundLink(node, own, _round_words(node, p_decays), own.BD), part, epoch, word, b_decays)
@@ -550,12 +550,12 @@ def _over_rounds(node, own, me, call, part, b_sum, b_product):
             words, of_decays = _round_words(node, p_states), _round_words(node, p_decays)
             b_state, well = take(RoundLink(node, own, words, node.BV), part, epoch, word, well)
             b_decays, well = take(RoundLink(node, own, of_decays, own.BD), part, epoch, word, well)
-            b_enters = combine(b_enters, b_passes, b_state)
+            b_incoming = combine(b_incoming, b_passes, b_state)
             b_passes = _times(b_passes, _column(b_decays))
             if well:
                 free_slot(RoundLink(node, own, words, node.BV), part, epoch)
                 free_slot(RoundLink(node, own, of_decays, own.BD), part, epoch)
-    return b_enters, well
+    return b_incoming, well
 
 
 @triton.jit

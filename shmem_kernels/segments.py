@@ -88,8 +88,8 @@ def segments_kernel(
     p_states,  # float32 [n, G, K, V]
     p_decays,  # float32, of matrix m of n * G: element k at m * stride_g + k * stride_k; not read without HAS_DECAY
     p_given,  # float32 [G, K, V]; see GIVEN
-    p_entering,  # float32 [n, G, K, V], out: the incoming state of each segment
-    p_leaving,  # float32 [G, K, V], out: the state behind the last
+    p_incoming,  # float32 [n, G, K, V], out: the incoming state of each segment
+    p_outgoing,  # float32 [G, K, V], out: the state behind the last
     channel,
     n,
     stride_g,
@@ -119,16 +119,16 @@ def segments_kernel(
         offsets, inside = tile_offsets(channel, tile, K, V)
         for i in tl.static_range(AHEAD):
             matrix, there = _place(i, n, MATRICES, DESCENDING)
-            tl.store(p_entering + matrix * (K * V) + offsets, b_prev, mask=inside & there)
+            tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside & there)
             b_prev = tl.where(there, fold(b_states[i], b_decays[i], b_prev), b_prev)
         for i in tl.range(AHEAD, loop_bound(n), num_stages=4):
             place = _place(i, n, MATRICES, DESCENDING)
             b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
             matrix, _ = place
-            tl.store(p_entering + matrix * (K * V) + offsets, b_prev, mask=inside)
+            tl.store(p_incoming + matrix * (K * V) + offsets, b_prev, mask=inside)
             b_prev = fold(b_state, b_decay, b_prev)
         _leave(channel, tile, begun, ok, b_prev)
-        tl.store(p_leaving + offsets, b_prev, mask=inside)
+        tl.store(p_outgoing + offsets, b_prev, mask=inside)
         tile += tl.num_programs(0)
 
 
@@ -178,8 +178,8 @@ def dense_segments_kernel(
     p_states,  # float32 [n, G, K, V]
     p_transitions,  # float32 [n, G, K, K], element (m, i, j) at m * K * K + i * stride_i + j * stride_j
     p_given,
-    p_entering,
-    p_leaving,
+    p_incoming,
+    p_outgoing,
     channel,
     n,
     stride_i,
@@ -193,7 +193,7 @@ def dense_segments_kernel(
     DESCENDING: tl.constexpr,
 ):
     """The same with transitions; as in transition_kernel a tile is BV whole columns, products are of three TF32 parts,
-    and of a transition larger than BJ columns the rows of R are read back from p_entering. Products are made of zeros,
+    and of a transition larger than BJ columns the rows of R are read back from p_incoming. Products are made of zeros,
     too: whether a state is one depends on where a rank begins."""
     tile = tl.program_id(0)
     begun = begin(channel, tile)
@@ -203,14 +203,14 @@ def dense_segments_kernel(
         b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
         for m in range(loop_bound(n)):
             matrix, _ = _place(m, n, MATRICES, DESCENDING)
-            p_enters = p_entering + matrix * (K * V)
-            tl.store(p_enters + offsets, b_prev, mask=inside)
+            p_rows = p_incoming + matrix * (K * V)
+            tl.store(p_rows + offsets, b_prev, mask=inside)
             b_next = tl.load(p_states + matrix * (K * V) + offsets, mask=inside, other=0.0)
-            p_dense, p_enter = p_transitions + (matrix + g) * (K * K), p_enters + g * (K * V)
-            b_next = _times(p_dense, p_enter, b_prev, b_next, (i, v), (stride_i, stride_j), K, V, BJ, STAGES)
+            p_dense, p_here = p_transitions + (matrix + g) * (K * K), p_rows + g * (K * V)
+            b_next = _times(p_dense, p_here, b_prev, b_next, (i, v), (stride_i, stride_j), K, V, BJ, STAGES)
             b_prev = without_negative_zero(b_next)
         _leave(channel, tile, begun, ok, b_prev)
-        tl.store(p_leaving + offsets, b_prev, mask=inside)
+        tl.store(p_outgoing + offsets, b_prev, mask=inside)
         tile += tl.num_programs(0)
 
 
@@ -224,7 +224,7 @@ def gated_segments_kernel(
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
     p_given,  # float32 [carried, H, K, V], of the first rank: its incoming state; None for zeros
-    p_leaving,  # float32 [carried, H, K, V]; out, the outgoing state
+    p_outgoing,  # float32 [carried, H, K, V]; out, the outgoing state
     channel,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -266,20 +266,20 @@ def gated_segments_kernel(
                     tl.store(p_final + end + at, b_prev, mask=inside)
                 b_prev = tl.zeros_like(b_prev)
         _leave(channel, tile, begun, ok, b_prev)
-        tl.store(p_leaving + g * (K * V) + at, b_prev, mask=inside)
+        tl.store(p_outgoing + g * (K * V) + at, b_prev, mask=inside)
         tile += tl.num_programs(0)
 
 
 @triton.jit
 def delta_segments_kernel(
     p_transition,  # float32 [NS, H, K, K]
-    p_leaves,  # float32 [NS, H, K, V], the segments' local states
+    p_local,  # float32 [NS, H, K, V], the segments' local states
     p_segments,  # int32 [NS, SEGMENT_WORDS]
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
-    p_enters,  # float32 [NS, H, K, V]; out, each segment's incoming state, whichever rank's
+    p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, whichever rank's
     p_given,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
-    p_leaving,  # float32 [B, H, K, V]; out, the outgoing state
+    p_outgoing,  # float32 [B, H, K, V]; out, the outgoing state
     channel,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -317,18 +317,18 @@ def delta_segments_kernel(
                 place = (tl.load(p_segment + SEQUENCE).to(tl.int64) * H + h) * (K * V)
                 b_outside = tl.load(p_outside + place + offsets, mask=inside & begins, other=0.0)
             b_prev = tl.where(begins, without_negative_zero(b_outside), b_prev)
-            p_enter = p_enters + row * V
-            tl.store(p_enter + offsets, b_prev, mask=inside)
-            b_next = tl.load(p_leaves + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
+            p_here = p_incoming + row * V
+            tl.store(p_here + offsets, b_prev, mask=inside)
+            b_next = tl.load(p_local + row * V + offsets, mask=inside & ((flags & FINISH) == 0), other=0.0)
             if (flags & KNOWN) == 0:
                 if tl.load(p_segment + START) == tl.load(p_segment + END):
                     b_next = b_prev
                 else:
                     p_dense = p_transition + row * K
-                    b_next = _times(p_dense, p_enter, b_prev, b_next, (i, v), (stride_i, stride_j), K, V, BJ, STAGES)
+                    b_next = _times(p_dense, p_here, b_prev, b_next, (i, v), (stride_i, stride_j), K, V, BJ, STAGES)
             b_prev = without_negative_zero(b_next)
         _leave(channel, tile, begun, ok, b_prev)
-        tl.store(p_leaving + g * (K * V) + offsets, b_prev, mask=inside)
+        tl.store(p_outgoing + g * (K * V) + offsets, b_prev, mask=inside)
         tile += tl.num_programs(0)
 
 

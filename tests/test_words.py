@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # What is not to be found, and what to write instead
 WORDS = {
+    r"\b[bp]_(enters|leaves|entering|leaving)\b|\b(load_entering|Entering)\b": "incoming, local, outgoing state",
     r"\bScanKind\b": "ScanVariant",
     r"tickets?\b": "fwd_epoch, forward epoch: the epoch of a forward launch, which its adjoint launch finds",
     r"\bProblem\b": "DeferredError",

@@ -15,7 +15,7 @@ from ..base.checks import ScanInputs, has_tangents
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using, allscan, final_of_all
 from ..ops.halo import halo, halo_of_ends
-from ..scan.two_way import leaves
+from ..scan.two_way import outgoing
 from ..tokens.packing import Tables, TokenRange, apart, together
 from ..tokens.partition import cached_table
 
@@ -191,7 +191,7 @@ def delta_rule(
     if not final:
         return o, None
     if comm.rank == (0 if len(halves) > 1 else comm.size - 1):
-        state = leaves(ScanInputs(left[-1], None, through[-1]), prevs[-1])
+        state = outgoing(ScanInputs(left[-1], None, through[-1]), prevs[-1])
     else:
         state = torch.zeros_like(left[-1])
     return final_of_all(o, Using.apply(state, *prevs), comm, False, len(halves) > 1)

@@ -37,7 +37,7 @@ from ..scan.agreement import CHAIN, ScanVariant, get_or_create_scan
 from ..scan.collective import AllScan
 from ..scan.fwd_epochs import borrow_fwd_epoch, new_fwd_epochs
 from ..scan.launcher import Launcher, PreparedScan, check_out
-from ..scan.two_way import leaves
+from ..scan.two_way import outgoing
 from ..scan.work import Work
 
 Array = TypeVar("Array")  # torch.Tensor, numpy.ndarray or cupy.ndarray
@@ -234,7 +234,7 @@ def scan_zigzag(comm, inputs: ScanInputs, reverse=False, layout="zigzag", async_
     prev = scan_once(comm, ScanInputs(there, decays[0], transitions[0], initial_state), False, part=part)
     handed = None
     if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
-        handed = leaves(ScanInputs(there, decays[0], transitions[0]), prev)
+        handed = outgoing(ScanInputs(there, decays[0], transitions[0]), prev)
     found = prev, scan_once(comm, ScanInputs(back, decays[1], transitions[1], handed), True, part=part)
     # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
     return Together.apply(None, *found) if wanted else found
@@ -346,7 +346,7 @@ def _gradients(
     if wanted[2]:
         dinitial = torch.zeros_like(dstate)
         if comm.rank == (comm.size - 1 if reverse else 0):
-            dinitial = leaves(inputs, dstate, adjoint=True)
+            dinitial = outgoing(inputs, dstate, adjoint=True)
     return ddecay, dtransition, dinitial
 
 

@@ -65,7 +65,7 @@ def allscan_segments(
             reverse.
 
     Returns:
-        (entering, leaving): entering [n, ..., K, V], the state before each segment; leaving [..., K, V], that behind
+        (incoming, outgoing): incoming [n, ..., K, V], the state before each segment; outgoing [..., K, V], that behind
         this rank's last one, on the last rank the final state. In the zigzag layout a pair of each; the final state is
         rank 0's second.
 
@@ -76,7 +76,7 @@ def allscan_segments(
         RuntimeError: and whatever else ``allscan`` raises, before anything is launched.
 
     Example:
-        >>> entering, leaving = allscan.allscan_segments(states, decays, comm=comm)
+        >>> incoming, outgoing = allscan.allscan_segments(states, decays, comm=comm)
     """
     check_communicator(comm)
     reverse = bool(reverse)
@@ -197,23 +197,23 @@ class _AllScanSegments(Function):
         fwd_epoch, free = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
         part = Segments(states, number if decays is None else decays, transitions)
         try:
-            entering, leaving = scans.run(part, direction, fwd_epoch, initial_state)
+            incoming, outgoing = scans.run(part, direction, fwd_epoch, initial_state)
         except BaseException:
             if free is not None:
                 free.append(fwd_epoch)
             raise
         factor, uses = decays if transitions is None else transitions, any(ctx.needs_input_grad[2:4])
         # two on every rank, whichever inputs it has: see ops/allscan.py
-        ctx.save_for_backward(comm.nothing if factor is None else factor, entering if uses else comm.nothing)
+        ctx.save_for_backward(comm.nothing if factor is None else factor, incoming if uses else comm.nothing)
         ctx.set_materialize_grads(False)
         pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
         of_call = comm.handle, comm.order.stamp
         ctx.given = weakref.ref(scans), of_call, number, direction, fwd_epoch, pending, decays is not None, shapes
-        return entering, leaving
+        return incoming, outgoing
 
     @staticmethod
-    def backward(ctx: Any, dentering: Any, dleaving: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dincoming: Any, doutgoing: Any) -> tuple[Tensor | None, ...]:
         reference, (handle, stamp_of_call), number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = (
             ctx.given
         )
@@ -224,25 +224,25 @@ class _AllScanSegments(Function):
         if pending is not None:
             pending.run()
         saved = saved_tensors(ctx, lambda: comm, not direction.reverse)
-        with comm.call(not direction.reverse, f"the backward of {NAME}", (dentering, dleaving)):
+        with comm.call(not direction.reverse, f"the backward of {NAME}", (dincoming, doutgoing)):
             reject_second_derivative(NAME)
             comm.order.stamp = stamp_of_call
             uses = any(ctx.needs_input_grad[2:4])
             shapes = (factor_shape or comm.nothing.shape, shape if uses else comm.nothing.shape)
             kinds = [(torch.float32, x, comm.device) for x in shapes]
-            factor, entering = restored(NAME, "decays_or_transitions entering", saved, kinds)
+            factor, incoming = restored(NAME, "decays_or_transitions incoming", saved, kinds)
             decays, transitions = (factor, None) if has_decays else (number, None if factor_shape is None else factor)
-            if dentering is None:
-                dentering = torch.zeros(shape, device=comm.device)
-            part = Segments(dentering, decays, transitions)
-            dstates, dinitial = scans.run(part, direction.back(), fwd_epoch, dleaving)
+            if dincoming is None:
+                dincoming = torch.zeros(shape, device=comm.device)
+            part = Segments(dincoming, decays, transitions)
+            dstates, dinitial = scans.run(part, direction.back(), fwd_epoch, doutgoing)
             ddecays = dtransitions = None
             if ctx.needs_input_grad[2]:
-                ddecays = row_sums(dstates, entering)
+                ddecays = row_sums(dstates, incoming)
                 if ddecays.shape != factor_shape:
                     ddecays = row_sums(ddecays)
             if ctx.needs_input_grad[3]:
-                dtransitions = outer_products(dstates, entering)
+                dtransitions = outer_products(dstates, incoming)
             if not ctx.needs_input_grad[4]:
                 dinitial = None
             elif not scans.is_first(direction.reverse):

@@ -204,14 +204,14 @@ class InOrderCarrier(AllScanCarrier):
         """The same over each of the HALVES of this rank's tokens, with REVERSE from the last. ``buffers``: the kernel's
         first; ``back``: the outgoing state of each half, and the forward epochs. The last rank's outgoing state of the
         half that is gone through first comes to the other."""
-        *leaving, fwd_epoch = back
+        *outgoing, fwd_epoch = back
         halves, reverse = fixed["HALVES"], fixed["REVERSE"]
         handed = None
         for i in range(halves):
             half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
-            given = *buffers, handed, leaving[half], plan.view(fwd_epoch, 2 * half, 1)
+            given = *buffers, handed, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
             self.record_segments(plan, kernel, given, (against, reverse, stamp), HALF=half, **fixed)
-            handed = leaving[half] if self.comm.rank == self.comm.size - 1 else None
+            handed = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
 
 
 def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:

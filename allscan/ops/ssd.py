@@ -148,12 +148,12 @@ def zeco_ssd(
         for span in (*spans, *leave):
             if span not in states and (span in leave or (return_final_states and span.ends)):
                 states[span] = tokens.state(span)
-        entering = {s: initial_states[_rows(s)] for s in spans if s.begins and initial_states is not None}
+        incoming = {s: initial_states[_rows(s)] for s in spans if s.begins and initial_states is not None}
 
         def after(span) -> Tensor:
-            return states[span] if span not in entering else states[span] + tokens.decay(span) * entering[span]
+            return states[span] if span not in incoming else states[span] + tokens.decay(span) * incoming[span]
 
-        leaving = [after(span) for span in leave]
+        outgoing = [after(span) for span in leave]
         # the incoming state passes the rank if it has no end of a sequence in between
         passing = [len(run) == 1 and not run[0].begins for run in runs]
         decays = [
@@ -161,22 +161,22 @@ def zeco_ssd(
             for run, p in zip(runs, passing, strict=True)
         ]
         if per_document:
-            leaving, decays = ([together(some[half::2]) for half in range(2)] for some in (leaving, decays))
+            outgoing, decays = ([together(some[half::2]) for half in range(2)] for some in (outgoing, decays))
         if wants_gradient((*given.values(), initial_states)):  # on all ranks then
-            leaving = [t if t.requires_grad else t.detach().requires_grad_() for t in leaving]
+            outgoing = [t if t.requires_grad else t.detach().requires_grad_() for t in outgoing]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
-                leaving = [Using.apply(t, initial_states) for t in leaving]
+                outgoing = [Using.apply(t, initial_states) for t in outgoing]
         if zigzag:
-            prevs = allscan(tuple(leaving), tuple(decays), comm=comm, layout="zigzag")
+            prevs = allscan(tuple(outgoing), tuple(decays), comm=comm, layout="zigzag")
         else:
-            prevs = (allscan(leaving[0], decays[0], comm=comm),)
+            prevs = (allscan(outgoing[0], decays[0], comm=comm),)
         if per_document:
-            enters = apart(prevs, len(runs) // 2)
+            received = apart(prevs, len(runs) // 2)
         else:
-            enters = prevs
-        entering |= {run[0]: prev for run, prev in zip(runs, enters, strict=True) if not run[0].begins}
+            received = prevs
+        incoming |= {run[0]: prev for run, prev in zip(runs, received, strict=True) if not run[0].begins}
         outputs = [
-            y[:, s.start : s.end].float() + (tokens.read(s, entering[s]) if s in entering else 0.0)
+            y[:, s.start : s.end].float() + (tokens.read(s, incoming[s]) if s in incoming else 0.0)
             for s in spans
             if s.tokens
         ]

@@ -83,13 +83,13 @@ def scan_in_order(
         # on all ranks alike, also where no segment is
         given.append([x.detach().requires_grad_() if differentiable and not x.requires_grad else x for x in pair])
     if halves == 1:
-        entering, leaving = ((x,) for x in allscan_segments(*given[0], comm=comm))
+        incoming, outgoing = ((x,) for x in allscan_segments(*given[0], comm=comm))
     else:
-        entering, leaving = allscan_segments(*map(tuple, zip(*given, strict=True)), comm=comm, layout="zigzag")
-    states_at = [[*x.unbind(0), last] for x, last in zip(entering, leaving, strict=True)]
+        incoming, outgoing = allscan_segments(*map(tuple, zip(*given, strict=True)), comm=comm, layout="zigzag")
+    states_at = [[*x.unbind(0), last] for x, last in zip(incoming, outgoing, strict=True)]
     outputs = []
     for number, n, batch in places:
         ones = states_at[number][n].split(1)
         outputs.append(torch.cat([x.outputs(state) for x, state in zip(batch, ones, strict=True)]))
     final = {sequence: states_at[number][n] for sequence, (number, n) in ends.items()}
-    return Ordered(outputs, final, (*entering, *leaving))
+    return Ordered(outputs, final, (*incoming, *outgoing))

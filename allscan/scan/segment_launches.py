@@ -81,7 +81,7 @@ class SegmentScans:
         elif decays is not None:
             factor = decay_rows(decays, states.shape, self.comm.device)
         strides = decay_strides(decays, states.shape)
-        entering, leaving = torch.empty_like(states), states.new_empty(self.shape)
+        incoming, outgoing = torch.empty_like(states), states.new_empty(self.shape)
         key = len(states), direction, strides, decays is not None, transitions is not None, added
         launch = self._launches.get(key)
         if launch is None:
@@ -93,10 +93,10 @@ class SegmentScans:
         )
         self.launcher.before_launch(launch.kernel, direction.reverse)
         initial = states if initial is None else plain(initial)
-        self.launcher.after_launch(launch(states, factor, initial, entering, leaving, channel))
+        self.launcher.after_launch(launch(states, factor, initial, incoming, outgoing, channel))
         if self.comm.debug:
-            self.comm._look_for_nan("allscan_segments()", entering=entering, leaving=leaving)
-        return entering, leaving
+            self.comm._look_for_nan("allscan_segments()", incoming=incoming, outgoing=outgoing)
+        return incoming, outgoing
 
     def _make(
         self, n: int, direction: Direction, strides: tuple[int, int], has_decay: bool, dense: bool, added: int

@@ -38,7 +38,7 @@ def two_way_scan(
     prev = scan.scan(state, decay, initial_state=initial_state, **arguments)
     handed = None
     if scan.comm.rank == scan.comm.size - 1:
-        handed = leaves(there, prev, adjoint)
+        handed = outgoing(there, prev, adjoint)
     state, decay, transition, *_ = back
     arguments = dict(transition=transition, adjoint=adjoint, channel=for_back)
     return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **arguments)
@@ -52,7 +52,7 @@ def two_way_channels(scan: AllScan, fwd_epoch: Tensor, adjoint: bool) -> tuple[C
     return make(False, fwd_epoch=fwd_epoch[:2]), make(True, fwd_epoch=fwd_epoch[2:])
 
 
-def leaves(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:
+def outgoing(inputs: ScanInputs, prev: Tensor, adjoint: bool = False) -> Tensor:
     """The outgoing state of a rank with the incoming state ``prev``, differentiable: decay * prev + state; of a decay
     that is 0, state."""
     state: Tensor = inputs.state

@@ -106,8 +106,8 @@ def delta_kernels() -> None:
         h, v_new = states.forward(between._replace(q=None), Ends(None, None), kept)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
         d = OfOutput(do, dv) if scalar else OfOutput(do, None, scores)
-        *_, entering = states.turn(between, d, None, kept, 0.1)
-        dh, dv = states.backward(between, OfOutput(do, dv), entering, None, 0.1)
+        *_, incoming = states.turn(between, d, None, kept, 0.1)
+        dh, dv = states.backward(between, OfOutput(do, dv), incoming, None, 0.1)
         if scalar:
             gradients = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), 0.1)
             assert all(x.isfinite().all() for x in gradients)

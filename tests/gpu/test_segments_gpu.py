@@ -86,7 +86,7 @@ def test_without_it_bits_differ(run, size=2):
 
 
 def segments_case(group, counts, times):
-    """(entering, leaving) of allscan_segments, many times."""
+    """(incoming, outgoing) of allscan_segments, many times."""
     shape = (32, D, D)
     with allscan.Communicator(group) as comm:
         generator = torch.Generator().manual_seed(1)
@@ -106,10 +106,10 @@ def segments_case(group, counts, times):
 
 @pytest.mark.parametrize("counts", [(8, 8), (0, 16), (3, 13)])
 def test_allscan_segments(run, counts, size=2):
-    [(entering, leaving)] = run(1, segments_case, (16,), 2)
+    [(incoming, outgoing)] = run(1, segments_case, (16,), 2)
     parts = run(2, segments_case, counts, 100)
-    assert torch.equal(torch.cat([part[0] for part in parts]), entering)
-    assert torch.equal(parts[-1][1], leaving)
+    assert torch.equal(torch.cat([part[0] for part in parts]), incoming)
+    assert torch.equal(parts[-1][1], outgoing)
 
 
 def delta_case(group, S, tokens, zigzag):

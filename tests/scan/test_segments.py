@@ -17,7 +17,7 @@ CUTS = {
     4: [(2, 0, 5), (1, 1, 1, 4)],
     8: [(1, 0, 2, 1, 0, 1, 1, 1)],
 }  # by most ranks: segments of each
-NAMES = ("entering", "final state", "dstates", "dfactor", "dinitial")
+NAMES = ("incoming", "final state", "dstates", "dfactor", "dinitial")
 
 
 def found(run, case, counts=None, zigzag=False, **options):

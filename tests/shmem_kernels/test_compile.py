@@ -413,8 +413,8 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
         OfOutput(wide, wide),
         torch.zeros(1, T, H, 64, dtype=dtype),
     )
-    _, _, entering = states.turn(between, d if scalar else OfOutput(wide, None, scores), outside, kept, 0.1)
-    states.backward(between, d, entering, outside, 0.1)
+    _, _, incoming = states.turn(between, d if scalar else OfOutput(wide, None, scores), outside, kept, 0.1)
+    states.backward(between, d, incoming, outside, 0.1)
     kernels = {delta.summary_kernel, delta.delta_carry_kernel, delta.delta_states_kernel, delta.adjoint_kernel}
     if scalar:
         chunks = torch.zeros(layout.num_chunks, H, K, V, dtype=dtype)

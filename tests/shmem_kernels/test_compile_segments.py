@@ -23,7 +23,7 @@ from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
 
-POINTERS = "p_states p_given p_entering p_leaving"
+POINTERS = "p_states p_given p_incoming p_outgoing"
 
 
 def compiled(kernel, factor, tile, links, values, numbers, **options):
@@ -83,7 +83,7 @@ def test_gradients_of_factors():
 @pytest.mark.parametrize("links", [(NONE, NONE), (SENTINEL, SENTINEL)])
 def test_gated_segments(links, tile, num_warps):
     channel, constants = channel_type(*(link.value for link in links), BK=tile[0], BV=tile[1], ADJOINT=True)
-    arguments = dict.fromkeys("p_state p_gate p_gates p_outside p_final p_leaving".split(), "*fp32")
+    arguments = dict.fromkeys("p_state p_gate p_gates p_outside p_final p_outgoing".split(), "*fp32")
     arguments |= dict.fromkeys(("p_segments", "p_first_segments"), "*i32") | {"channel": channel}
     values = {"channel": constants, "p_given": None, "H": 16, "K": tile[0] * 4, "V": tile[1], "HALVES": 1, "HALF": 0}
     found = Compiled(gated_segments_kernel, arguments, values | {"REVERSE": True}, num_warps=num_warps)
@@ -98,7 +98,7 @@ def test_delta_segments(K, reverse):
     tile = transition_tile(K)
     blocks = dense_blocks(tile[0])
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=tile[0], BV=tile[1], ADJOINT=reverse)
-    arguments = dict.fromkeys("p_transition p_leaves p_outside p_enters p_leaving".split(), "*fp32")
+    arguments = dict.fromkeys("p_transition p_local p_outside p_incoming p_outgoing".split(), "*fp32")
     arguments |= dict.fromkeys(("p_segments", "p_first_segments"), "*i32") | {"channel": channel}
     values = {"channel": constants, "p_given": None, "H": 16, "K": K, "V": 128, "HALVES": 2, "HALF": 1}
     values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")} | {"REVERSE": reverse}

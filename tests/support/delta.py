@@ -234,12 +234,12 @@ def pass_case(group, case: DeltaCase):
         h, v_new = passes.forward(between._replace(q=None), Ends(whole.initial, found_final), kept)
         scale, turned = K**-0.5, []
         for d in (OfOutput(do, dv), OfOutput(do, None, scores)):
-            *again, entering = passes.turn(between, d, whole.dfinal, kept, scale)
+            *again, incoming = passes.turn(between, d, whole.dfinal, kept, scale)
             assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
-            turned.append(entering[0])
+            turned.append(incoming[0])
         if dtype == F32:
             assert relative(turned[0], turned[1].double()) < 1e-5
-        dh, dv_new = passes.backward(between, OfOutput(do, dv), entering, found_dinitial, scale)
+        dh, dv_new = passes.backward(between, OfOutput(do, dv), incoming, found_dinitial, scale)
         comm.barrier()
         first, last = owners(tokens, lengths, 1)
         for x, ranks in ((parts.final, last), (parts.dinitial, first)):

@@ -38,8 +38,8 @@ class Sequence:
         generator = torch.Generator().manual_seed(case.seed)
         *lead, K, V = shape = case.shape
         self.states = torch.randn(total, *shape, generator=generator)
-        self.of_entering = torch.randn(total, *shape, generator=generator)
-        self.of_leaving = torch.randn(shape, generator=generator)
+        self.of_incoming = torch.randn(total, *shape, generator=generator)
+        self.of_outgoing = torch.randn(shape, generator=generator)
         self.initial = torch.randn(shape, generator=generator) if case.initial else None
         self.factor = None
         if case.factor == "transitions":
@@ -63,19 +63,19 @@ class Sequence:
         return {"transitions": factor} if self.case.factor == "transitions" else {"decays": number}
 
     def reference(self):
-        """[entering, final state, dstates, dfactor, dinitial] of the whole as one rank, float64."""
+        """[incoming, final state, dstates, dfactor, dinitial] of the whole as one rank, float64."""
         leaves = [None if x is None else x.double().requires_grad_() for x in (self.states, self.factor, self.initial)]
         states, factor, initial = leaves
         given = {name: x if x is None else [x] for name, x in self.named(factor).items()}
-        entering, leaving = allscan_segments_reference(
+        incoming, outgoing = allscan_segments_reference(
             [states], initial_state=initial, reverse=self.case.reverse, **given
         )
-        ((entering[0] * self.of_entering).sum() + (leaving[0] * self.of_leaving).sum()).backward()
-        return [entering[0], leaving[0], *(x if x is None else x.grad for x in leaves)]
+        ((incoming[0] * self.of_incoming).sum() + (outgoing[0] * self.of_outgoing).sum()).backward()
+        return [incoming[0], outgoing[0], *(x if x is None else x.grad for x in leaves)]
 
 
 def segments_case(group, case: SegmentsCase, zigzag=False, most_ms=0, options=None):
-    """What this rank has found: [entering, leaving, dstates, dfactor, dinitial], of its segments. The loss takes what
+    """What this rank has found: [incoming, outgoing, dstates, dfactor, dinitial], of its segments. The loss takes what
     is behind the last segment of all, once."""
     with allscan.Communicator(group, **options or {}) as comm:
         whole, P = Sequence(case), comm.size
@@ -96,7 +96,7 @@ def segments_case(group, case: SegmentsCase, zigzag=False, most_ms=0, options=No
         if not zigzag:
             given = [x if x is None else x[0] for x in given]
         late(case.seed, comm.rank, most_ms)
-        entering, leaving = allscan.allscan_segments(
+        incoming, outgoing = allscan.allscan_segments(
             given[0],
             comm=comm,
             initial_state=initial,
@@ -104,22 +104,22 @@ def segments_case(group, case: SegmentsCase, zigzag=False, most_ms=0, options=No
             reverse=case.reverse,
             **{name: given[1]},
         )
-        entering, leaving = (x if zigzag else (x,) for x in (entering, leaving))
-        loss = sum((x * whole.of_entering[place].to(comm.device)).sum() for x, place in zip(entering, mine))
+        incoming, outgoing = (x if zigzag else (x,) for x in (incoming, outgoing))
+        loss = sum((x * whole.of_incoming[place].to(comm.device)).sum() for x, place in zip(incoming, mine))
         last = 0 if zigzag or case.reverse else P - 1
-        loss = loss + (leaving[-1] * whole.of_leaving.to(comm.device) * (comm.rank == last)).sum()
+        loss = loss + (outgoing[-1] * whole.of_outgoing.to(comm.device) * (comm.rank == last)).sum()
         late(case.seed + 1, comm.rank, most_ms)
         loss.backward()
         comm.barrier()
         grads = [
             torch.cat([x.grad for x in found]) if torch.is_tensor(found[0]) else None for found in (states, factors)
         ]
-        found = [torch.cat(entering), leaving[-1], *grads, None if initial is None else initial.grad]
+        found = [torch.cat(incoming), outgoing[-1], *grads, None if initial is None else initial.grad]
         return [None if x is None else x.detach().cpu() for x in found]
 
 
 def whole_of(parts, zigzag=False, reverse=False):
-    """What ranks have found as one, in the order of the sequence: entering, final state, dstates, dfactor, dinitial."""
+    """What ranks have found as one, in the order of the sequence: incoming, final state, dstates, dfactor, dinitial."""
     first = len(parts) - 1 if reverse else 0
     last = 0 if zigzag or reverse else len(parts) - 1
     return [

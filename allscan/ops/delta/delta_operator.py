@@ -334,7 +334,7 @@ def _backward(
     scores: Tensor,
     solved: Tensor,
     transitions: Tensor,
-    enters: Tensor,
+    incoming: Tensor,
     fwd_epoch: Tensor,
     initial: bool,
     beta_dtype: torch.dtype,
@@ -348,7 +348,7 @@ def _backward(
     invariant: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, dbeta, dinitial_state or None)."""
-    saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, enters, fwd_epoch
+    saved = q, k, v, beta, cu_seqlens, sums, scores, solved, transitions, incoming, fwd_epoch
     options = handle, rule, scale, fields, bound, first_token, zigzag, invariant
     return _run_backward(None, do, dfinal, *saved, initial, beta_dtype, *options)
 
@@ -369,7 +369,7 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
         else:
             saved = prepared.saved
         names, given = (
-            "q k v beta sums scores solved transitions enters fwd_epoch do",
+            "q k v beta sums scores solved transitions incoming fwd_epoch do",
             (q, k, v, beta, sums, *others, do),
         )
         q, k, v, beta, sums, scores, solved, *kept, do = restored(TITLES[rule], names, given, saved)
@@ -394,7 +394,7 @@ def _fake_backward(
     scores,
     solved,
     transitions,
-    enters,
+    incoming,
     fwd_epoch,
     initial,
     beta_dtype,

@@ -21,7 +21,7 @@ from ...shmem_kernels.delta import (
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..carrier import AllScanCarrier, Carried, InOrderCarrier
-from .records import Between, DeltaShape, Ends, Entering, Kept, OfOutput, Room
+from .records import Between, DeltaShape, Ends, IncomingStates, Kept, OfOutput, Room
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 
@@ -48,7 +48,7 @@ def blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]
         summary=summary | dict(BR=min(rows, BK), BV=min(64 if wide else 128, BV_max)),
         carry=dict(BC=16, BJ=min(64, BK), num_warps=4 if BK <= 128 else 8),
         states=several if wide else several | dict(BV=min(64, BV_max), num_warps=4),
-        leaves=several if wide else several | dict(num_stages=3),
+        local=several if wide else several | dict(num_stages=3),
         adjoint=several,
         gradients=dict(BV=min(32 if wide else 64, BV_max), BJ=min(32 if wide else 64, BK), num_warps=4, num_stages=1),
     )
@@ -61,7 +61,7 @@ def blocks_of_cpus(BK: int, BV_max: int) -> dict[str, dict[str, int]]:
         summary=dict(BR=BK, BV=BV_max),
         carry=dict(BC=max(BK, BV_max), BJ=BK),
         states=several,
-        leaves=several,
+        local=several,
         adjoint=several,
         gradients=several,
     )
@@ -98,17 +98,17 @@ class StatePass:
         return self._run(self._forward, x, ends, kept)
 
     def turn(self, x: Between, d: OfOutput, dfinal: Tensor | None, kept: Kept, scale: float) -> tuple[Any, ...]:
-        """(h, v_new of forward, made again; ``Entering`` of gradients, for ``backward``). The scan of the gradient runs
-        beside the former. dfinal: [N, H, K, V] or None."""
-        h, v_new, *entering = self._run(self._turn, x, d, (dfinal,), kept, scale=scale)
-        return h, v_new, Entering(*entering)
+        """(h, v_new of forward, made again; ``IncomingStates`` of gradients, for ``backward``). The scan of the
+        gradient is overlapped with the former. dfinal: [N, H, K, V] or None."""
+        h, v_new, *incoming = self._run(self._turn, x, d, (dfinal,), kept, scale=scale)
+        return h, v_new, IncomingStates(*incoming)
 
     def backward(
-        self, x: Between, d: OfOutput, entering: Entering, dinitial: Tensor | None, scale: float
+        self, x: Between, d: OfOutput, incoming: IncomingStates, dinitial: Tensor | None, scale: float
     ) -> list[Tensor]:
         """(dh, like h: the gradient of the state that leaves each chunk; dv', like dv). dinitial is filled where a
         sequence begins here."""
-        return self._run(self._backward, x._replace(u=None), d, entering, (dinitial,), scale=scale)
+        return self._run(self._backward, x._replace(u=None), d, incoming, (dinitial,), scale=scale)
 
     def forward_of_none(self, ends: Ends, kept: Kept) -> None:
         """``forward`` of a rank without tokens: what comes goes on."""
@@ -119,8 +119,8 @@ class StatePass:
         """``turn`` and ``backward`` of such a rank."""
         k, v, g = self._nothing()
         x, d = Between(k, k, v, g, k), OfOutput(v, v)
-        *_, entering = self.turn(x, d, ends.given, kept, 1.0)
-        self.backward(x, d, entering, ends.filled, 1.0)
+        *_, incoming = self.turn(x, d, ends.given, kept, 1.0)
+        self.backward(x, d, incoming, ends.filled, 1.0)
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and gates of one token, of which kernels read no more than a gate, without using it."""
@@ -170,28 +170,30 @@ class StatePass:
     def _forward(self, plan: Plan, x: Between, ends: Ends, kept: Kept) -> tuple:
         outputs = self._chunks(plan, x.k, x.u)
         kept = _words(plan, kept)
-        leaves = plan.scratch(*self.of_states)
+        local = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(plan, x, kept.transitions, leaves)
+            self._summaries(plan, x, kept.transitions, local)
         room = self._room(plan.scratch, plan.scratch, False)
-        self._carry(plan, kept, leaves, ends.given, False, room)
-        return self._states(plan, x, room.entering(kept.enters), ends.filled, outputs)
+        self._carry(plan, kept, local, ends.given, False, room)
+        return self._states(plan, x, room.incoming(kept.incoming), ends.filled, outputs)
 
     def _turn(self, plan: Plan, x: Between, d: OfOutput, ends: tuple, kept: Kept, scale: float) -> tuple:
         outputs, (dfinal,) = self._chunks(plan, x.k, x.u), ends
         kept = _words(plan, kept)
-        enters, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
-        leaves = self._leaves(plan, x, d, dfinal, scale)
+        incoming, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
+        local = self._local_gradients(plan, x, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, kept._replace(enters=enters), leaves, dfinal, True, room)
-        self._states(plan, x, Entering(kept.enters), None, outputs)
+            self._carry(plan, kept._replace(incoming=incoming), local, dfinal, True, room)
+        self._states(plan, x, IncomingStates(kept.incoming), None, outputs)
         plan.join()
-        return *outputs, *room.entering(enters)
+        return *outputs, *room.incoming(incoming)
 
-    def _backward(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, ends: tuple, scale: float) -> tuple:
+    def _backward(
+        self, plan: Plan, x: Between, d: OfOutput, incoming: IncomingStates, ends: tuple, scale: float
+    ) -> tuple:
         (dinitial,) = ends
         outputs = self._chunks(plan, x.k, d.dv)
-        self._adjoint(plan, x, d, entering, (*outputs, dinitial), scale)
+        self._adjoint(plan, x, d, incoming, (*outputs, dinitial), scale)
         return outputs
 
     def _gradients(self, plan: Plan, x: Between, of: tuple, d: OfOutput, states: tuple, scale: float) -> list[Buffer]:
@@ -204,16 +206,16 @@ class StatePass:
 
     def _total(self, plan: Plan, x: Between) -> tuple:
         room, kept = self._room(plan.output, plan.scratch, False), self._kept_here(plan)
-        leaves = plan.scratch(*self.of_states)
-        self._summaries(plan, x, kept.transitions, leaves)
-        self._through(plan, kept, leaves, None, False, room)
+        local = plan.scratch(*self.of_states)
+        self._summaries(plan, x, kept.transitions, local)
+        self._through(plan, kept, local, None, False, room)
         return room.own, room.dense
 
     def _total_back(self, plan: Plan, x: Between, d: OfOutput, scale: float) -> tuple:
         room, kept = self._room(plan.output, plan.scratch, True), self._kept_here(plan)
         self._summaries(plan, x._replace(u=d.do), kept.transitions, plan.scratch(*self.of_states))
-        leaves = self._leaves(plan, x, d, None, scale)
-        self._through(plan, kept, leaves, None, True, room)
+        local = self._local_gradients(plan, x, d, None, scale)
+        self._through(plan, kept, local, None, True, room)
         return room.own, room.dense
 
     def _kept_here(self, plan: Plan) -> Kept:
@@ -234,15 +236,15 @@ class StatePass:
             return Room(own, None, prev, None)
         return Room(own, segments(*self.of_transitions), prev, rank(states, self.K, self.K))
 
-    def _summaries(self, plan: Plan, x: Between, transitions: Buffer, leaves: Buffer) -> None:
+    def _summaries(self, plan: Plan, x: Between, transitions: Buffer, local: Buffer) -> None:
         rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
         grid, tensors = (rows * columns, self.layout.num_segments, self.H), (x.k, x.w, x.u, x.g, self._segments(plan))
-        self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, leaves, **self.chunked)
+        self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, local, **self.chunked)
 
     def _through(
-        self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool, room: Room
+        self, plan: Plan, kept: Kept, local: Buffer, outside: Buffer | None, reverse: bool, room: Room
     ) -> None:
-        """Fill ``kept.enters`` with each segment's incoming state from this rank's tokens, of each one's local state;
+        """Fill ``kept.incoming`` with each segment's incoming state from this rank's tokens, of each one's local state;
         and of ``room`` all but the rank's incoming state."""
         block = self.blocks["carry"]["BC"]
         columns = cdiv(self.V, block) + (0 if room.through is None else cdiv(self.K, block))
@@ -252,23 +254,23 @@ class StatePass:
             delta_carry_kernel,
             (columns, self.num_states * self.H),
             kept.transitions,
-            leaves,
+            local,
             self._segments(plan),
             plan.constant(self.layout.first_segments),
             outside,
-            kept.enters,
+            kept.incoming,
             room.through,
             room.own,
             room.dense,
             REVERSE=reverse,
         )
 
-    def _carry(self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool, room: Room) -> None:
+    def _carry(self, plan: Plan, kept: Kept, local: Buffer, outside: Buffer | None, reverse: bool, room: Room) -> None:
         """_through, and the scan."""
         if self.in_order:
-            self._carry_in_order(plan, kept, leaves, outside, reverse)
+            self._carry_in_order(plan, kept, local, outside, reverse)
             return
-        self._through(plan, kept, leaves, outside, reverse, room)
+        self._through(plan, kept, local, outside, reverse, room)
         own, _, prev, dense = room
         if prev is None:
             return
@@ -282,35 +284,37 @@ class StatePass:
         )
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
-    def _carry_in_order(self, plan: Plan, kept: Kept, leaves: Buffer, outside: Buffer | None, reverse: bool) -> None:
-        """Both in one kernel: ``kept.enters`` is then each segment's incoming state, whichever rank that comes from."""
+    def _carry_in_order(self, plan: Plan, kept: Kept, local: Buffer, outside: Buffer | None, reverse: bool) -> None:
+        """Both in one kernel: ``kept.incoming`` is then each segment's incoming state, from whichever rank."""
         halves, carrier = 1 + self.zigzag, self.carrier
         assert isinstance(carrier, InOrderCarrier)
-        leaving = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
+        outgoing = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
         tables = self._segments(plan), plan.constant(self.layout.first_segments)
-        buffers = kept.transitions, leaves, *tables, outside, kept.enters
+        buffers = kept.transitions, local, *tables, outside, kept.incoming
         fixed = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=reverse)
         carrier.record_halves(
-            plan, delta_segments_kernel, buffers, (*leaving, kept.fwd_epoch), self.layout.stamp, **fixed
+            plan, delta_segments_kernel, buffers, (*outgoing, kept.fwd_epoch), self.layout.stamp, **fixed
         )
 
-    def _states(self, plan: Plan, x: Between, entering: Entering, final: Buffer | None, outputs: tuple) -> tuple:
+    def _states(self, plan: Plan, x: Between, incoming: IncomingStates, final: Buffer | None, outputs: tuple) -> tuple:
         h, v_new = outputs
-        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *entering, h, v_new, final
+        tensors = x.k, x.w, x.u, x.g, self._segments(plan), *incoming, h, v_new, final
         self._by_segments(plan, "states", delta_states_kernel, *tensors)
         return outputs
 
-    def _leaves(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
+    def _local_gradients(self, plan: Plan, x: Between, d: OfOutput, dfinal: Buffer | None, scale: float) -> Buffer:
         """The gradient that each segment leaves [segments, H, K, V], the last one of a sequence from dfinal, the others
         from zero."""
-        leaves = plan.scratch(*self.of_states)
-        self._adjoint_kernel(plan, "leaves", x, d, *[None] * 6, leaves, dfinal, scale=scale)
-        return leaves
+        local = plan.scratch(*self.of_states)
+        self._adjoint_kernel(plan, "local", x, d, *[None] * 6, local, dfinal, scale=scale)
+        return local
 
-    def _adjoint(self, plan: Plan, x: Between, d: OfOutput, entering: Entering, filled: tuple, scale: float) -> None:
+    def _adjoint(
+        self, plan: Plan, x: Between, d: OfOutput, incoming: IncomingStates, filled: tuple, scale: float
+    ) -> None:
         """Fill (dh, dv', and where a sequence begins dinitial, unless it is None) from each segment's incoming
         gradient."""
-        self._adjoint_kernel(plan, "adjoint", x, d, *entering, *filled, None, None, scale=scale)
+        self._adjoint_kernel(plan, "adjoint", x, d, *incoming, *filled, None, None, scale=scale)
 
     def _adjoint_kernel(
         self, plan: Plan, name: str, x: Between, d: OfOutput, *pointers: Buffer | None, scale: float
@@ -339,4 +343,4 @@ def _like(record: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
 def _words(plan: Plan, kept: Kept) -> Kept:
     """Of the first two, as the float32 that they are."""
     first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept[:2])
-    return kept._replace(transitions=first, enters=second)
+    return kept._replace(transitions=first, incoming=second)

@@ -90,9 +90,9 @@ class KDA:
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
         between = Between(kg, w, u, sums, qg)
-        h, v_new, entering = states.turn(between, OfOutput(do, None, scores), dfinal, kept, scale)
+        h, v_new, incoming = states.turn(between, OfOutput(do, None, scores), dfinal, kept, scale)
         d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
-        dh, dv = states.backward(between, OfOutput(do, dv), entering, dinitial, scale)
+        dh, dv = states.backward(between, OfOutput(do, dv), incoming, dinitial, scale)
         del w, u, qg, kg, between
         of_states = dict(h=h, do=do, dh=dh, dv=dv, scale=scale)
         dq, dk, dv, dbeta, dg, d_solved = chunk_kda_bwd_wy_dqkg_fused(
@@ -132,8 +132,8 @@ class GatedDeltaNet:
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
         between = Between(k, w, u, sums, q)
-        h, v_new, entering = states.turn(between, OfOutput(do, dv), dfinal, kept, scale)
-        dh, dv = states.backward(between, OfOutput(do, dv), entering, dinitial, scale)
+        h, v_new, incoming = states.turn(between, OfOutput(do, dv), dfinal, kept, scale)
+        dh, dv = states.backward(between, OfOutput(do, dv), incoming, dinitial, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), scale)
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=k, v=v, beta=beta, g=sums, A=solved, dw=dw, du=dv, **indices)

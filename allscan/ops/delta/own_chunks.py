@@ -20,7 +20,7 @@ from ...shmem_kernels.delta_chunks_bwd import (
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
-from .records import Between, DeltaShape, Ends, Entering, Inputs, Kept, OfOutput, Outer, Saved
+from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, Kept, OfOutput, Outer, Saved
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -88,11 +88,11 @@ class ChunkPass(StatePass):
         if not self.scalar:
             self._anchors(plan, x.g, strong)
             self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
-        leaves = plan.scratch(*self.of_states)
+        local = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(plan, Between(kg, w, u, sums), kept.transitions, leaves)
+            self._summaries(plan, Between(kg, w, u, sums), kept.transitions, local)
         room = self._room(plan.scratch, plan.scratch, False)
-        self._carry(plan, kept, leaves, ends.given, False, room)
+        self._carry(plan, kept, local, ends.given, False, room)
         self._launch(
             plan,
             "output",
@@ -105,7 +105,7 @@ class ChunkPass(StatePass):
             scores,
             sums,
             self._segments(plan),
-            *room.entering(kept.enters),
+            *room.incoming(kept.incoming),
             o,
             ends.filled,
             scale=scale,
@@ -128,15 +128,15 @@ class ChunkPass(StatePass):
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
         between, d = Between(kg, w, u, sums, qg), OfOutput(do, None, scores)
-        enters, room = plan.scratch(*self.of_states), self._room(plan.scratch, plan.scratch, True)
-        leaves = self._leaves(plan, between, d, dfinal, scale)
+        incoming, room = plan.scratch(*self.of_states), self._room(plan.scratch, plan.scratch, True)
+        local = self._local_gradients(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, kept._replace(enters=enters), leaves, dfinal, True, room)
+            self._carry(plan, kept._replace(incoming=incoming), local, dfinal, True, room)
         h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # float16 would not hold large states
         v_new, dv_new = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vd")
-        self._states(plan, between, Entering(kept.enters), None, (h, v_new))
+        self._states(plan, between, IncomingStates(kept.incoming), None, (h, v_new))
         plan.join()
-        self._adjoint(plan, between, d, room.entering(enters), (dh, dv_new, dinitial), scale)
+        self._adjoint(plan, between, d, room.incoming(incoming), (dh, dv_new, dinitial), scale)
         chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)

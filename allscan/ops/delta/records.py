@@ -81,7 +81,7 @@ class Kept(NamedTuple):
     """What backward takes from forward; of a scan in reverse, with gradients for states."""
 
     transitions: Any  # [segments, H, K, K], words of float32, of whatever dtype of 4 bytes
-    enters: Any  # [segments, H, K, V], the same; what has entered each
+    incoming: Any  # [segments, H, K, V], the same; what has entered each
     fwd_epoch: Any  # number of the call
 
 
@@ -111,7 +111,7 @@ class Ends(NamedTuple):
     filled: Any
 
 
-class Entering(NamedTuple):
+class IncomingStates(NamedTuple):
     """Each segment's incoming state from this rank's tokens; if any comes from beyond it, the transition from the
     rank's entry to each segment, and the rank's incoming state."""
 
@@ -129,8 +129,8 @@ class Room(NamedTuple):
     prev: Buffer | None
     dense: Buffer | None
 
-    def entering(self, states: Buffer) -> Entering:
-        return Entering(states, self.through, self.prev)
+    def incoming(self, states: Buffer) -> IncomingStates:
+        return IncomingStates(states, self.through, self.prev)
 
 
 class DeltaShape(NamedTuple):

@@ -97,7 +97,7 @@ class Shape:
         """How many are sent."""
         return 2 * self.carried if self.zigzag else self.carried
 
-    def entering(self, segments: int) -> list[Stored]:
+    def incoming(self, segments: int) -> list[Stored]:
         """Each segment's incoming state from this rank's tokens; its gates; this rank's incoming state."""
         state = self.H, self.K, self.V
         shapes = (segments, *state), (segments, self.H, self.K), (self.states, *state)
@@ -115,7 +115,7 @@ class Shape:
         """What backward takes from forward and does not write to: the numbers of its scans, incoming states, and the
         intermediates of the chunks, or nothing."""
         fwd_epochs: list[Stored] = [((FWD_EPOCHS,), torch.int64)]
-        return fwd_epochs + self.entering(segments) + (self.intermediates(chunks, False) if self.saves else [])
+        return fwd_epochs + self.incoming(segments) + (self.intermediates(chunks, False) if self.saves else [])
 
     @functools.cached_property
     def saved_sizes(self) -> list[int]:
@@ -156,7 +156,7 @@ class Chunks(NamedTuple):
     a: Buffer
 
 
-class Entering(NamedTuple):
+class IncomingStates(NamedTuple):
     """The incoming state of each segment from this rank's tokens, its gates, the incoming state of this rank."""
 
     states: Buffer
@@ -299,7 +299,7 @@ class GLAPlan(Plan):
         self,
         carrier: StateCarrier,
         sums: Buffer,
-        entering: Entering,
+        incoming: IncomingStates,
         ends: tuple[Buffer | None, Buffer | None],
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None = None,
@@ -319,8 +319,8 @@ class GLAPlan(Plan):
         Returns what ``long`` does."""
         if self.shape.invariant:
             assert isinstance(carrier, InOrderCarrier)
-            return self.carry_in_order(carrier, sums, entering, ends, fwd_epoch, long)
-        (states, gates, prev), (outside, final) = entering, ends
+            return self.carry_in_order(carrier, sums, incoming, ends, fwd_epoch, long)
+        (states, gates, prev), (outside, final) = incoming, ends
         H, K, V, reverse, zigzag = self.H, self.K, self.V, self.reverse, bool(self.shape.zigzag)
         halves = self.shape.carried, 1 + zigzag, H, K
         own, decay = self.scratch(*halves, V), self.scratch(*halves)
@@ -330,7 +330,7 @@ class GLAPlan(Plan):
         tables = self.segments, self.first_segments
         self._ends = (final, sums, gates, *tables, prev), grid, blocks
         before, behind = carrier.neighbours(own.shape, zigzag)
-        self._enters = behind if reverse else before  # something enters this rank
+        self._has_incoming = behind if reverse else before  # something enters this rank
         first, last = behind and not (before or reverse), before and not (behind or reverse)
         self._joins_last = first
         out = own if first else self.view(prev, 0, *halves, V)
@@ -350,7 +350,7 @@ class GLAPlan(Plan):
                 **blocks,
             )
 
-        def nothing_enters() -> None:
+        def zero_incoming_state() -> None:
             self.zero(prev)
 
         if first:
@@ -366,11 +366,11 @@ class GLAPlan(Plan):
                 carried = Carried(own, out, fwd_epoch, decay, stamp=self.stamp)
                 carrier.record(self, carried, reverse, zigzag)
             else:
-                nothing_enters()
+                zero_incoming_state()
             if long:
                 self.join()
         if first:
-            nothing_enters()  # beside the scan, for which all other ranks wait
+            zero_incoming_state()  # beside the scan, for which all other ranks wait
         if last:
             segments()
         return outputs
@@ -379,24 +379,24 @@ class GLAPlan(Plan):
         self,
         carrier: InOrderCarrier,
         sums: Buffer,
-        entering: Entering,
+        incoming: IncomingStates,
         ends: tuple[Buffer | None, Buffer | None],
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None,
     ) -> Any:
         """The same with one kernel for a rank's segments and the ranks (gated_segments_kernel): ``states`` are then
         each segment's incoming state, whichever rank that comes from, and nothing is added to it."""
-        (states, gates, _), (outside, final), halves = entering, ends, 1 + bool(self.shape.zigzag)
-        leaving = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
+        (states, gates, _), (outside, final), halves = incoming, ends, 1 + bool(self.shape.zigzag)
+        outgoing = [self.scratch(self.shape.carried * self.H, self.K, self.V) for _ in range(halves)]
         fixed: dict[str, int] = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=self.reverse)
-        self._enters = self._joins_last = False
+        self._has_incoming = self._joins_last = False
         outputs = None
         with self.side_stream(lambda carrier: carrier.stream()):
             if long:
                 with self.side_stream(lambda carrier: carrier.stream(LONG)):
                     outputs = long()
             buffers = states, sums, gates, self.segments, self.first_segments, outside, final
-            carrier.record_halves(self, gated_segments_kernel, buffers, (*leaving, fwd_epoch), self.stamp, **fixed)
+            carrier.record_halves(self, gated_segments_kernel, buffers, (*outgoing, fwd_epoch), self.stamp, **fixed)
             if long:
                 self.join()
         return outputs
@@ -404,7 +404,7 @@ class GLAPlan(Plan):
     def join_carry(self) -> None:
         if not self._joins_last:
             self.join()
-        if self._enters and self._ends[0][0] is not None:
+        if self._has_incoming and self._ends[0][0] is not None:
             tensors, grid, blocks = self._ends
             self.launch(final_kernel, grid, *tensors, **blocks)
 
@@ -413,21 +413,26 @@ class GLAPlan(Plan):
         if self._joins_last:
             self.join()
 
-    def outputs(self, v: Buffer, intermediates: Chunks, entering: Entering, o: Buffer) -> None:
+    def outputs(self, v: Buffer, intermediates: Chunks, incoming: IncomingStates, o: Buffer) -> None:
         """See output_kernel; forward has no use for what comes behind o."""
         self._with_state(
             output_kernel,
             self.BK,
             OUTPUTS,
             *(intermediates.k_out, v, intermediates.q_in, intermediates.a, intermediates.gate, self.segments),
-            *entering,
+            *incoming,
             o,
             *[None] * 4,
             REVERSE=False,
         )
 
     def value_gradients(
-        self, do: Buffer, intermediates: Chunks, entering: Entering, dv: Buffer, of_chunks: tuple[Buffer, Buffer | None]
+        self,
+        do: Buffer,
+        intermediates: Chunks,
+        incoming: IncomingStates,
+        dv: Buffer,
+        of_chunks: tuple[Buffer, Buffer | None],
     ) -> tuple[Buffer, Buffer]:
         """Makes dv; (D, what passes from state to state): see output_kernel."""
         (gate, _, k_out, q_in, a), (states, low) = intermediates, of_chunks
@@ -446,7 +451,7 @@ class GLAPlan(Plan):
                 a,
                 gate,
                 self.segments,
-                *entering,
+                *incoming,
                 dv,
                 states,
                 low,
@@ -466,7 +471,7 @@ class GLAPlan(Plan):
                 dstates,
                 low,
                 None,
-                *entering,
+                *incoming,
                 states,
                 passed,
                 REVERSE=True,
@@ -491,8 +496,8 @@ class GLAPlan(Plan):
             )
         return dstates, passed
 
-    def chunk_states(self, x, y, gate, entering, grads: Sequence[Buffer]) -> tuple:
-        """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``entering``: own, gates, prev.
+    def chunk_states(self, x, y, gate, incoming, grads: Sequence[Buffer]) -> tuple:
+        """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``incoming``: own, gates, prev.
         ``grads``: what is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
         low = self.of_chunks(torch.int8, before=grads) if self.narrow else None
@@ -507,7 +512,7 @@ class GLAPlan(Plan):
             states,
             low,
             None,
-            *entering,
+            *incoming,
             None,
             None,
             REVERSE=False,
@@ -566,9 +571,9 @@ class GLAPlan(Plan):
             **self.of_strong,
         )
 
-    def saved_parts(self, saved_buffer: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, Entering, Chunks]:
-        """(forward epoch, Entering, Chunks): see Shape.all_saved. What is not saved has memory of the run; all but gate
-        and strong, which backward uses to the end, where there is room that of ``grads``, which it writes last."""
+    def saved_parts(self, saved_buffer: Buffer, grads: Sequence[Buffer] = ()) -> tuple[Buffer, IncomingStates, Chunks]:
+        """(forward epoch, IncomingStates, Chunks): see Shape.all_saved. What is not saved is scratch; all but gate and
+        strong, which backward uses to the end, in the memory of ``grads`` where that suffices: it writes them last."""
         stored = self.shape.all_saved(self.layout.num_segments, self.num_chunks)
         places = itertools.accumulate(self.shape.saved_sizes, initial=0)
         parts = [self.view(saved_buffer, at, *shape, dtype=dtype) for at, (shape, dtype) in zip(places, stored)]
@@ -576,7 +581,7 @@ class GLAPlan(Plan):
             self.scratch(*shape, dtype=dtype, before=grads if i > 1 else ())
             for i, (shape, dtype) in enumerate(self.shape.intermediates(self.num_chunks, self.reverse))
         ]
-        return parts[0], Entering(*parts[1:4]), Chunks(*intermediates)
+        return parts[0], IncomingStates(*parts[1:4]), Chunks(*intermediates)
 
 
 def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) -> GLAPlan:
@@ -585,19 +590,19 @@ def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) 
     plan = GLAPlan(carrier, shape, scale, layout, False)
     buffers: list[Any] = [None if x is None else plan.input(x) for x in tensors]
     x, (initial, final, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
-    fwd_epoch, entering, intermediates = plan.saved_parts(saved_buffer)
+    fwd_epoch, incoming, intermediates = plan.saved_parts(saved_buffer)
     o = plan.output_like(x.v)
     if apart := plan.keys_apart(carrier):
         plan.keys(x, intermediates)
     else:
         plan.operands(True, x, intermediates)
     plan.strong_operands(x, intermediates)
-    sums = plan.segment_states(intermediates.k_out, x.v, intermediates.gate, entering.states)
-    plan.carry(carrier, sums, entering, (initial, final), fwd_epoch)
+    sums = plan.segment_states(intermediates.k_out, x.v, intermediates.gate, incoming.states)
+    plan.carry(carrier, sums, incoming, (initial, final), fwd_epoch)
     if apart:
         plan.operands(False, x, intermediates)
     plan.join_carry()
-    plan.outputs(x.v, intermediates, entering, o)
+    plan.outputs(x.v, intermediates, incoming, o)
     plan.end()
     return plan
 
@@ -616,8 +621,8 @@ def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None)
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
     x, (do, dfinal, dinitial, saved_buffer) = Inputs(*buffers[:4]), buffers[4:]
     dv, *grads = (plan.output_like(t) for t in (x.v, x.q, x.k, x.g))
-    fwd_epoch, entering, intermediates = plan.saved_parts(saved_buffer, grads)
-    back = Entering(*(plan.scratch(*of) for of, _ in shape.entering(layout.num_segments)))
+    fwd_epoch, incoming, intermediates = plan.saved_parts(saved_buffer, grads)
+    back = IncomingStates(*(plan.scratch(*of) for of, _ in shape.incoming(layout.num_segments)))
     if not shape.saves:
         plan.operands(True, x, intermediates)
         plan.strong_operands(x, intermediates)
@@ -628,7 +633,7 @@ def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None)
         back,
         (dfinal, dinitial),
         fwd_epoch,
-        lambda: plan.chunk_states(intermediates.k_out, x.v, intermediates.gate, entering, grads),
+        lambda: plan.chunk_states(intermediates.k_out, x.v, intermediates.gate, incoming, grads),
     )
     of_scores = plan.score_gradients(x.v, do)
     plan.join_carry()
