@@ -229,8 +229,8 @@ def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
                 extra[name] = extra_mib(call)
         calls = without(failed, calls, ranks)
         few = T // 8 if fla_runs(rule, backward) else min(T // 8, REFERENCE)
-        kept = {name: call for name, call in those(few).items() if name in calls}
-        errors = check(rule, comm, kept, few, H, gate, backward, failed)
+        saved_states = {name: call for name, call in those(few).items() if name in calls}
+        errors = check(rule, comm, saved_states, few, H, gate, backward, failed)
         calls = without(failed, calls, ranks)
         times: dict = {name: [] for name in calls}
         with said(comm, "timed"):
@@ -299,7 +299,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
     from allscan.base.tiling import multiprocessors
     from allscan.ops.delta.delta_passes import StatePass, delta_segment_length
-    from allscan.ops.delta.records import Between, DeltaShape, Ends, Kept, OfOutput
+    from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput, SavedStates
     from allscan.tokens.partition import OwnTokens, find_layout
 
     with allscan.Communicator() as comm:
@@ -314,7 +314,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
         scores, scale = (normal(1, T, H, 64) / 8).bfloat16(), K**-0.5
         layout = find_layout(comm, OwnTokens(1, T), delta_segment_length(T, H, multiprocessors(comm.device)))
         ours = StatePass(comm, layout, DeltaShape(1, H, H, K, K, torch.bfloat16, scalar=False))
-        kept = Kept(
+        saved_states = SavedStates(
             sums.new_empty(ours.of_transitions),
             sums.new_empty(ours.of_states),
             torch.empty(2, dtype=torch.int64, device=comm.device),
@@ -322,7 +322,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
 
         def backward():
             between = Between(k, w, u, sums, q)
-            _, _, incoming = ours.turn(between, OfOutput(do, None, scores), None, kept, scale)
+            _, _, incoming = ours.turn(between, OfOutput(do, None, scores), None, saved_states, scale)
             ours.backward(between, OfOutput(do, dv), incoming, None, scale)
 
         def fla_forward():
@@ -333,7 +333,7 @@ def passes(T: int, H: int, K: int = 128) -> dict[str, float]:
             chunk_gated_delta_rule_bwd_dhu(q=q, k=k, w=w, do=do, dv=dv, gk=sums, scale=scale)
 
         calls = {
-            "ours, forward": lambda: ours.forward(Between(k, w, u, sums), Ends(None, None), kept),
+            "ours, forward": lambda: ours.forward(Between(k, w, u, sums), Ends(None, None), saved_states),
             "ours, backward": backward,
             "fla, forward": fla_forward,
             "fla, backward": fla_backward,

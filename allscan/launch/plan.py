@@ -257,7 +257,7 @@ class PlanExecution:
     tensors: its inputs and outputs. places: where these, its own memory and tables are; None where every
     buffer is a tensor."""
 
-    __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_beside", "_joins", "_empty"
+    __slots__ = "_plan", "context", "_tensors", "_memory", "places", "_side_streams", "_joins", "_empty"
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class PlanExecution:
         places: list[int] | None = None,
     ) -> None:
         self._plan, self.context, self._tensors, self._memory, self.places = plan, context, tensors, memory, places
-        self._beside: list[AbstractContextManager[object]] = []  # streams that it is in, the innermost last
+        self._side_streams: list[AbstractContextManager[object]] = []  # streams that it is in, the innermost last
         self._joins: list[Callable[[], None]] = []  # what joins those that it is in or has left, the last entered last
         self._empty: dict[int, Tensor] = {}  # by offset
         if places is None:
@@ -298,20 +298,20 @@ class PlanExecution:
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.new_empty(0, dtype=dtype).set_(whole.untyped_storage(), start, shape, strides)
 
-    def enter(self, beside: AbstractContextManager[Callable[[], None]]) -> None:
-        self._joins.append(beside.__enter__())
-        self._beside.append(beside)
+    def enter(self, side: AbstractContextManager[Callable[[], None]]) -> None:
+        self._joins.append(side.__enter__())
+        self._side_streams.append(side)
 
     def leave(self) -> None:
-        self._beside.pop().__exit__(None, None, None)
+        self._side_streams.pop().__exit__(None, None, None)
 
     def join(self) -> None:
         self._joins.pop()()
 
     def abandon(self) -> None:
         """After an error in a step: leave the streams that it is in and join all, inner ones first, whatever fails."""
-        if self._beside or self._joins:
+        if self._side_streams or self._joins:
             try:
-                self.leave() if self._beside else self.join()
+                self.leave() if self._side_streams else self.join()
             finally:
                 self.abandon()

@@ -32,7 +32,8 @@ class Streams:
         self._looking: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._known: dict[int, torch.cuda.Stream] = {}
-        self.later: list[tuple[Beside, tuple[object, ...]]] = []  # what is released behind a capture, and its memory
+        # what is released behind a capture, and its memory
+        self.later: list[tuple[SideStream, tuple[object, ...]]] = []
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
@@ -56,14 +57,14 @@ class Streams:
             torch.cuda.synchronize(self.device)
             self.later.clear()
 
-    def release_later(self, beside: Beside, memory: tuple[object, ...]) -> None:
+    def release_later(self, side: SideStream, memory: tuple[object, ...]) -> None:
         """With the first launch that is not captured."""
-        self.later.append((beside, memory))
+        self.later.append((side, memory))
 
     def _release_later(self) -> None:
         later, self.later = self.later, []
-        for beside, memory in later:
-            beside.release(memory)
+        for side, memory in later:
+            side.release(memory)
 
     def follow(self) -> None:
         """Put the current stream behind what was launched on another one. In a capture the order is the caller's."""
@@ -101,10 +102,10 @@ class Streams:
         self._event.record(earlier)
         later.wait_event(self._event)
 
-    def beside(self) -> Beside:
+    def side_stream(self) -> SideStream:
         """The same stream, but the current one goes on at once. In a CUDA graph's capture it is the current stream:
         there nothing else orders a communicator's launches."""
-        return Beside(self)
+        return SideStream(self)
 
     def own(self, priority: int) -> torch.cuda.Stream:
         """The communicator's own stream of this priority."""
@@ -178,8 +179,8 @@ class Side:
         self._streams.put_behind(self.current, self._stream)
 
 
-class Beside:
-    """See ``Streams.beside``: a context manager, and what was launched inside."""
+class SideStream:
+    """See ``Streams.side_stream``: a context manager, and what was launched inside."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._side = streams, None
@@ -187,7 +188,7 @@ class Beside:
             self._done = torch.cuda.Event()
             self._side = Side(streams, SCANS, self._done)
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> SideStream:
         if self._side is not None:
             self._side.__enter__()
         return self

@@ -327,12 +327,12 @@ class PreparedScan:
             if comm.debug:
                 comm._look_for_nan("the scan", result=out)
             return out
-        with comm.streams.beside() as beside:
+        with comm.streams.side_stream() as side:
             self.launcher.launch_scan(self, tensors, addresses)
         if comm.debug:
-            beside.wait(tensors)
+            side.wait(tensors)
             comm._look_for_nan("the scan", result=out)
-        return Work(comm, out, beside, tensors)  # the forward epoch's memory is used there, too
+        return Work(comm, out, side, tensors)  # the forward epoch's memory is used there, too
 
 
 def check_out(inputs: ScanInputs) -> None:

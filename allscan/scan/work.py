@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..launch.streams import Beside
+from ..launch.streams import SideStream
 
 
 class Work:
@@ -20,8 +20,8 @@ class Work:
         >>> prev = work.wait()
     """
 
-    def __init__(self, comm: Communicator, result: Tensor, beside: Beside, read: tuple[object, ...]) -> None:
-        self._comm, self.result, self._beside, self._read = comm, result, beside, read
+    def __init__(self, comm: Communicator, result: Tensor, side: SideStream, read: tuple[object, ...]) -> None:
+        self._comm, self.result, self._side_stream, self._read = comm, result, side, read
 
     def of(self, result: Tensor) -> Work:
         """This, with ``result`` in place of the tensor that the scan writes."""
@@ -41,11 +41,11 @@ class Work:
             RuntimeError: in a CUDA graph's capture, which goes on, for a scan that was begun before: a graph cannot
                 wait for it.
         """
-        self._beside.wait(self._read)
+        self._side_stream.wait(self._read)
         self._read = ()
         self._comm.check()
         return self.result
 
     def __del__(self) -> None:
         if self._read:
-            self._beside.release(self._read)
+            self._side_stream.release(self._read)

@@ -21,7 +21,7 @@ from ..launch.plan import Plan
 from ..ops.carrier import Carried, record_call
 from ..ops.delta.delta_passes import delta_segment_length
 from ..ops.delta.own_chunks import ChunkPass
-from ..ops.delta.records import DeltaShape, Ends, Inputs, Kept, Outer, Saved
+from ..ops.delta.records import DeltaShape, Ends, Inputs, Outer, Saved, SavedStates
 from ..ops.gla.gla_plans import backward_plan, forward_plan, shape_of
 from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
@@ -155,7 +155,7 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     g, beta = (_of_meta(rows, [K], torch.float32)[0], torch.empty(rows, dtype=dtype, device="meta"))
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
     transitions, incoming = _of_meta([segments, H, K], [K, V], torch.float32)
-    kept = Kept(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
+    kept = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
     saved, outer = Saved(scores, scores), Outer(v, None, None)
     forward, _ = states.recorded(states.record_forward, x, Ends(None, None), kept, scale=1.0)
     backward, _ = states.recorded(states.record_backward, x, saved, outer, kept, scale=1.0)

@@ -31,7 +31,7 @@ from allscan.ops.delta.records import Between, DeltaShape, Ends, OfOutput  # noq
 from allscan.reference import allscan_reference  # noqa: E402
 from allscan.tokens.packing import Layout, TokenRange  # noqa: E402
 from allscan.tools.virtual import VirtualRanks  # noqa: E402
-from support.delta import kept_for  # noqa: E402
+from support.delta import saved_states_for  # noqa: E402
 from support.gla import BF16, F32, NAMES, GLACase, Whole  # noqa: E402
 from support.values import relative_all  # noqa: E402
 
@@ -101,12 +101,12 @@ def delta_kernels() -> None:
         q, k, w = (torch.randn(1, T, H, K, device="cuda", dtype=dtype) / K**0.5 for _ in range(3))
         u, do, dv = (torch.randn(1, T, H, V, device="cuda", dtype=dtype) for _ in range(3))
         sums = -torch.rand((1, T, H) if scalar else (1, T, H, K), device="cuda")
-        kept = kept_for(states)
+        saved_states = saved_states_for(states)
         between = Between(k, w, u, sums, q)
-        h, v_new = states.forward(between._replace(q=None), Ends(None, None), kept)
+        h, v_new = states.forward(between._replace(q=None), Ends(None, None), saved_states)
         scores = torch.randn(1, T, H, 64, device="cuda", dtype=dtype)
         d = OfOutput(do, dv) if scalar else OfOutput(do, None, scores)
-        *_, incoming = states.turn(between, d, None, kept, 0.1)
+        *_, incoming = states.turn(between, d, None, saved_states, 0.1)
         dh, dv = states.backward(between, OfOutput(do, dv), incoming, None, 0.1)
         if scalar:
             gradients = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), 0.1)

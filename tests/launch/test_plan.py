@@ -362,10 +362,10 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
         pass
 
     def begun():
-        with some.beside() as beside:
+        with some.side_stream() as side:
             pass
         memory = Memory()
-        return Work(types.SimpleNamespace(check=lambda: None), "result", beside, (memory,)), weakref.ref(memory)
+        return Work(types.SimpleNamespace(check=lambda: None), "result", side, (memory,)), weakref.ref(memory)
 
     for captured in ("graph", "caller"):  # the capture's stream may be that on which the scan was begun
         now.update(stream="caller")
@@ -388,9 +388,9 @@ def test_a_scan_that_was_begun_before_a_capture_is_none_of_its_graph(monkeypatch
         assert memory() is None and waits == ["caller"]
         assert other.wait() == "result" and waits == ["caller"] * 2
     monkeypatch.setattr(streams, "capturing", lambda: True)
-    with some.beside() as beside:
+    with some.side_stream() as side:
         pass
-    beside.wait(())
+    side.wait(())
     assert waits == ["caller"] * 2, "begun in the capture, on its stream"
 
 

@@ -39,7 +39,7 @@ from allscan.tools import compiled as tool
 from allscan.tools.compiled import channel_type
 from allscan.tools.timing import copy_kernel
 from allscan.tools.virtual import gated_rails_kernel
-from support.delta import kept_for
+from support.delta import saved_states_for
 from support.launches import VERSION, Launches, NoScan, compiled_launches, launch_chunks, launch_gla
 from support.sm90 import Compiled
 
@@ -406,7 +406,7 @@ def test_delta_kernels(K, V, scalar, most_spilled, monkeypatch):
     narrow, wide = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     sums = torch.zeros((1, T, H) if scalar else (1, T, H, K))
     outside = torch.zeros(1, H, K, V)
-    kept = kept_for(states)
+    kept = saved_states_for(states)
     states.forward(Between(narrow, narrow, wide, sums), Ends(outside, outside), kept)
     between, d, scores = (
         Between(narrow, narrow, wide, sums, narrow),

@@ -14,7 +14,7 @@ from allscan.ops.carrier import AllScanCarrier
 from allscan.ops.delta.delta_checks import shapes_of
 from allscan.ops.delta.delta_passes import delta_segment_length
 from allscan.ops.delta.delta_prepared import state_pass
-from allscan.ops.delta.records import Between, Ends, Kept, OfOutput, Options
+from allscan.ops.delta.records import Between, Ends, OfOutput, Options, SavedStates
 from allscan.reference import delta_reference
 from allscan.tokens.packing import CHUNK_TOKENS
 from allscan.tokens.partition import OwnTokens, find_layout
@@ -205,10 +205,10 @@ class Parts:
         return q, k, w, u, self.joined("sums", F32), do, dv
 
 
-def kept_for(passes):
-    """Room for what backward takes from forward."""
+def saved_states_for(passes):
+    """Memory for what backward takes from forward."""
     shapes = (passes.of_transitions, torch.float32), (passes.of_states, torch.float32), ((2,), torch.int64)
-    return Kept(*(torch.empty(shape, dtype=dtype, device=passes.comm.device) for shape, dtype in shapes))
+    return SavedStates(*(torch.empty(shape, dtype=dtype, device=passes.comm.device) for shape, dtype in shapes))
 
 
 def pass_case(group, case: DeltaCase):
@@ -229,12 +229,12 @@ def pass_case(group, case: DeltaCase):
         passes = state_pass(comm, layout, shapes_of(whole.q, whole.v), Options(rule, 1.0, "", None))
         AllScanCarrier.of(comm, dense=True).prepare((HV, K, V))
         found_final, found_dinitial = torch.zeros_like(whole.initial), torch.zeros_like(whole.initial)
-        kept = kept_for(passes)
+        saved_states = saved_states_for(passes)
         between = Between(k, w, u, sums, q)
-        h, v_new = passes.forward(between._replace(q=None), Ends(whole.initial, found_final), kept)
+        h, v_new = passes.forward(between._replace(q=None), Ends(whole.initial, found_final), saved_states)
         scale, turned = K**-0.5, []
         for d in (OfOutput(do, dv), OfOutput(do, None, scores)):
-            *again, incoming = passes.turn(between, d, whole.dfinal, kept, scale)
+            *again, incoming = passes.turn(between, d, whole.dfinal, saved_states, scale)
             assert torch.equal(h, again[0]) and torch.equal(v_new, again[1])
             turned.append(incoming[0])
         if dtype == F32:

@@ -17,7 +17,7 @@ from allscan.ops.gla import gla_operator, gla_plans
 from allscan.shmem_kernels import delta
 from allscan.tokens.packing import Layout, TokenRange
 
-from .delta import kept_for
+from .delta import saved_states_for
 from .sm90 import Compiled
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -161,7 +161,7 @@ def launch_chunks(K, V, dtype, scalar, monkeypatch):
     x, v = (torch.zeros(1, T, H, width, dtype=dtype) for width in (K, V))
     outside = torch.zeros(1, H, K, V)
     beta = torch.zeros(1, T, H)
-    kept = kept_for(states)
+    kept = saved_states_for(states)
     inputs = Inputs(x, x, v, beta if scalar else torch.zeros(1, T, H, K), beta)
     _, *saved = states.whole_forward(inputs, Ends(outside, outside), kept, 0.1)
     states.whole_backward(inputs, Saved(*saved), Outer(v, outside, outside), kept, 0.1)

@@ -25,7 +25,7 @@ from .delta_checks import RULES, TITLES, checked, shapes_of
 from .delta_prepared import PreparedDelta, prepare_delta, saved_specs, state_specs, sums_and_chunks
 from .own_chunks import OwnChunks
 from .raw_inputs import Gate, gate, normalized
-from .records import Asked, Before, Inputs, Kept, Options, Outer, Saved
+from .records import Asked, Before, Inputs, Options, Outer, Saved, SavedStates
 
 BETAS = torch.float32, torch.bfloat16, torch.float16  # types that fla's kernels take it in
 
@@ -311,9 +311,9 @@ def _fake(
     invariant=0,
 ) -> tuple[Tensor | None, ...]:
     specs = state_specs(shapes_of(q, v, cu_seqlens, invariant), zigzag)
-    kept = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
+    saved_states = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
     final_state = _zeros(q, v, cu_seqlens, final)
-    return torch.empty_like(v), final_state, *sums_and_chunks(RULES[rule], k, v, g), *kept
+    return torch.empty_like(v), final_state, *sums_and_chunks(RULES[rule], k, v, g), *saved_states
 
 
 def _zeros(q, v, cu_seqlens, wanted) -> Tensor | None:
@@ -372,13 +372,13 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
             "q k v beta sums scores solved transitions incoming fwd_epoch do",
             (q, k, v, beta, sums, *others, do),
         )
-        q, k, v, beta, sums, scores, solved, *kept, do = restored(TITLES[rule], names, given, saved)
+        q, k, v, beta, sums, scores, solved, *saved_states, do = restored(TITLES[rule], names, given, saved)
         if prepared is None:
             options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)
         dinitial = q.new_zeros(prepared.state_shape, dtype=torch.float32) if initial else None
         outer = Outer(do, dfinal, dinitial)
-        grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, Kept(*kept))
+        grads = prepared.backward(Inputs(q, k, v, sums, beta), Saved(scores, solved), outer, SavedStates(*saved_states))
         return *grads, dinitial
 
 

@@ -21,7 +21,7 @@ from ...shmem_kernels.delta import (
 from ...shmem_kernels.segments import delta_segments_kernel
 from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
 from ..carrier import AllScanCarrier, Carried, InOrderCarrier
-from .records import Between, DeltaShape, Ends, IncomingStates, Kept, OfOutput, Room
+from .records import Between, DeltaShape, Ends, IncomingStates, OfOutput, SavedStates, Scratch
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32x3", torch.float32: "tf32x3"}  # see gla_plans
 
@@ -92,15 +92,17 @@ class StatePass:
         self.of_states, self.of_transitions = ((layout.num_segments, H, K, width) for width in (V, K))
         self._plans: dict[tuple, tuple[Plan, list]] = {}
 
-    def forward(self, x: Between, ends: Ends, kept: Kept) -> list[Tensor]:
-        """(h [B, chunks of each, H, K, V], the state that enters each chunk, like k; v_new, like u). ``kept`` and
-        ``ends`` are filled, the latter where a sequence ends here."""
-        return self._run(self._forward, x, ends, kept)
+    def forward(self, x: Between, ends: Ends, saved_states: SavedStates) -> list[Tensor]:
+        """(h [B, chunks of each, H, K, V], the incoming state of each chunk, like k; v_new, like u). ``saved_states``
+        and ``ends`` are filled, the latter where a sequence ends here."""
+        return self._run(self._forward, x, ends, saved_states)
 
-    def turn(self, x: Between, d: OfOutput, dfinal: Tensor | None, kept: Kept, scale: float) -> tuple[Any, ...]:
+    def turn(
+        self, x: Between, d: OfOutput, dfinal: Tensor | None, saved_states: SavedStates, scale: float
+    ) -> tuple[Any, ...]:
         """(h, v_new of forward, made again; ``IncomingStates`` of gradients, for ``backward``). The scan of the
         gradient is overlapped with the former. dfinal: [N, H, K, V] or None."""
-        h, v_new, *incoming = self._run(self._turn, x, d, (dfinal,), kept, scale=scale)
+        h, v_new, *incoming = self._run(self._turn, x, d, (dfinal,), saved_states, scale=scale)
         return h, v_new, IncomingStates(*incoming)
 
     def backward(
@@ -110,17 +112,17 @@ class StatePass:
         sequence begins here."""
         return self._run(self._backward, x._replace(u=None), d, incoming, (dinitial,), scale=scale)
 
-    def forward_of_none(self, ends: Ends, kept: Kept) -> None:
+    def forward_of_none(self, ends: Ends, saved_states: SavedStates) -> None:
         """``forward`` of a rank without tokens: what comes goes on."""
         k, v, g = self._nothing()
-        self.forward(Between(k, k, v, g), ends, kept)
+        self.forward(Between(k, k, v, g), ends, saved_states)
 
-    def backward_of_none(self, ends: Ends, kept: Kept) -> None:
+    def backward_of_none(self, ends: Ends, saved_states: SavedStates) -> None:
         """``turn`` and ``backward`` of such a rank."""
         k, v, g = self._nothing()
         x, d = Between(k, k, v, g, k), OfOutput(v, v)
-        *_, incoming = self.turn(x, d, ends.given, kept, 1.0)
-        self.backward(x, d, incoming, ends.filled, 1.0)
+        *_, incoming = self.turn(x, d, ends.inputs, saved_states, 1.0)
+        self.backward(x, d, incoming, ends.outputs, 1.0)
 
     def _nothing(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and gates of one token, of which kernels read no more than a gate, without using it."""
@@ -167,26 +169,26 @@ class StatePass:
         inputs = [[x if x is None else plan.input(x) for x in group] for group in groups]
         return plan, record(plan, *map(_like, groups, inputs), **fixed)
 
-    def _forward(self, plan: Plan, x: Between, ends: Ends, kept: Kept) -> tuple:
+    def _forward(self, plan: Plan, x: Between, ends: Ends, saved_states: SavedStates) -> tuple:
         outputs = self._chunks(plan, x.k, x.u)
-        kept = _words(plan, kept)
+        saved_states = _words(plan, saved_states)
         local = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(plan, x, kept.transitions, local)
-        room = self._room(plan.scratch, plan.scratch, False)
-        self._carry(plan, kept, local, ends.given, False, room)
-        return self._states(plan, x, room.incoming(kept.incoming), ends.filled, outputs)
+            self._summaries(plan, x, saved_states.transitions, local)
+        scratch = self._scratch(plan.scratch, plan.scratch, False)
+        self._carry(plan, saved_states, local, ends.inputs, False, scratch)
+        return self._states(plan, x, scratch.incoming(saved_states.incoming), ends.outputs, outputs)
 
-    def _turn(self, plan: Plan, x: Between, d: OfOutput, ends: tuple, kept: Kept, scale: float) -> tuple:
+    def _turn(self, plan: Plan, x: Between, d: OfOutput, ends: tuple, saved_states: SavedStates, scale: float) -> tuple:
         outputs, (dfinal,) = self._chunks(plan, x.k, x.u), ends
-        kept = _words(plan, kept)
-        incoming, room = plan.output(*self.of_states), self._room(plan.scratch, plan.output, True)
+        saved_states = _words(plan, saved_states)
+        incoming, scratch = plan.output(*self.of_states), self._scratch(plan.scratch, plan.output, True)
         local = self._local_gradients(plan, x, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, kept._replace(incoming=incoming), local, dfinal, True, room)
-        self._states(plan, x, IncomingStates(kept.incoming), None, outputs)
+            self._carry(plan, saved_states._replace(incoming=incoming), local, dfinal, True, scratch)
+        self._states(plan, x, IncomingStates(saved_states.incoming), None, outputs)
         plan.join()
-        return *outputs, *room.incoming(incoming)
+        return *outputs, *scratch.incoming(incoming)
 
     def _backward(
         self, plan: Plan, x: Between, d: OfOutput, incoming: IncomingStates, ends: tuple, scale: float
@@ -205,36 +207,36 @@ class StatePass:
         return outputs
 
     def _total(self, plan: Plan, x: Between) -> tuple:
-        room, kept = self._room(plan.output, plan.scratch, False), self._kept_here(plan)
+        scratch, saved_states = self._scratch(plan.output, plan.scratch, False), self._scratch_states(plan)
         local = plan.scratch(*self.of_states)
-        self._summaries(plan, x, kept.transitions, local)
-        self._through(plan, kept, local, None, False, room)
-        return room.own, room.dense
+        self._summaries(plan, x, saved_states.transitions, local)
+        self._through(plan, saved_states, local, None, False, scratch)
+        return scratch.own, scratch.dense
 
     def _total_back(self, plan: Plan, x: Between, d: OfOutput, scale: float) -> tuple:
-        room, kept = self._room(plan.output, plan.scratch, True), self._kept_here(plan)
-        self._summaries(plan, x._replace(u=d.do), kept.transitions, plan.scratch(*self.of_states))
+        scratch, saved_states = self._scratch(plan.output, plan.scratch, True), self._scratch_states(plan)
+        self._summaries(plan, x._replace(u=d.do), saved_states.transitions, plan.scratch(*self.of_states))
         local = self._local_gradients(plan, x, d, None, scale)
-        self._through(plan, kept, local, None, True, room)
-        return room.own, room.dense
+        self._through(plan, saved_states, local, None, True, scratch)
+        return scratch.own, scratch.dense
 
-    def _kept_here(self, plan: Plan) -> Kept:
+    def _scratch_states(self, plan: Plan) -> SavedStates:
         """Memory until the end of a run, where no scan follows."""
-        return Kept(plan.scratch(*self.of_transitions), plan.scratch(*self.of_states), None)
+        return SavedStates(plan.scratch(*self.of_transitions), plan.scratch(*self.of_states), None)
 
     def _chunks(self, plan: Plan, k: Buffer, u: Buffer) -> tuple:
         """New (states of the chunks, like k; values like u)."""
         return plan.output(*self.of_chunks, dtype=k.dtype), plan.output_like(u)
 
-    def _room(self, rank: Callable[..., Buffer], segments: Callable[..., Buffer], reverse: bool) -> Room:
-        """``rank``, ``segments``: what makes memory for the first and last of Room, and for the other two."""
+    def _scratch(self, rank: Callable[..., Buffer], segments: Callable[..., Buffer], reverse: bool) -> Scratch:
+        """``rank``, ``segments``: what makes memory for the first and last of Scratch, and for the other two."""
         if self.in_order:
-            return Room(None, None, None, None)
+            return Scratch(None, None, None, None)
         states = self.num_states * self.H
         own, prev = rank(states, self.K, self.V), None if self.alone else segments(states, self.K, self.V)
         if self.alone or not (self.layout.left if reverse else self.layout.entered):
-            return Room(own, None, prev, None)
-        return Room(own, segments(*self.of_transitions), prev, rank(states, self.K, self.K))
+            return Scratch(own, None, prev, None)
+        return Scratch(own, segments(*self.of_transitions), prev, rank(states, self.K, self.K))
 
     def _summaries(self, plan: Plan, x: Between, transitions: Buffer, local: Buffer) -> None:
         rows, columns = cdiv(self.K, self.blocks["summary"]["BR"]), cdiv(self.V, self.blocks["summary"]["BV"])
@@ -242,36 +244,50 @@ class StatePass:
         self._launch(plan, "summary", summary_kernel, grid, *tensors, transitions, local, **self.chunked)
 
     def _through(
-        self, plan: Plan, kept: Kept, local: Buffer, outside: Buffer | None, reverse: bool, room: Room
+        self,
+        plan: Plan,
+        saved_states: SavedStates,
+        local: Buffer,
+        outside: Buffer | None,
+        reverse: bool,
+        scratch: Scratch,
     ) -> None:
-        """Fill ``kept.incoming`` with each segment's incoming state from this rank's tokens, of each one's local state;
-        and of ``room`` all but the rank's incoming state."""
+        """Fill ``saved_states.incoming`` with each segment's incoming state from this rank's tokens, of each one's
+        local state; and of ``scratch`` all but the rank's incoming state."""
         block = self.blocks["carry"]["BC"]
-        columns = cdiv(self.V, block) + (0 if room.through is None else cdiv(self.K, block))
+        columns = cdiv(self.V, block) + (0 if scratch.through is None else cdiv(self.K, block))
         self._launch(
             plan,
             "carry",
             delta_carry_kernel,
             (columns, self.num_states * self.H),
-            kept.transitions,
+            saved_states.transitions,
             local,
             self._segments(plan),
             plan.constant(self.layout.first_segments),
             outside,
-            kept.incoming,
-            room.through,
-            room.own,
-            room.dense,
+            saved_states.incoming,
+            scratch.through,
+            scratch.own,
+            scratch.dense,
             REVERSE=reverse,
         )
 
-    def _carry(self, plan: Plan, kept: Kept, local: Buffer, outside: Buffer | None, reverse: bool, room: Room) -> None:
+    def _carry(
+        self,
+        plan: Plan,
+        saved_states: SavedStates,
+        local: Buffer,
+        outside: Buffer | None,
+        reverse: bool,
+        scratch: Scratch,
+    ) -> None:
         """_through, and the scan."""
         if self.in_order:
-            self._carry_in_order(plan, kept, local, outside, reverse)
+            self._carry_in_order(plan, saved_states, local, outside, reverse)
             return
-        self._through(plan, kept, local, outside, reverse, room)
-        own, _, prev, dense = room
+        self._through(plan, saved_states, local, outside, reverse, scratch)
+        own, _, prev, dense = scratch
         if prev is None:
             return
         # where no sequence goes through the whole rank, nothing that enters it leaves it
@@ -280,20 +296,22 @@ class StatePass:
         lead = self.B, len(halves), self.H
         own, prev, dense = (x if x is None else plan.view(x, 0, *lead, *x.shape[1:]) for x in (own, prev, dense))
         carried = Carried(
-            own, prev, kept.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]), stamp=self.layout.stamp
+            own, prev, saved_states.fwd_epoch, transition=dense, passes=(passes[0], passes[-1]), stamp=self.layout.stamp
         )
         self.carrier.record(plan, carried, reverse, self.zigzag)
 
-    def _carry_in_order(self, plan: Plan, kept: Kept, local: Buffer, outside: Buffer | None, reverse: bool) -> None:
-        """Both in one kernel: ``kept.incoming`` is then each segment's incoming state, from whichever rank."""
+    def _carry_in_order(
+        self, plan: Plan, saved_states: SavedStates, local: Buffer, outside: Buffer | None, reverse: bool
+    ) -> None:
+        """Both in one kernel: ``saved_states.incoming`` is then each segment's incoming state, from whichever rank."""
         halves, carrier = 1 + self.zigzag, self.carrier
         assert isinstance(carrier, InOrderCarrier)
         outgoing = [plan.scratch(self.B * self.H, self.K, self.V) for _ in range(halves)]
         tables = self._segments(plan), plan.constant(self.layout.first_segments)
-        buffers = kept.transitions, local, *tables, outside, kept.incoming
+        buffers = saved_states.transitions, local, *tables, outside, saved_states.incoming
         fixed = dict(H=self.H, K=self.K, V=self.V, HALVES=halves, REVERSE=reverse)
         carrier.record_halves(
-            plan, delta_segments_kernel, buffers, (*outgoing, kept.fwd_epoch), self.layout.stamp, **fixed
+            plan, delta_segments_kernel, buffers, (*outgoing, saved_states.fwd_epoch), self.layout.stamp, **fixed
         )
 
     def _states(self, plan: Plan, x: Between, incoming: IncomingStates, final: Buffer | None, outputs: tuple) -> tuple:
@@ -340,7 +358,7 @@ def _like(record: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     return type(record)(*values) if hasattr(record, "_fields") else tuple(values)
 
 
-def _words(plan: Plan, kept: Kept) -> Kept:
+def _words(plan: Plan, saved_states: SavedStates) -> SavedStates:
     """Of the first two, as the float32 that they are."""
-    first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in kept[:2])
-    return kept._replace(transitions=first, incoming=second)
+    first, second = (plan.view(x, 0, *x.shape, dtype=torch.float32) for x in saved_states[:2])
+    return saved_states._replace(transitions=first, incoming=second)

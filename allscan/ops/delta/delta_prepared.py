@@ -22,7 +22,7 @@ from .delta_checks import RULES, TITLES, Shapes, check_tensors, shapes_of
 from .delta_passes import StatePass
 from .fla_chunks import ChunkCall, local
 from .own_chunks import ChunkPass, OwnChunks
-from .records import DeltaShape, Ends, Inputs, Kept, Options, Outer, Saved
+from .records import DeltaShape, Ends, Inputs, Options, Outer, Saved, SavedStates
 
 # What numbers are saved as of which some are never written: a saved_tensors_hook that looks at numbers, as a quantizer
 # does, is not to take those for numbers
@@ -60,41 +60,41 @@ class PreparedDelta:
         self.pending = partial(carrier.pending, carrier.prepare(x.carried(zigzag)), self.zigzag)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and Kept), of the
-        operator's inputs before ``fixed``."""
+        """(o, final_state or None, and for backward: sums of gates, scores and solved of chunks.py, and SavedStates),
+        of the operator's inputs before ``fixed``."""
         *tensors, initial_state, _, final = inputs
         x = Inputs(*tensors)
         ends = Ends(initial_state, x.q.new_zeros(self.state_shape, dtype=torch.float32) if final else None)
-        kept = Kept(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
+        saved_states = SavedStates(*(x.q.new_empty(shape, dtype=dtype) for dtype, shape in self._state_specs))
         self.layout.use(self.comm)
         v_shape = x.v.shape
         if not v_shape[1]:
-            self.states.forward_of_none(ends, kept)
-            return torch.empty_like(x.v), ends.filled, *sums_and_chunks(self.rule, x.k, x.v, x.g), *kept
+            self.states.forward_of_none(ends, saved_states)
+            return torch.empty_like(x.v), ends.outputs, *sums_and_chunks(self.rule, x.k, x.v, x.g), *saved_states
         if self.zigzag:
             x = Inputs(*_in_one(*x))
-        o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, kept)
+        o, sums, (scores, solved) = self.rule.forward(self.call, x, ends, saved_states)
         if self.zigzag:
             o = unsafe_view(o, v_shape)  # no view, which must not be written to
             solved = solved.view(v_shape[0], -1, *solved.shape[2:])
             sums = sums.view(v_shape[0], -1, *sums.shape[2:]) if sums.numel() else sums
             scores = scores.view(solved.shape) if scores.numel() else scores
         if self.comm.debug:
-            self.comm._look_for_nan(self.name, o=o, final_state=ends.filled)
-        return o, ends.filled, sums, scores.view(WORDS[scores.dtype]), solved, *kept
+            self.comm._look_for_nan(self.name, o=o, final_state=ends.outputs)
+        return o, ends.outputs, sums, scores.view(WORDS[scores.dtype]), solved, *saved_states
 
-    def backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> list[Any]:
+    def backward(self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> list[Any]:
         """Gradients of the inputs."""
         self.layout.use(self.comm)
         if not x.q.shape[1]:
-            self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), kept)
+            self.states.backward_of_none(Ends(outer.dfinal, outer.dinitial), saved_states)
             return [torch.empty_like(y) for y in x]
         saved, like = saved._replace(scores=saved.scores.view(saved.solved.dtype)), x
         if self.zigzag:
             x, scores = Inputs(*_in_one(*x)), saved.scores
             saved = Saved(*_in_one(scores if scores.numel() else None, saved.solved))
             outer = outer._replace(do=outer.do.flatten(0, 1)[None])
-        grads: Any = self.rule.backward(self.call, x, saved, outer, kept)
+        grads: Any = self.rule.backward(self.call, x, saved, outer, saved_states)
         grads = [d.to(y.dtype).contiguous() for d, y in zip(grads, like, strict=True)]
         if self.zigzag:
             grads = [d.view(y.shape) for d, y in zip(grads, like, strict=True)]
@@ -153,8 +153,8 @@ def _in_one(*tensors: Tensor | None) -> Iterator[Any]:
 
 
 def state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """(dtype, shape) of each of Kept; of more segments than there may be. The first two are saved as integers, see
-    WORDS."""
+    """(dtype, shape) of each of SavedStates; of more segments than there may be. The first two are saved as integers,
+    see WORDS."""
     segments = most_segments(x.B, x.T, x.sequences, x.segment_length(), zigzag)
     states = ((torch.int32, (segments, x.HV, x.K, width)) for width in (x.K, x.V))
     return *states, (torch.int64, (FWD_EPOCHS,))

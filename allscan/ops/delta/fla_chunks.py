@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...tokens.packing import CHUNK_TOKENS, Layout
-from .records import Between, Ends, Inputs, Kept, OfOutput, Outer, Saved
+from .records import Between, Ends, Inputs, OfOutput, Outer, Saved, SavedStates
 
 
 class Local(NamedTuple):
@@ -63,7 +63,9 @@ class KDA:
     def __init__(self, safe_gate: bool = False) -> None:
         self.safe = dict(safe_gate=safe_gate)
 
-    def forward(self, call: ChunkCall, x: Inputs, ends: Ends, kept: Kept) -> tuple[Tensor, Tensor, Saved]:
+    def forward(
+        self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
+    ) -> tuple[Tensor, Tensor, Saved]:
         """(o, sums of the gates, and what else backward takes)."""
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
@@ -74,11 +76,11 @@ class KDA:
         w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
             q=q, k=k, v=v, gk=sums, beta=beta, scale=scale, **self.safe, **options
         )
-        h, v_new = states.forward(Between(kg, w, u, sums), ends, kept)
+        h, v_new = states.forward(Between(kg, w, u, sums), ends, saved_states)
         o = chunk_gla_fwd_o_gk(q=q, v=v_new, g=sums, A=scores, h=h, scale=scale, **options)
         return o, sums, Saved(scores, solved)
 
-    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
+    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
         """Gradients of the inputs; ``outer`` is filled."""
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
@@ -90,7 +92,7 @@ class KDA:
         indices = dict(cu_seqlens=tables.cu_seqlens, chunk_indices=tables.chunk_indices)
         w, u, qg, kg = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=solved, gk=sums, **indices)
         between = Between(kg, w, u, sums, qg)
-        h, v_new, incoming = states.turn(between, OfOutput(do, None, scores), dfinal, kept, scale)
+        h, v_new, incoming = states.turn(between, OfOutput(do, None, scores), dfinal, saved_states, scale)
         d_scores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=scores, scale=scale, **options)
         dh, dv = states.backward(between, OfOutput(do, dv), incoming, dinitial, scale)
         del w, u, qg, kg, between
@@ -109,7 +111,9 @@ class GatedDeltaNet:
 
     scalar = True
 
-    def forward(self, call: ChunkCall, x: Inputs, ends: Ends, kept: Kept) -> tuple[Tensor, Tensor, Saved]:
+    def forward(
+        self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
+    ) -> tuple[Tensor, Tensor, Saved]:
         from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
@@ -117,11 +121,11 @@ class GatedDeltaNet:
         options = tables.options()
         sums = log2_sums(g, tables)
         w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=sums, beta=beta, **options)
-        h, v_new = states.forward(Between(k, w, u, sums), ends, kept)
+        h, v_new = states.forward(Between(k, w, u, sums), ends, saved_states)
         o = chunk_fwd_o(q=q, k=k, v=v_new, h=h, g=sums, scale=scale, **options)
         return o, sums, Saved(solved.new_empty(0), solved)
 
-    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
+    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
@@ -132,7 +136,7 @@ class GatedDeltaNet:
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=sums, **indices)
         dv = chunk_bwd_dv_local(q=q, k=k, g=sums, do=do, scale=scale, **options)
         between = Between(k, w, u, sums, q)
-        h, v_new, incoming = states.turn(between, OfOutput(do, dv), dfinal, kept, scale)
+        h, v_new, incoming = states.turn(between, OfOutput(do, dv), dfinal, saved_states, scale)
         dh, dv = states.backward(between, OfOutput(do, dv), incoming, dinitial, scale)
         # fla rejects its own kernel for this on Hopper before Triton 3.7.1
         dq, dk, dw, dg = states.gradients(between, v_new, OfOutput(do, dv), (h, dh), scale)

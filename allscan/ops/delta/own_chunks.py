@@ -20,7 +20,7 @@ from ...shmem_kernels.delta_chunks_bwd import (
 from ...tokens.packing import CHUNK_TOKENS, Layout, chunk_weights
 from .delta_passes import StatePass, _words
 from .fla_chunks import ChunkCall
-from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, Kept, OfOutput, Outer, Saved
+from .records import Between, DeltaShape, Ends, IncomingStates, Inputs, OfOutput, Outer, Saved, SavedStates
 
 
 def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -28,7 +28,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     12.8 makes wrong code in some kernels (tests/shmem_kernels/test_compile.py follows that of each)."""
     fine = dtype != torch.bfloat16
     both = dict(BJ=32 if fine else 64, BV=32 if fine else 64, num_warps=4, num_stages=1)
-    narrow = both | dict(BJ=32)
+    few_columns = both | dict(BJ=32)
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 64, BV_max)
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
@@ -39,10 +39,10 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         solved=both | few,
         output=output,
         pairs=both if fine else both | dict(BV=128),
-        gradient=narrow,
+        gradient=few_columns,
         strong_gradient=both,
         # with more columns its code is wrong whatever num_stages is, where keys or values have no more
-        scalar_gradient=narrow if fine else narrow | dict(BV=32 if min(BK, BV_max) <= 32 else 128),
+        scalar_gradient=few_columns if fine else few_columns | dict(BV=32 if min(BK, BV_max) <= 32 else 128),
     )
 
 
@@ -68,17 +68,21 @@ class ChunkPass(StatePass):
         self.weights = chunk_weights(CHUNK_TOKENS, layout.weights.device)
         self.fine = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
-    def whole_forward(self, x: Inputs, ends: Ends, kept: Kept, scale: float) -> list[Any]:
-        """(o, Aqk, T); ``kept`` and ``ends`` are filled as by forward."""
-        return self._run(self.record_forward, x, ends, kept, scale=scale)
+    def whole_forward(self, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float) -> list[Any]:
+        """(o, Aqk, T); ``saved_states`` and ``ends`` are filled as by forward."""
+        return self._run(self.record_forward, x, ends, saved_states, scale=scale)
 
-    def whole_backward(self, x: Inputs, saved: Saved, outer: Outer, kept: Kept, scale: float) -> list[Any]:
+    def whole_backward(
+        self, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
+    ) -> list[Any]:
         """(dq, dk of each head of v, dv, dg, dbeta); ``outer`` is filled."""
-        return self._run(self.record_backward, x, saved, outer, kept, scale=scale)
+        return self._run(self.record_backward, x, saved, outer, saved_states, scale=scale)
 
-    def record_forward(self, plan: Plan, x: Inputs, ends: Ends, kept: Kept, scale: float) -> tuple[Buffer, ...]:
+    def record_forward(
+        self, plan: Plan, x: Inputs, ends: Ends, saved_states: SavedStates, scale: float
+    ) -> tuple[Buffer, ...]:
         """whole_forward, into a plan."""
-        v, kept = x.v, _words(plan, kept)
+        v, saved_states = x.v, _words(plan, saved_states)
         o = plan.output_like(v)
         scores, solved = (plan.output(*v.shape[:3], CHUNK_TOKENS, dtype=v.dtype) for _ in "as")
         strong = plan.scratch(self.layout.num_chunks, self.H, dtype=torch.int32)
@@ -90,9 +94,9 @@ class ChunkPass(StatePass):
             self._operands(plan, x, strong, Saved(scores, solved), operands, **fixed, STRONG=True)
         local = plan.scratch(*self.of_states)
         if not self.alone or self.layout.num_segments > self.B:
-            self._summaries(plan, Between(kg, w, u, sums), kept.transitions, local)
-        room = self._room(plan.scratch, plan.scratch, False)
-        self._carry(plan, kept, local, ends.given, False, room)
+            self._summaries(plan, Between(kg, w, u, sums), saved_states.transitions, local)
+        scratch = self._scratch(plan.scratch, plan.scratch, False)
+        self._carry(plan, saved_states, local, ends.inputs, False, scratch)
         self._launch(
             plan,
             "output",
@@ -105,9 +109,9 @@ class ChunkPass(StatePass):
             scores,
             sums,
             self._segments(plan),
-            *room.incoming(kept.incoming),
+            *scratch.incoming(saved_states.incoming),
             o,
-            ends.filled,
+            ends.outputs,
             scale=scale,
             BT=CHUNK_TOKENS,
             PRECISION=self.chunked["PRECISION"],
@@ -115,11 +119,11 @@ class ChunkPass(StatePass):
         return o, scores, solved
 
     def record_backward(
-        self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, kept: Kept, scale: float
+        self, plan: Plan, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates, scale: float
     ) -> tuple[Buffer, ...]:
         """whole_backward, into a plan."""
         (q, k, v, g, beta), (scores, solved), (do, dfinal, dinitial) = x, saved, outer
-        kept = _words(plan, kept)
+        saved_states = _words(plan, saved_states)
         of_head = *v.shape[:3], self.K
         whole = self.H == self.HK  # nothing is added up over heads
         dq, dk = (plan.output(*of_head, dtype=q.dtype if whole else torch.float32) for _ in "qk")
@@ -128,15 +132,15 @@ class ChunkPass(StatePass):
         qg, kg, w, u, sums = operands = self._operands_memory(plan, v)
         self._operands(plan, x, strong, saved, operands, scale=scale, SOLVED=True, STRONG=False)
         between, d = Between(kg, w, u, sums, qg), OfOutput(do, None, scores)
-        incoming, room = plan.scratch(*self.of_states), self._room(plan.scratch, plan.scratch, True)
+        incoming, scratch = plan.scratch(*self.of_states), self._scratch(plan.scratch, plan.scratch, True)
         local = self._local_gradients(plan, between, d, dfinal, scale)
         with plan.side_stream(lambda carrier: carrier.stream()):
-            self._carry(plan, kept._replace(incoming=incoming), local, dfinal, True, room)
+            self._carry(plan, saved_states._replace(incoming=incoming), local, dfinal, True, scratch)
         h, dh = (plan.scratch(*self.of_chunks, dtype=self.fine) for _ in "hd")  # float16 would not hold large states
         v_new, dv_new = (plan.scratch(*v.shape, dtype=self.fine) for _ in "vd")
-        self._states(plan, between, IncomingStates(kept.incoming), None, (h, v_new))
+        self._states(plan, between, IncomingStates(saved_states.incoming), None, (h, v_new))
         plan.join()
-        self._adjoint(plan, between, d, room.incoming(incoming), (dh, dv_new, dinitial), scale)
+        self._adjoint(plan, between, d, scratch.incoming(incoming), (dh, dv_new, dinitial), scale)
         chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
@@ -204,14 +208,16 @@ class OwnChunks:
     def __init__(self, scalar: bool) -> None:
         self.scalar = scalar
 
-    def forward(self, call: ChunkCall, x: Inputs, ends: Ends, kept: Kept) -> tuple[Tensor, Tensor, Saved]:
+    def forward(
+        self, call: ChunkCall, x: Inputs, ends: Ends, saved_states: SavedStates
+    ) -> tuple[Tensor, Tensor, Saved]:
         """(o, nothing, what else backward takes)."""
-        o, *saved = call.states.whole_forward(x, ends, kept, call.scale)
+        o, *saved = call.states.whole_forward(x, ends, saved_states, call.scale)
         return o, x.g.new_empty(0, dtype=torch.float32), Saved(*saved)
 
-    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, kept: Kept) -> Inputs:
+    def backward(self, call: ChunkCall, x: Inputs, saved: Saved, outer: Outer, saved_states: SavedStates) -> Inputs:
         """Gradients of the inputs; ``outer`` is filled."""
-        dq, dk, *others = call.states.whole_backward(x, saved, outer, kept, call.scale)
+        dq, dk, *others = call.states.whole_backward(x, saved, outer, saved_states, call.scale)
         if (heads := x.q.shape[2]) != x.v.shape[2]:
             dq, dk = (d.unflatten(2, (heads, -1)).sum(3) for d in (dq, dk))
         return Inputs(dq, dk, *others)

@@ -77,7 +77,7 @@ class Outer(NamedTuple):
     dinitial: Any
 
 
-class Kept(NamedTuple):
+class SavedStates(NamedTuple):
     """What backward takes from forward; of a scan in reverse, with gradients for states."""
 
     transitions: Any  # [segments, H, K, K], words of float32, of whatever dtype of 4 bytes
@@ -107,8 +107,8 @@ class Ends(NamedTuple):
     """States of sequences [N, H, K, V] float32, or None: those where a pass begins, and those where it ends, which it
     fills. Forward initial and final ones, backward gradients of the final and of the initial ones."""
 
-    given: Any
-    filled: Any
+    inputs: Any
+    outputs: Any
 
 
 class IncomingStates(NamedTuple):
@@ -120,7 +120,7 @@ class IncomingStates(NamedTuple):
     prev: Any = None
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """Of a rank: local state; transition from its entry to each segment; incoming state; by which matrix that leaves
     it. None where there is no such thing."""
 

@@ -451,13 +451,13 @@ def _forward(
     scale: float,
     first_token: int | None = None,
     zigzag: int = False,
-    keeps: bool = False,
+    saves: bool = False,
     invariant: int = 0,
     of_all: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     carrier = carrier_of(handle, invariant)
     with carrier.comm.call(False, "zeco_gla", (q, k, v, g, initial_state)):
-        options = Options(scale, first_token, zigzag, keeps, invariant, of_all)
+        options = Options(scale, first_token, zigzag, saves, invariant, of_all)
         prepared = _prepare(carrier, (q, k, v, g, initial_state), cu_seqlens, options)
         return prepared.forward(q, k, v, g, initial_state, cu_seqlens, final)
 
@@ -474,11 +474,11 @@ def _fake(
     scale,
     first_token=None,
     zigzag=False,
-    keeps=False,
+    saves=False,
     invariant=0,
     of_all=False,
 ) -> tuple[Tensor | None, ...]:
-    shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, keeps, invariant), Shape)
+    shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, saves, invariant), Shape)
     return torch.empty_like(v), *_new_outputs(q, final, shape)
 
 
@@ -490,19 +490,19 @@ def _backward(
     v: Tensor,
     g: Tensor,
     cu_seqlens: Tensor | None,
-    kept: Tensor,
+    saved: Tensor,
     initial: bool,
     handle: int,
     gate_dtype: torch.dtype,
     scale: float,
     first_token: int | None = None,
     zigzag: int = False,
-    keeps: bool = False,
+    saves: bool = False,
     invariant: int = 0,
     of_all: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rest = scale, first_token, zigzag, keeps, invariant, of_all
-    return _run_backward(None, do, dfinal, q, k, v, g, cu_seqlens, kept, initial, handle, gate_dtype, *rest)
+    rest = scale, first_token, zigzag, saves, invariant, of_all
+    return _run_backward(None, do, dfinal, q, k, v, g, cu_seqlens, saved, initial, handle, gate_dtype, *rest)
 
 
 def _fake_backward(
@@ -513,18 +513,18 @@ def _fake_backward(
     v,
     g,
     cu_seqlens,
-    kept,
+    saved,
     initial,
     handle,
     gate_dtype,
     scale,
     first_token=None,
     zigzag=False,
-    keeps=False,
+    saves=False,
     invariant=0,
     of_all=False,
 ) -> tuple[Tensor | None, ...]:
-    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, (zigzag, keeps, invariant), Shape))
+    dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, (zigzag, saves, invariant), Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial
 
 

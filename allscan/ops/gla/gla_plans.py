@@ -176,9 +176,9 @@ class GLAPlan(Plan):
         self.shape, self.scale, self.layout, self.reverse = shape, scale, layout, reverse
         self.H, self.K, self.V, self.BT = shape.H, shape.K, shape.V, CHUNK_TOKENS
         self.BK, self.BV_max = max(16, next_power_of_2(self.K)), max(16, next_power_of_2(self.V))
-        self.narrow = narrow = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
+        self.is_bf16 = is_bf16 = shape.dtype == torch.bfloat16  # operands of 2 bytes: twice as much fits
         self.columns = min(64, self.BV_max)  # of V, where there is no state
-        self.num_stages = 3 if narrow else 1
+        self.num_stages = 3 if is_bf16 else 1
         self.dtype = OPERANDS[shape.dtype]  # of operands that are stored
         self.num_chunks = layout.num_chunks
         self.by_chunks = layout.num_chunks, self.H
@@ -235,7 +235,7 @@ class GLAPlan(Plan):
             BK=min(32, self.BK),
             KEYS=keys,
             RANGE=self.range,
-            num_warps=2 if self.narrow else 4,
+            num_warps=2 if self.is_bf16 else 4,
             num_stages=3,
         )
 
@@ -263,12 +263,12 @@ class GLAPlan(Plan):
 
     def blocks(self, BK: int, chosen: dict[int, tuple[int, int, int]]) -> tuple[int, int, int]:
         """(BV, num_warps, num_stages); of bfloat16 inputs those that are ``chosen`` for BK."""
-        BV = (16384 if self.narrow else 8192) // max(128, BK)
+        BV = (16384 if self.is_bf16 else 8192) // max(128, BK)
         stages = max(1, min(self.num_stages, 512 // BK))
         if chosen is OUTPUTS_REVERSE:
             BV, stages = min(64, BV), min(2, stages)
         default = BV, 8 if BK * BV > 8192 else 4, stages
-        BV, num_warps, stages = chosen.get(BK, default) if self.narrow else default
+        BV, num_warps, stages = chosen.get(BK, default) if self.is_bf16 else default
         BV = min(BV, self.BV_max)
         segments = self.shape.B * cdiv(self.shape.T, self.shape.segment)  # about, and the same for every layout
         few = 0 if self.shape.invariant else self.shape.num_sms  # one each
@@ -476,7 +476,7 @@ class GLAPlan(Plan):
                 passed,
                 REVERSE=True,
             )
-            BV = min(128 if self.narrow else 64, self.BV_max)
+            BV = min(128 if self.is_bf16 else 64, self.BV_max)
             self.launch(
                 value_grad_kernel,
                 (cdiv(self.V, BV), *self.by_chunks),
@@ -500,7 +500,7 @@ class GLAPlan(Plan):
         """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``incoming``: own, gates, prev.
         ``grads``: what is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
-        low = self.of_chunks(torch.int8, before=grads) if self.narrow else None
+        low = self.of_chunks(torch.int8, before=grads) if self.is_bf16 else None
         self._with_state(
             state_kernel,
             min(128, self.BK),
@@ -521,7 +521,7 @@ class GLAPlan(Plan):
 
     def score_gradients(self, v: Buffer, do: Buffer) -> tuple:
         """(dA, its diagonal): see da_kernel and load_da."""
-        da = self.per_token((2 if self.narrow else 1) * self.BT, dtype=self.dtype)
+        da = self.per_token((2 if self.is_bf16 else 1) * self.BT, dtype=self.dtype)
         diagonal = self.scratch(self.shape.B, self.shape.T, self.H)
         self.launch(
             da_kernel,
@@ -547,7 +547,7 @@ class GLAPlan(Plan):
         parts = of_states[2].shape[2]
         common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
         # also for K = 32: with 32 columns of bfloat16 the ptxas of Triton 3.6 makes wrong code
-        BK = 64 if self.narrow else min(32, self.BK)
+        BK = 64 if self.is_bf16 else min(32, self.BK)
         self.launch(
             grad_kernel,
             (cdiv(self.K, BK), *self.by_chunks),
