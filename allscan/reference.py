@@ -26,6 +26,15 @@ def allscan_reference(
 
     Returns:
         [R_0, ..., R_{P-1}], float64.
+
+    Raises:
+        IndexError: if states, decays and transitions are not of the same ranks.
+        RuntimeError: torch's, for shapes that do not go together.
+
+    Example:
+        >>> allscan_reference([torch.ones(2, 2), torch.ones(2, 2)], decays=[0.5, 0.5])[1]     # rank 0's state
+        tensor([[1., 1.],
+                [1., 1.]], dtype=torch.float64)
     """
     order = range(len(states))
     if reverse:
@@ -71,6 +80,15 @@ def allscan_segments_reference(
     Returns:
         (incoming, outgoing): lists of [n, ..., K, V] and [..., K, V], float64, one a rank: the incoming state of each
         segment, and the outgoing state of the rank.
+
+    Raises:
+        IndexError: if states, decays and transitions are not of the same ranks.
+        RuntimeError: torch's, for shapes that do not go together.
+
+    Example:
+        >>> incoming, outgoing = allscan_segments_reference([torch.ones(2, 1, 1), torch.ones(1, 1, 1)])
+        >>> incoming[1].flatten(), outgoing[1].flatten()                          # of rank 1, which has one segment
+        (tensor([2.], dtype=torch.float64), tensor([3.], dtype=torch.float64))
     """
     step = -1 if reverse else 1
     carry = states[0].new_zeros(states[0].shape[1:]) if initial_state is None else initial_state
@@ -108,6 +126,16 @@ def gla_reference(
 
     Returns:
         (o, final_state [B or N, H, K, V]), float64.
+
+    Raises:
+        RuntimeError: torch's, for shapes that do not go together.
+
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 8, 2, 16) for _ in range(4))
+        >>> o, final_state = gla_reference(q, k, v, torch.nn.functional.logsigmoid(g))
+
+    Source:
+        Gated linear attention (Yang et al., arXiv 2312.06635), its recurrent form.
     """
     if cu_seqlens is not None:
         cuts = [int(cut) for cut in cu_seqlens]
@@ -153,6 +181,17 @@ def delta_reference(
 
     Returns:
         (o, final_state [B or N, HV, K, V]), float64.
+
+    Raises:
+        RuntimeError: torch's, for shapes that do not go together.
+
+    Example:
+        >>> q, k, v, g = (torch.randn(1, 8, 2, 16) for _ in range(4))
+        >>> k, beta = torch.nn.functional.normalize(k, dim=-1), torch.rand(1, 8, 2)
+        >>> o, final_state = delta_reference(q, k, v, torch.nn.functional.logsigmoid(g), beta)
+
+    Source:
+        Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692), their recurrent forms.
     """
     if cu_seqlens is not None:
         cuts = [int(cut) for cut in cu_seqlens]
@@ -200,6 +239,17 @@ def ssd_reference(
 
     Returns:
         (y [B, T, H, P], final_states [B or number of sequences, H, P, N]), float64.
+
+    Raises:
+        RuntimeError: torch's, for shapes that do not go together.
+
+    Example:
+        >>> x, dt, A = torch.randn(1, 8, 2, 4), torch.rand(1, 8, 2), -torch.rand(2)
+        >>> B, C = torch.randn(2, 1, 8, 1, 16)
+        >>> y, final_states = ssd_reference(x, dt, A, B, C)
+
+    Source:
+        Mamba2 (Dao and Gu, arXiv 2405.21060), its recurrent form.
     """
     if cu_seqlens is not None:
         cuts = [int(cut) for cut in cu_seqlens]

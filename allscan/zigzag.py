@@ -37,6 +37,9 @@ def to_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
         TypeError: another type.
         ValueError: T, dimensions, device; ranks that differ.
         RuntimeError: and whatever else ``allscan.allscan`` raises of the communicator.
+
+    Example:
+        >>> halves = allscan.zigzag.to_zigzag(x, comm=comm)                       # [B, T, ...], chunks r and 2P - 1 - r
     """
     return _move(x, comm, True)
 
@@ -53,6 +56,9 @@ def from_zigzag(x: Tensor, *, comm: Communicator) -> Tensor:
 
     Raises:
         ValueError: and whatever else ``to_zigzag`` raises.
+
+    Example:
+        >>> x = allscan.zigzag.from_zigzag(halves, comm=comm)                     # consecutive tokens again
     """
     return _move(x, comm, False)
 
@@ -79,6 +85,10 @@ def zigzag_positions(
     Raises:
         TypeError: for another type.
         ValueError: for an odd T and for cu_seqlens that do not go with it.
+
+    Example:
+        >>> places = allscan.zigzag.zigzag_positions(T, comm=comm)
+        >>> mine, position_ids = row[:, places], places[None]                     # row: [B, P T], alike on all ranks
     """
     check_communicator(comm)
     if T % 2 or T < 0:

@@ -55,6 +55,40 @@ def test_docstrings_name_all_arguments():
     assert not wrong, wrong
 
 
+SAID_BY_OTHERS = {"allscan.Work", "allscan.AllScanTimeout", "allscan.device.Channel"}  # that users do not make
+OF_TRAINER = "SequenceParallelTrainer"  # whose methods are those of transformers' Trainer
+
+
+@pytest.mark.quick
+def test_docstrings_have_their_sections():
+    """What is returned and raised, and an example: of functions, classes and their methods that take arguments or say
+    what they raise."""
+    wrong = []
+    for name, found in documented():
+        if name in SAID_BY_OTHERS:
+            continue
+        said = [(name, found, inspect.isclass(found))]
+        if inspect.isclass(found) and OF_TRAINER not in name:
+            methods = ((key, getattr(x, "__func__", x)) for key, x in vars(found).items() if key[0] != "_")
+            methods = [(key, x) for key, x in methods if inspect.isfunction(x)]
+            said += [
+                (f"{name}.{key}", x, False)
+                for key, x in methods
+                if len(inspect.signature(x).parameters) > 1 or "Raises:" in (inspect.getdoc(x) or "")
+            ]
+        for full_name, thing, is_class in said:
+            text = inspect.getdoc(thing) or ""
+            sections = ["Raises", "Example"]
+            parameters = [] if is_class else [x for x in inspect.signature(thing).parameters if x != "self"]
+            sections += ["Args"] if parameters else []
+            if not is_class and inspect.signature(thing).return_annotation not in ("None", None):
+                sections.append("Returns")
+            missing = [x for x in sections if not re.search(rf"^{x}:\n {{4}}\S", text, re.MULTILINE)]
+            if missing:
+                wrong.append((full_name, missing))
+    assert not wrong, wrong
+
+
 def test_its_examples_run():
     done, of_all = python("docs/check_examples.py").split()[0:3:2]
     assert done == of_all and int(done) >= 30

@@ -11,7 +11,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # What is not to be found, and what to write instead
 WORDS = {
-    r"\b(class|->) (Kept|Room)\b|\b(Kept|Room)\(|: (Kept|Room)\b|\bkeeps(=|: bool)|\b(kept_for|_kept_here)\b": "SavedStates, saves; Scratch",
+    r"\b(class|->|:) (Kept|Room)\b|\b(Kept|Room)\(|\b(kept_for|_kept_here)\b": "SavedStates; Scratch",
+    r"\bkeeps(=|: bool)": "saves",
     r"\bBeside\b(?=[:(\]]| *[|,]|$)|\.beside\(|_beside\b": "SideStream, side_stream",
     r"\.narrow\b(?!\()": "is_bf16",
     r"\b[bp]_(enters|leaves|entering|leaving)\b|\b(load_entering|Entering)\b": "incoming, local, outgoing state",

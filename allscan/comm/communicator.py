@@ -246,10 +246,18 @@ class Communicator(Calls):
         return self.graphs.counts()
 
     def check(self) -> None:
-        """Raise ``AllScanTimeout`` if a wait has timed out so far, ``AllScanOutOfStep`` if this rank is out
-        of step with the others, RuntimeError if the communicator is closed.
+        """Raise if a kernel of this rank has given up so far.
 
         Reads host memory only; synchronise the device first for a verdict on work that is still running.
+
+        Raises:
+            AllScanTimeout: if a wait has timed out.
+            AllScanOutOfStep: if this rank is desynchronized from the others.
+            RuntimeError: if the communicator is closed.
+
+        Example:
+            >>> torch.cuda.synchronize()
+            >>> comm.check()                                                      # before results are used
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
@@ -261,6 +269,14 @@ class Communicator(Calls):
         Counts a word in stream order, so it may be part of a CUDA graph; it is sent with every tile, and a rank whose
         neighbour sent a tile in another step raises ``AllScanOutOfStep`` instead of taking it. So a rank that
         skips the calls of an iteration is found in the next launch.
+
+        Raises:
+            AllScanTimeout, AllScanOutOfStep, RuntimeError: those of ``check``.
+
+        Example:
+            >>> for batch in loader:
+            ...     comm.step()
+            ...     train(batch)
         """
         self.order.steps += 1
         self.order.missed_steps += 1  # where it raises, see _steps
@@ -282,7 +298,11 @@ class Communicator(Calls):
                 in which the others hear of it).
             AllScanOutOfStep: on every rank if they have called ``step`` different numbers of times since the last
                 ``resync``: close the communicator and make a new one on all ranks, and begin with the same batch.
-            RuntimeError: if the ranks do not have the same AllScans.
+            RuntimeError: if the ranks do not have the same AllScans, or if the communicator is closed.
+
+        Example:
+            >>> except allscan.AllScanError:                                      # on every rank, see docs/training.md
+            ...     comm.resync()
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
@@ -326,6 +346,9 @@ class Communicator(Calls):
             AllScanOutOfStep: on every rank if they have made different numbers of calls, and on the others if this rank
                 raises.
             AllScanTimeout: and whatever else ``check`` raises, without waiting for anybody.
+
+        Example:
+            >>> comm.barrier()                                                    # on every rank of the group
         """
         self.check()
         self.streams.synchronize()
@@ -345,6 +368,10 @@ class Communicator(Calls):
                 come.
             AllScanTimeout: and whatever else ``check`` raises, after it has closed, if a kernel has given up and
                 nothing has said so on this rank before.
+
+        Example:
+            >>> with allscan.Communicator() as comm:                              # which closes it at its end
+            ...     train(comm)
         """
         if self._closed:
             return

@@ -118,6 +118,12 @@ def finalize() -> None:
 
     Raises:
         RuntimeError: before anything is given back, if another Communicator is open.
+
+    Example:
+        >>> with allscan.Communicator() as comm:
+        ...     train(comm)
+        >>> allscan.finalize()                                                    # on every rank of the job
+        >>> torch.distributed.destroy_process_group()
     """
     global _heap, _job, _deserted
     if _heap is None:

@@ -87,6 +87,9 @@ def sequence_parallel(
         attention: how softmax layers run, see ``allscan.integrations.attention.Attention``: without a window, a
             cache and cu_seqlens in merged blocks by PyTorch's kernels, else by flash_attn's over keys of the row.
 
+    Returns:
+        ``module`` itself, changed.
+
     Raises:
         ValueError: if there is no recurrent layer, a layer of fla of another kind, or one whose forward is not its
             class's (hooks that replace it come after); when called, for an attention mask that masks anything (pack

@@ -42,6 +42,10 @@ def enable() -> None:
     The Communicator of a context's group is made at the first call with it, which is collective on the host; see
     ``context_parallel``, which takes one that exists. Calling it again changes nothing.
 
+    Raises:
+        AllScanError, RuntimeError: not here, but in calls with a context: what ``Communicator`` and ``allscan.allscan``
+            raise.
+
     Example:
         >>> allscan.integrations.fla_cp.enable()                                  # once, before or after fla's imports
         >>> context = build_cp_context(cu_seqlens, group)                         # fla.ops.cp, as ever
@@ -99,8 +103,11 @@ def context_parallel(comm: Communicator) -> None:
     Args:
         comm: the ranks of the contexts' group.
 
+    Raises:
+        TypeError: for another type. Calls then raise what ``allscan.allscan`` raises of the communicator.
+
     Example:
-        >>> context_parallel(comm)
+        >>> allscan.integrations.fla_cp.context_parallel(comm)
         >>> context = build_cp_context(cu_seqlens, comm.group)                    # fla.ops.cp, as ever
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
     """

@@ -62,6 +62,9 @@ def sequence_parallel(
             first mixer of it and kept to the end of the process; making it is collective on the host, the first of a
             job over all of its ranks (``allscan.init``).
 
+    Returns:
+        The copy; ``spec`` stays as it is.
+
     Raises:
         ValueError: for a spec without such mixers. The mixers raise ValueError, on every rank, when they are made with
             CUDA graphs or hybrid context parallelism; when called for inference, for a batch with a group of its own,

@@ -101,6 +101,9 @@ def sequence_parallel(
             caller takes care. The states of all sequences are sent then.
         attention: how softmax layers run, see ``allscan.integrations.attention.Attention``.
 
+    Returns:
+        ``model`` itself, changed.
+
     Raises:
         ValueError: for models of another kind or around one, with a forward that was replaced (hooks that do so come
             after), with hub kernels, another attention function or loss, a sliding window, rotary embeddings that

@@ -137,7 +137,20 @@ class AllScan:
     ) -> int:
         """Symmetric memory that an AllScan with these arguments would take on this rank, in bytes: about 2 * depth *
         the state, with put links twice that; with rails more than twice that; nothing on one rank. Takes nothing, and
-        asks no other rank."""
+        asks no other rank.
+
+        Args:
+            comm, shape, depth, protocol, tile, max_ctas, algorithm: those of ``AllScan``.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            TypeError, ValueError: those of ``AllScan`` for the same arguments.
+
+        Example:
+            >>> allscan.AllScan.size_hint(comm, (16, 128, 128))                   # a state of 1 MiB: about 6 MiB
+        """
         check_communicator(comm)
         ctas = comm.max_ctas if max_ctas is None else max_ctas
         _, layout = _plan(comm, shape, depth, protocol, tile, ctas, algorithm)
@@ -167,6 +180,10 @@ class AllScan:
         Raises:
             AllScanOutOfStep: if the ranks have made different numbers of calls.
             RuntimeError: if one does not come.
+
+        Example:
+            >>> with allscan.AllScan(comm, (16, 128, 128)) as scan:               # which closes it at its end
+            ...     prev = scan.scan(state)
         """
         comm, rails = self.comm, self.launcher.rails
         if self.launcher.closed:
@@ -205,10 +222,25 @@ class AllScan:
         this launch; given as ``adjoint_of`` to the launch of the backward, in the other direction, it goes with that
         one's tiles, so that ranks that run the backward of different calls find out at once.
 
+        Args:
+            reverse: the direction: from the last rank to the first.
+            fwd_epoch: int64 [1] on the device, see ``AllScan.fwd_epoch``; filled by the launch.
+            adjoint_of: what a launch in the other direction has filled.
+
+        Returns:
+            What the kernel takes as its argument ``channel``: ``allscan.device.Channel``. For one launch or many.
+
         Raises:
+            TypeError: for a forward epoch that is no tensor.
             ValueError: where the algorithm is not a chain, for both of them, for a forward epoch that is none, and for
                 ``adjoint_of`` in the direction of its forward launch.
             RuntimeError: if this is closed.
+
+        Example:
+            >>> fwd_epoch = scan.fwd_epoch()
+            >>> grid = (min(scan.num_tiles, comm.max_ctas),)
+            >>> scan.launch(kernel, grid, x, out, channel=scan.channel(fwd_epoch=fwd_epoch))
+            >>> back = scan.channel(reverse=True, adjoint_of=fwd_epoch)           # of the backward's launch
         """
         if self.launcher.closed:
             raise RuntimeError("this AllScan is closed")
@@ -264,8 +296,14 @@ class AllScan:
             **options: the kernel's constants, and Triton's launch options.
 
         Raises:
-            TypeError: for another grid.
+            TypeError: for another grid, and for the method ``channel`` in place of what it returns.
             ValueError: for another grid, and for channels of another AllScan.
+            RuntimeError: if this, or the AllScan of a channel, is closed.
+            AllScanError: what ``Communicator.check`` raises.
+
+        Example:
+            >>> grid = (min(scan.num_tiles, comm.max_ctas),)
+            >>> scan.launch(kernel, grid, x, out, scan.channel(), num_warps=4)
         """
         if self.launcher.rails is not None:
             raise ValueError(f'kernels of your own need algorithm="chain", this AllScan has "{self.algorithm}"')
@@ -371,7 +409,20 @@ class AllScan:
                 launched next on the current one; in a CUDA graph's capture on the current one.
 
         Returns:
-            ``out``, or a new tensor. Runs on torch's current stream; the host does not wait.
+            ``out``, or a new tensor. Runs on torch's current stream; the host does not wait. With ``async_op`` a
+            ``Work``, whose ``wait()`` returns it.
+
+        Raises:
+            TypeError: for arguments of other types.
+            ValueError: for other shapes, dtypes or devices, for ``out`` that shares memory with an argument, and for a
+                channel of another AllScan or of the other direction.
+            RuntimeError: if this AllScan or its communicator is closed.
+            AllScanError: what ``Communicator.check`` raises.
+
+        Example:
+            >>> prev = scan.scan(state, 0.5)                                      # state: float32, of the scan's shape
+            >>> work = scan.scan(state, decay, reverse=True, async_op=True)
+            >>> after = work.wait()
         """
         inputs = ScanInputs(state, decay, transition, initial_state, out)
         with self.comm.call(reverse, "AllScan.scan()", inputs):
