@@ -128,6 +128,23 @@ def test_all_pages_are_in_the_menu():
 
 
 @pytest.mark.quick
+def test_profiling_names_every_kernel():
+    page = pathlib.Path(ROOT, "docs", "profiling.md").read_text()
+    sources = [path.read_text() for path in pathlib.Path(ROOT, "shmem_kernels").glob("*.py")]
+    kernels = {name for source in sources for name in re.findall(r"^def ([a-z]\w*_kernel)\b", source, re.MULTILINE)}
+    assert len(kernels) > 30 and not [name for name in sorted(kernels) if f"`{name}`" not in page]
+
+
+@pytest.mark.quick
+def test_the_readme_leads_to_every_page():
+    """To those of the API by way of their overview, whose links are those of the folder."""
+    readme, overview = (pathlib.Path(ROOT, name).read_text() for name in ("README.md", "docs/api/index.md"))
+    pages = [path.relative_to(ROOT) for path in pathlib.Path(ROOT, "docs").rglob("*.md")]
+    missing = [str(x) for x in pages if f"]({x}" not in readme and (x.parts[1] != "api" or x.name not in overview)]
+    assert missing == ["docs/index.md"], missing  # which is the same for the site
+
+
+@pytest.mark.quick
 def test_variables_are_documented():
     """Each one that the package, or its tests, read."""
     names = set()
