@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,7 +138,7 @@ def _pieces(rank: int, size: int, zigzag: bool) -> tuple[int, int]:
     return (rank, 2 * size - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
 
 
-def _move(x, comm, to) -> Tensor:
+def _move(x: Tensor, comm: Communicator, to: bool) -> Tensor:
     check_communicator(comm)
     if torch.compiler.is_compiling():
         return _traced.forward(x, to, comm.handle)[0]
@@ -146,7 +147,7 @@ def _move(x, comm, to) -> Tensor:
         return _Move.apply(x, comm, to)
 
 
-def _check(x, comm, to) -> None:
+def _check(x: Tensor, comm: Communicator, to: bool) -> None:
     """Raise TypeError or ValueError, at a first call with tensors like ``x`` on every rank."""
     known = comm.agreed.arguments
     signature = (to, x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else None
@@ -170,7 +171,7 @@ def _check(x, comm, to) -> None:
         known.remember(key)
 
 
-def _all_to_all(received, send, come, leave, comm) -> None:
+def _all_to_all(received: Tensor, send: Tensor, come: list[int], leave: list[int], comm: Communicator) -> None:
     """On CPUs no rank waits longer for the others than the communicator's timeout."""
     work = dist.all_to_all_single(received, send, come, leave, group=comm.group, async_op=True)
     if send.is_cuda:
@@ -187,19 +188,19 @@ def _all_to_all(received, send, come, leave, comm) -> None:
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, comm, to) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, to: bool) -> Tensor:
         ctx.handle, ctx.to = comm.handle, to  # a graph keeps no communicator
         return _moved(x, comm, to)
 
     @staticmethod
-    def backward(ctx, dx) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         comm = communicator_of(ctx.handle)
         with comm.call(True, "the backward of to_zigzag()", (dx,)):
             _check(dx, comm, not ctx.to)
             return _Move.apply(dx, comm, not ctx.to), None, None
 
 
-def _moved(x, comm, to) -> Tensor:
+def _moved(x: Tensor, comm: Communicator, to: bool) -> Tensor:
     size, rank = comm.size, comm.rank
     if size == 1:
         return x.clone(memory_format=torch.contiguous_format)
@@ -228,7 +229,7 @@ def _forward(x: Tensor, to: bool, handle: int) -> tuple[Tensor]:
         return (_moved(x, comm, to),)
 
 
-def _fake(x, to, handle) -> tuple[Tensor]:
+def _fake(x: Tensor, to: bool, handle: int) -> tuple[Tensor]:
     return (x.new_empty(x.shape),)
 
 
@@ -239,11 +240,11 @@ def _backward(dx: Tensor, to: bool, handle: int) -> tuple[Tensor]:
         return (_moved(dx, comm, not to),)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, *ctx.where = inputs
 
 
-def _gradient(backward, ctx, dx) -> tuple[Tensor, None, None]:
+def _gradient(backward: Callable[..., Any], ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
     return backward(dx, *ctx.where)[0], None, None
 
 

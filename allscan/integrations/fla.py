@@ -417,6 +417,7 @@ def _convolve(convolutions, xs, use_cache, where) -> tuple[list[torch.Tensor], t
     lengths = None if cu_seqlens is None else _read(comm, cu_seqlens)
     sizes = None  # of cut documents' pieces, each of which begins with what is before it
     if per_document:
+        assert lengths is not None  # with per_document there are cu_seqlens
         sizes = [b - a for a, b in document_places(lengths, comm.rank, comm.size)]
         halves = len(sizes)
     if n:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -124,7 +124,7 @@ def allscan(
 _not_traced = dynamo_disabled(allscan)
 
 
-def _compiled(comm, inputs, reverse, layout, async_op) -> Tensor:
+def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout: str, async_op: bool) -> Tensor:
     """``allscan`` as torch.compile traces it."""
     check_communicator(comm)
     state, decay, transition, initial_state, out = inputs
@@ -137,7 +137,7 @@ def _compiled(comm, inputs, reverse, layout, async_op) -> Tensor:
     return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
 
-def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
+def scan_once(comm: Communicator, inputs: ScanInputs, reverse: bool, async_op: bool = False, part: str = "") -> Any:
     """``allscan`` of tensors in the contiguous layout, in a call of ``comm``. part: "half" of the zigzag layout or
     "hop" of halo(), whose ranks agree upon the whole; for a hop, a chain."""
     key = call_key(inputs)
@@ -153,7 +153,7 @@ def scan_once(comm, inputs: ScanInputs, reverse: bool, async_op: bool = False, p
     return works[0].of(prev) if async_op else prev
 
 
-def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
+def _prepare(comm: Communicator, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> PreparedScan:
     """What runs the call, after all checks; wrong arguments are raised, at a first call on every rank."""
     state, _, transition, initial_state, out = inputs
     deferred = None
@@ -175,7 +175,14 @@ def _prepare(comm, key: tuple, inputs: ScanInputs, reverse: bool, part: str) -> 
     return prepared
 
 
-def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = "") -> AllScan:
+def _scan_of(
+    comm: Communicator,
+    shape: Any,
+    transition: Tensor | None,
+    agreed: tuple[Any, ...] | None = None,
+    deferred: DeferredError | None = None,
+    part: str = "",
+) -> AllScan:
     """That for states of this shape, made at a first call. agreed: (layout, reverse, whether initial_state is None), as
     on all ranks. deferred: what is wrong with this rank's arguments, the shape perhaps."""
     agree = agreed and ("allscan", *zip(("layout", "reverse", "initial_state is None"), agreed, strict=True))
@@ -191,7 +198,14 @@ def _scan_of(comm, shape, transition, agreed=None, deferred=None, part: str = ""
 ZIGZAG = stamp("allscan", "zigzag")
 
 
-def scan_zigzag(comm, inputs: ScanInputs, reverse=False, layout="zigzag", async_op=False, part: str = "half") -> Any:
+def scan_zigzag(
+    comm: Communicator,
+    inputs: ScanInputs,
+    reverse: bool = False,
+    layout: str = "zigzag",
+    async_op: bool = False,
+    part: str = "half",
+) -> Any:
     """The same of pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
     there: Any
@@ -244,13 +258,13 @@ class Together(Function):
     """Tensors as they are, whose gradients are of one node: it runs behind all that uses any of them."""
 
     @staticmethod
-    def forward(ctx, _, *tensors) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, _, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         # views that such a function makes must not be written to: these are none, of the same memory
         return tuple(x if x is None else x.detach() for x in tensors)
 
     @staticmethod
-    def backward(ctx, *grads) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *grads
 
 
@@ -259,7 +273,9 @@ class _AllScan(Function):
     and async_op returns something else."""
 
     @staticmethod
-    def forward(ctx, how, state, decay, transition, initial_state) -> Tensor:
+    def forward(
+        ctx: Any, how: Any, state: Tensor, decay: Tensor | None, transition: Tensor | None, initial_state: Tensor | None
+    ) -> Tensor:
         prepared, number, async_op, works = how
         comm, again = prepared.comm, recomputing()
         fwd_epoch, fwd_epochs = (new_fwd_epochs(comm, 1), None) if again else borrow_fwd_epoch(comm)
@@ -287,7 +303,7 @@ class _AllScan(Function):
         return prev
 
     @staticmethod
-    def backward(ctx, dprev) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dprev: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
         reference, (handle, stamp_of_call), fwd_epoch, number, pending, has_decay, shape = ctx.given
@@ -321,7 +337,7 @@ def _adjoint(launcher: Launcher, inputs: ScanInputs, reverse: bool) -> PreparedS
     return launcher.prepared_scan(call_key(inputs), inputs, not reverse, adjoint=True, of_adjoint=True)
 
 
-def _restored(factor, shape, is_decay, prev, dprev) -> Sequence[Any]:
+def _restored(factor: Any, shape: Any, is_decay: bool, prev: Any, dprev: Tensor) -> Sequence[Any]:
     """(factor, of that shape, and prev or None) as ``restored``; prev has the shape of ``dprev``."""
     kinds, names = [(dprev.dtype, x, dprev.device) for x in (shape, dprev.shape)], "decay" if is_decay else "transition"
     if prev is None:
@@ -371,7 +387,15 @@ def _forward(
         return prepared.run(inputs, False, fwd_epoch), fwd_epoch
 
 
-def _fake(state, decay, transition, initial_state, number, reverse, handle) -> tuple[Tensor, Tensor]:
+def _fake(
+    state: Tensor,
+    decay: Tensor | None,
+    transition: Tensor | None,
+    initial_state: Tensor | None,
+    number: int,
+    reverse: bool,
+    handle: int,
+) -> tuple[Tensor, Tensor]:
     return state.new_empty(state.shape), state.new_empty(1, dtype=torch.int64)
 
 
@@ -409,19 +433,29 @@ def _backward(
 
 
 def _fake_backward(
-    dprev, decay, transition, prev, fwd_epoch, number, reverse, handle, of_decay, of_transition, of_initial
+    dprev: Tensor,
+    decay: Tensor,
+    transition: Tensor,
+    prev: Tensor,
+    fwd_epoch: Tensor,
+    number: int,
+    reverse: bool,
+    handle: int,
+    of_decay: bool,
+    of_transition: bool,
+    of_initial: bool,
 ) -> tuple[Tensor, ...]:
     shapes = prev.shape, of_decay and decay.shape, of_transition and transition.shape, of_initial and prev.shape
     return tuple(prev.new_empty(shape if shape is not False else 0) for shape in shapes)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, decay, transition, _, *ctx.where = inputs
     ctx.save_for_backward(decay, transition, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradient(backward, ctx, dprev, _) -> tuple[Tensor | None, ...]:
+def _gradient(backward: Callable[..., Any], ctx: Any, dprev: Tensor, _) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[1:4]
     grads = backward(dprev, *ctx.saved_tensors, *ctx.where, *wanted)
     return grads[0], *(x if w else None for x, w in zip(grads[1:], wanted, strict=True)), None, None, None
@@ -435,13 +469,13 @@ class Using(torch.autograd.Function):
     """x; its backward runs that of the others too, as each rank's has to."""
 
     @staticmethod
-    def forward(ctx, x, *others) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         ctx.kinds = [(other.shape, other.dtype) for other in others]
         ctx.save_for_backward(*others)  # so that activation checkpointing computes again here, on every rank alike
         return x.detach()  # no view, which must not be written to; of the same memory
 
     @staticmethod
-    def backward(ctx, dx) -> tuple[Tensor, ...]:  # which may go to a kernel next
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, ...]:  # which may go to a kernel next
         _ = ctx.saved_tensors
         return plain_or_traced(dx)[0], *(dx.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.kinds)
 
@@ -472,13 +506,13 @@ def final_of_all(o: Tensor, final: Any, comm: Communicator, packed: bool, zigzag
     return o, found
 
 
-def _foreign(comm, inputs: ScanInputs, reverse: bool) -> Any:
+def _foreign(comm: Communicator, inputs: ScanInputs, reverse: bool) -> Any:
     """CuPy and NumPy arrays, through DLPack, without a copy."""
     state, decay, transition, initial_state, out = inputs
     if not hasattr(state, "__dlpack__"):
         raise TypeError(f"state must be a torch tensor or a CuPy or NumPy array, got {type(state).__name__}")
 
-    def tensor(array) -> Any:
+    def tensor(array: Any) -> Any:
         if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
             raise ValueError("an array with negative strides cannot be shared: make a copy of it")
         try:

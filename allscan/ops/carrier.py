@@ -50,7 +50,14 @@ class StateCarrier(Protocol):
     comm: Communicator
     handle: int  # stands for this object where torch wants a number, among carriers of its class; see ``register``
 
-    def prepare(self, shape, agree=None, deferred: DeferredError | None = None, *, at_first: bool = False) -> Any:
+    def prepare(
+        self,
+        shape: Sequence[int] | None,
+        agree: tuple[Any, ...] | None = None,
+        deferred: DeferredError | None = None,
+        *,
+        at_first: bool = False,
+    ) -> Any:
         """Before the first forward call with tensors like its own; see agreement.get_or_create_scan. Returns what
         ``pending`` takes."""
 
@@ -101,7 +108,14 @@ class AllScanCarrier:
         name = "carrier of transitions" if dense else "carrier"
         return comm.attributes.get(name) or comm.attributes.setdefault(name, AllScanCarrier(comm, dense))
 
-    def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
+    def prepare(
+        self,
+        shape: Sequence[int] | None,
+        agree: tuple[Any, ...] | None = None,
+        deferred: DeferredError | None = None,
+        *,
+        at_first: bool = False,
+    ) -> AllScan:
         if self._dense:
             variant = ScanVariant(None if shape is None else transition_tile(shape[-2]))
         else:
@@ -110,15 +124,15 @@ class AllScanCarrier:
             variant = ScanVariant(None, max(1, self.comm.max_ctas // 2), algorithm)
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, variant)
 
-    def stream(self, priority=SCANS) -> AbstractContextManager[Callable[[], None]]:
+    def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
         return self.comm.streams.side(priority)
 
-    def neighbours(self, shape, zigzag) -> tuple[bool, bool]:
+    def neighbours(self, shape: tuple[int, ...], zigzag: bool) -> tuple[bool, bool]:
         if zigzag or self._scan(shape).algorithm != "chain":
             return True, True
         return self.comm.rank > 0, self.comm.rank < self.comm.size - 1
 
-    def record(self, plan, carried, reverse, zigzag) -> None:
+    def record(self, plan: Plan, carried: Carried, reverse: bool, zigzag: bool) -> None:
         scan = self._scan(carried.state.shape)
         if zigzag or scan.algorithm != "chain":
             record_call(plan, carried, reverse, zigzag)
@@ -128,10 +142,10 @@ class AllScanCarrier:
         buffers = Scanned(carried.state, carried.out, fwd_epoch, *factors)
         scan.launcher.record_scan(plan, buffers, reverse, carried.stamp)
 
-    def _scan(self, shape) -> AllScan:
+    def _scan(self, shape: Sequence[int]) -> AllScan:
         return self.prepare((shape[0] * shape[2], *shape[3:]))
 
-    def carry(self, carried, reverse, zigzag) -> None:
+    def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
         scan, out, fwd_epoch = self._scan(carried.state.shape), carried.out, carried.fwd_epoch
         halves = [self._half(carried, i) for i in range(1 + zigzag)]
         self.comm.order.stamp = carried.stamp
@@ -152,11 +166,11 @@ class AllScanCarrier:
         )
         return ScanInputs(state, *factors) if carried.passes[i] else ScanInputs(state, 0)
 
-    def expected_us(self, words, zigzag) -> float:
+    def expected_us(self, words: int, zigzag: bool) -> float:
         hops = (self.comm.size - 1) * (1 + zigzag)
         return hops * HOP_US + words * WORD_US if hops else 0.0
 
-    def pending(self, prepared, zigzag) -> list[PendingBackward]:
+    def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
         return pending_backwards(prepared.launcher.backwards, zigzag)
 
 
@@ -170,7 +184,14 @@ class InOrderCarrier(AllScanCarrier):
         found: InOrderCarrier | None = comm.attributes.get(name)
         return found or comm.attributes.setdefault(name, InOrderCarrier(comm, dense))  # type: ignore[no-any-return]
 
-    def prepare(self, shape, agree=None, deferred=None, *, at_first=False) -> AllScan:
+    def prepare(
+        self,
+        shape: Sequence[int] | None,
+        agree: tuple[Any, ...] | None = None,
+        deferred: DeferredError | None = None,
+        *,
+        at_first: bool = False,
+    ) -> AllScan:
         tile = transition_tile(shape[-2]) if self._dense and shape is not None else None
         return get_or_create_scan(self.comm, shape, agree, deferred, at_first, ScanVariant(tile))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ FINAL_OF_ALL = "output_final_state is 'all'"  # the name of this, among what all
 LEAST_SUM = -(2.0**20)  # of the gates of a chunk, where kernels take differences of sums: see docs/delta.md
 
 
-def common_fields(B: int, dtype, scale: float, zigzag: int, initial: bool, packed: bool, told: bool) -> tuple:
+def common_fields(
+    B: int, dtype: torch.dtype, scale: float, zigzag: int, initial: bool, packed: bool, told: bool
+) -> tuple:
     """Of an operator on tokens, (name, value) of what all ranks have alike. The last three: what is None of
     initial_state, cu_seqlens and first_token."""
     return (
@@ -68,7 +70,7 @@ def check_first(
     comm.checked.remember(signature)
 
 
-def looks_at_gates(comm: Communicator, shape, agree) -> bool:
+def looks_at_gates(comm: Communicator, shape: Any, agree: tuple[Any, ...] | None) -> bool:
     """Whether a call with shape and agree does. Not in a capture, in which nobody may wait for the GPU."""
     return (comm.debug or (shape, agree) not in comm.agreed.arguments) and not comm.streams.capturing()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -121,9 +121,11 @@ class Options(NamedTuple):
         return "halo", ("n", n), *kinds, *how, *are_none, ("per_document", bool(per_document))
 
 
-def _traceable(xs, n, comm, cu_seqlens, layout) -> bool:
+def _traceable(
+    xs: tuple[Tensor, ...], n: int, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None, layout: str
+) -> bool:
     """Whether nothing has to be rejected, and the layout is contiguous."""
-    alike = xs and all(
+    alike = bool(xs) and all(
         isinstance(x, Tensor)
         and x.ndim >= 2
         and x.device == comm.device
@@ -191,7 +193,7 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     return out if several else out[0]
 
 
-def _check_halo(xs, comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
+def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> tuple[int, Any, int | None, int]:
     """(n, cu_seqlens, first_token, the call's stamp), after all checks; a first call for a shape is collective."""
     n, _, cu_seqlens, first_token, layout, per_document, tokens = options
     shape = deferred = None
@@ -238,17 +240,17 @@ def _stamp_of(cu_seqlens: Any, agree: tuple) -> int:
     return stamp(None if cu_seqlens is None else boundaries_on_host(cu_seqlens), *agree)
 
 
-def _decay(T, n, reverse) -> Any:  # float | Shift
+def _decay(T: int, n: int, reverse: bool) -> Any:  # float | Shift
     """0: nothing comes from beyond a rank that has n tokens; of one that has fewer what they leave room for."""
     return 0.0 if T >= n else Shift(-T if reverse else T)
 
 
-def _tokens_of_pieces(lengths, T: int) -> list[int]:
+def _tokens_of_pieces(lengths: Sequence[int], T: int) -> list[int]:
     """Of each document, those of either piece of a rank with T tokens."""
     return [(b - a) * (T // 2) // max(lengths[-1], 1) for a, b in itertools.pairwise(lengths)]
 
 
-def _groups(lengths, n: int, T: int) -> list[tuple[int, list[int], int]]:
+def _groups(lengths: Sequence[int], n: int, T: int) -> list[tuple[int, list[int], int]]:
     """(tokens of a piece, at most n; the documents with such pieces; how many are sent together), alike on all ranks.
     Empty documents, of which nobody has a token, are with the longest."""
     counts = _tokens_of_pieces(lengths, T)
@@ -263,7 +265,7 @@ class _Documents(Tables):
     """Which tokens of x are sent, [2, states that are sent, n] of the second pieces and of the first, in the order in
     which they do; which of these there are none of; and where each piece of each document lies among them."""
 
-    def __init__(self, groups, counts: list[int], n: int, reverse: bool, device) -> None:
+    def __init__(self, groups: Any, counts: list[int], n: int, reverse: bool, device: torch.device) -> None:
         starts = [*itertools.accumulate(counts, initial=0)]  # of the pieces in x
         rows = [i for _, some, size in groups for i in (*some, *[None] * (size - len(some)))]
         order = (1, 0) if reverse else (0, 1)
@@ -281,7 +283,15 @@ class _Documents(Tables):
         self.some_absent = bool(absent.any())
 
 
-def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor, ...]:
+def _of_documents(
+    xs: Sequence[Tensor],
+    n: int,
+    comm: Communicator,
+    reverse: bool,
+    lengths: tuple[int, ...],
+    first_token: int | None,
+    T: int | None,
+) -> tuple[Tensor, ...]:
     """halo() of cut documents; T: of this rank, where x has ends alone."""
     tokens, ends = xs[0].shape[1] if T is None else T, T is not None
     partition_start(comm, lengths, tokens, first_token, PER_DOCUMENT)
@@ -311,7 +321,7 @@ def _of_documents(xs, n, comm, reverse, lengths, first_token, T) -> tuple[Tensor
     return _from_edges(together.flatten(0, 1).index_select(0, places).view(1, -1, widths), xs, 2 * N * n)
 
 
-def _edges(xs, n, halves, reverse) -> list[Tensor]:
+def _edges(xs: Sequence[Tensor], n: int, halves: int, reverse: bool) -> list[Tensor]:
     """The last n tokens of each half as float32 [B, n, words], of all ``xs`` side by side; with ``reverse`` the first.
     Zeros for those that a half does not have."""
     half = xs[0].shape[1] // halves
@@ -325,7 +335,7 @@ def _edges(xs, n, halves, reverse) -> list[Tensor]:
     return [torch.cat(part, -1) if len(part) > 1 else part[0] for part in parts]
 
 
-def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
+def _from_edges(words: Tensor, xs: Sequence[Tensor], n: int) -> tuple[Tensor, ...]:
     """Of words [B, n, all] tensors [B, n, ...] like each of ``xs``."""
     if len(xs) == 1 and xs[0].ndim == 3 and xs[0].dtype == torch.float32:
         return (words,)
@@ -337,15 +347,17 @@ def _from_edges(words, xs, n) -> tuple[Tensor, ...]:
     return tuple(part.reshape(x.shape[0], n, *x.shape[2:]) for part, x in zip(parts, xs, strict=True))
 
 
-def _dtypes(xs) -> str:
+def _dtypes(xs: Sequence[Tensor]) -> str:
     return ", ".join([str(x.dtype) for x in xs])
 
 
-def _widths(xs) -> list[int]:
+def _widths(xs: Sequence[Tensor]) -> list[int]:
     return [math.prod(x.shape[2:]) * _words(x.dtype) for x in xs]
 
 
-def _inside(comm, T, n, reverse, cu_seqlens, first_token, zigzag) -> Tensor | None:
+def _inside(
+    comm: Communicator, T: int, n: int, reverse: bool, cu_seqlens: Tensor | None, first_token: int | None, zigzag: int
+) -> Tensor | None:
     """Which of the tokens beyond the cut belong to the sequence on this rank's side, [n, 1], with zigzag [2n, 1]; None
     without cu_seqlens. The first call with these is collective."""
     if cu_seqlens is None:
@@ -390,7 +402,16 @@ def _forward(
         return found if inside is None else torch.where(inside, found, 0.0), fwd_epoch
 
 
-def _fake(edge, T, cu_seqlens, first_token, reverse, handle, dtypes, widths) -> tuple[Tensor, Tensor]:
+def _fake(
+    edge: Tensor,
+    T: int,
+    cu_seqlens: Tensor | None,
+    first_token: int | None,
+    reverse: bool,
+    handle: int,
+    dtypes: list[torch.dtype],
+    widths: list[int],
+) -> tuple[Tensor, Tensor]:
     return edge.new_empty(edge.shape), edge.new_empty(1, dtype=torch.int64)
 
 
@@ -423,17 +444,27 @@ def _backward(
         return (dedge,)
 
 
-def _fake_backward(dfound, fwd_epoch, T, cu_seqlens, first_token, reverse, handle, dtypes, widths) -> tuple[Tensor]:
+def _fake_backward(
+    dfound: Tensor,
+    fwd_epoch: Tensor,
+    T: int,
+    cu_seqlens: Tensor | None,
+    first_token: int | None,
+    reverse: bool,
+    handle: int,
+    dtypes: list[torch.dtype],
+    widths: list[int],
+) -> tuple[Tensor]:
     return (dfound.new_empty(dfound.shape),)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, ctx.T, cu_seqlens, *ctx.where = inputs
     ctx.save_for_backward(output[1], cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradient(backward, ctx, dfound, _) -> tuple[Tensor | None, ...]:
+def _gradient(backward: Callable[..., Any], ctx: Any, dfound: Tensor, _) -> tuple[Tensor | None, ...]:
     fwd_epoch, cu_seqlens = ctx.saved_tensors
     return *backward(dfound, fwd_epoch, ctx.T, cu_seqlens, *ctx.where), *[None] * 7
 
@@ -442,12 +473,12 @@ _passes = Passes(_forward, _fake, _backward, _fake_backward)
 _traced = CustomOperator("allscan::hop", _passes, _save, _gradient)
 
 
-def _words(dtype) -> int:
+def _words(dtype: torch.dtype) -> int:
     """Words of float32 for an element: 16 bits of an integer each, since a float32 must not be -0.0 on its way."""
     return 1 if dtype.is_floating_point else max(1, dtype.itemsize // 2)
 
 
-def _to_words(x) -> Tensor:
+def _to_words(x: Tensor) -> Tensor:
     """float32 [B, n, words] of [B, n, elements]; whole numbers below 2 ** 16 for integers."""
     if x.dtype.is_floating_point:
         return x.float()
@@ -455,24 +486,24 @@ def _to_words(x) -> Tensor:
     return (x.int() & 0xFFFF).float()
 
 
-def _from_words(words, dtype) -> Tensor:
+def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point:
         return words.to(dtype)
     x = words.int().to(torch.int16)  # the low 16 bits
     return x.to(dtype) if dtype.itemsize == 1 else _bits(x, dtype)
 
 
-def _bits(x, dtype) -> Tensor:
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The bits of [B, n, words] as words of another size."""
     # contiguous() copies nothing where sizes are 1, and may leave strides that view() does not take
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _shapes(xs) -> str:
+def _shapes(xs: Sequence[Tensor]) -> str:
     return ", ".join(str(tuple(x.shape)) for x in xs)
 
 
-def _same_sequence(tokens, n, reverse, lengths) -> Tensor:
+def _same_sequence(tokens: Any, n: int, reverse: bool, lengths: Sequence[int]) -> Tensor:
     """[n, 1] for each (first, end) of the ranges of this rank's tokens: whether the token beyond the cut is of the
     sequence on this rank's side. Where it has no tokens, that which goes on over the cut."""
     table = []

@@ -150,7 +150,7 @@ def zeco_ssd(
                 states[span] = tokens.state(span)
         incoming = {s: initial_states[_rows(s)] for s in spans if s.begins and initial_states is not None}
 
-        def after(span) -> Tensor:
+        def after(span: TokenRange) -> Tensor:
             return states[span] if span not in incoming else states[span] + tokens.decay(span) * incoming[span]
 
         outgoing = [after(span) for span in leave]
@@ -225,11 +225,11 @@ class _Tokens(NamedTuple):
     B: Tensor
     C: Tensor
 
-    def decay(self, span) -> Tensor:
+    def decay(self, span: TokenRange) -> Tensor:
         """[B, H, 1, 1]: what is left of a state behind a span's tokens."""
         return self.g[:, span.start : span.end].sum(1).exp()[..., None, None]
 
-    def state(self, span) -> Tensor:
+    def state(self, span: TokenRange) -> Tensor:
         """[B, H, P, N] that a span's tokens leave."""
         x, dt, g, B = (t[:, span.start : span.end].float() for t in (self.x, self.dt, self.g, self.B))
         behind = F.pad(g[:, 1:], (0, 0, 0, 1)) if g.shape[1] else g
@@ -237,7 +237,7 @@ class _Tokens(NamedTuple):
         inputs = _grouped(x * weights[..., None], B).movedim(1, -1)  # [B, G, heads of a group, P, T]
         return product(inputs, B.transpose(1, 2)[:, :, None]).flatten(1, 2)
 
-    def read(self, span, state) -> Tensor:
+    def read(self, span: TokenRange, state: Tensor) -> Tensor:
         """[B, tokens, H, P]: what a state before a span adds to its outputs."""
         C = self.C[:, span.start : span.end].float()
         state = state.unflatten(1, (C.shape[2], -1)).mT  # [B, G, heads of a group, N, P]
@@ -245,7 +245,7 @@ class _Tokens(NamedTuple):
         return read * self.g[:, span.start : span.end].cumsum(1).exp()[..., None]
 
 
-def _grouped(x, B) -> Tensor:
+def _grouped(x: Tensor, B: Tensor) -> Tensor:
     """[B, T, H, ...] as [B, T, G, heads of a group, ...]."""
     return x.unflatten(2, (B.shape[2], -1))
 
@@ -400,7 +400,9 @@ def _check(comm: Communicator, given: dict[str, Any]) -> tuple[int, int, int, in
     return batch, H, P, N
 
 
-def _spans(comm, x, lengths, first_token, zigzag) -> tuple[list[TokenRange], Tensor | None]:
+def _spans(
+    comm: Communicator, x: Tensor, lengths: tuple[int, ...] | None, first_token: int | None, zigzag: int
+) -> tuple[list[TokenRange], Tensor | None]:
     """(this rank's spans, seq_idx or None)."""
     batch, T = x.shape[:2]
     if lengths is None:
@@ -422,7 +424,7 @@ def _spans(comm, x, lengths, first_token, zigzag) -> tuple[list[TokenRange], Ten
     return spans, cached_table(comm, key, make).tensors[0] if several else None
 
 
-def _installed(device) -> Callable:
+def _installed(device: torch.device) -> Callable:
     """The chunk scan of this device."""
     if device.type == "cuda":
         try:
@@ -434,12 +436,20 @@ def _installed(device) -> Callable:
 
 
 def torch_chunk_scan(
-    x, dt, A, B, C, chunk_size, D=None, seq_idx=None, return_final_states=True
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    return_final_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(y, states after the last token) of mamba_chunk_scan_combined, from zero: float32, in torch's operators."""
     T, G, L = x.shape[1], B.shape[2], min(chunk_size, x.shape[1])
 
-    def chunked(t) -> Tensor:  # [B, chunks, G, heads of a group or 1, L, ...]
+    def chunked(t: Tensor) -> Tensor:  # [B, chunks, G, heads of a group or 1, L, ...]
         t = F.pad(t.float(), (0, 0) * (t.ndim - 2) + (0, -T % L)).unflatten(1, (-1, L)).unflatten(3, (G, -1))
         return t.movedim(2, 4)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from ..base.autograd import ordered
 from ..base.checks import PER_DOCUMENT, boundaries, reject_in_capture
@@ -68,7 +69,7 @@ class Tables:
 
     tensors: the tables."""
 
-    def __init__(self, tables: Sequence[torch.Tensor], device) -> None:
+    def __init__(self, tables: Sequence[torch.Tensor], device: torch.device) -> None:
         self.tensors = to_device(tables, device)
         self._streams: set[int] = set()  # that have read them
         self.held = False  # by a graph
@@ -125,7 +126,13 @@ class Layout(Tables):
     ``fla``: with those that fla's functions take of packed sequences, see delta.chunks."""
 
     def __init__(
-        self, pieces: list[TokenRange], states: int, segment: int, device, BT: int = CHUNK_TOKENS, fla: bool = False
+        self,
+        pieces: list[TokenRange],
+        states: int,
+        segment: int,
+        device: torch.device,
+        BT: int = CHUNK_TOKENS,
+        fla: bool = False,
     ) -> None:
         segments: list[tuple] = []
         chunks: list[tuple[int, int]] = []
@@ -187,7 +194,7 @@ class AlignedLayout(Layout):
         return [piece.start, *range((piece.start // segment + 1) * segment, piece.end, segment)]
 
 
-def to_device(tables: Sequence[torch.Tensor], device) -> list[torch.Tensor]:
+def to_device(tables: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Tables on the host, in one memory of the device. To a GPU they are one copy, on a stream of its own, which the
     host waits for, and for nothing else."""
     device = torch.device(device)
@@ -195,7 +202,7 @@ def to_device(tables: Sequence[torch.Tensor], device) -> list[torch.Tensor]:
         return [*tables]
     places = [*itertools.accumulate((cdiv(x.nbytes, ALIGNMENT) * ALIGNMENT for x in tables), initial=0)]
 
-    def there(memory, place, table) -> torch.Tensor:
+    def there(memory: Tensor, place: int, table: Tensor) -> torch.Tensor:
         return memory[place : place + table.nbytes].view(table.dtype).view(table.shape)
 
     host = torch.empty(places[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -231,7 +238,7 @@ def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = Fa
     return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
 
 
-def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
+def cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The pieces of packed sequences in tokens begin .. begin + T - 1. An empty sequence lies where a token before it
     would: behind the last token of the rank that ends there, or on the first rank, which ``on_first`` says of this one.
     A rank without tokens inside of a sequence has an empty piece of it."""
@@ -248,7 +255,7 @@ def cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     return pieces
 
 
-def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
+def zigzag_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The same of a rank in the zigzag layout, with the tokens begin .. begin + T / 2 - 1 and as many that lie as far
     from the end as these from the beginning: state 0 is that of the former, 1 that of the latter."""
     n = T // 2
@@ -256,7 +263,7 @@ def zigzag_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Token
     return heads + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
 
 
-def document_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
+def document_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
     """The same of a rank that has two pieces of each sequence, chunks r and 2P - 1 - r of its 2P, one sequence behind
     the other. begin: r T / 2, which is not looked at."""
     pieces, start = [], 0
@@ -274,7 +281,7 @@ def document_cut(lengths, begin: int, T: int, on_first: bool = True) -> list[Tok
 CUTS = cut, zigzag_cut, document_cut  # by checks.zigzag_of
 
 
-def document_places(lengths, rank: int, size: int) -> list[tuple[int, int]]:
+def document_places(lengths: Sequence[int], rank: int, size: int) -> list[tuple[int, int]]:
     """(first token, end) in the whole of each piece of document_cut."""
     places = []
     for a, b in itertools.pairwise(lengths):
@@ -336,7 +343,7 @@ def _copy(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor]:
     return (_own(cu_seqlens),)
 
 
-def _fake_copy(cu_seqlens) -> tuple[torch.Tensor]:
+def _fake_copy(cu_seqlens: Tensor) -> tuple[torch.Tensor]:
     return (torch.empty(cu_seqlens.shape, dtype=cu_seqlens.dtype, device="cpu"),)
 
 
@@ -347,17 +354,19 @@ class TensorKey:
     """A tensor as a dictionary key: the same object, not written to since, as far as torch has counted: not by way of
     ``.data``, of other code than torch's, or of a CUDA graph's replay, nor if it was made in torch.inference_mode."""
 
-    def __init__(self, tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
         self.key = (id(tensor), tensor.data_ptr(), tensor.shape, version_of(tensor))
 
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def __eq__(self, other) -> bool:
-        return self.key == other.key and self.tensor() is other.tensor()
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorKey) and self.key == other.key and self.tensor() is other.tensor()
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _read_boundaries(identity) -> tuple[int, ...]:
-    return tuple(identity.tensor().tolist())  # waits for the GPU, once for each tensor
+def _read_boundaries(identity: TensorKey) -> tuple[int, ...]:
+    tensor = identity.tensor()
+    assert tensor is not None  # which the caller holds
+    return tuple(tensor.tolist())  # waits for the GPU, once for each tensor

@@ -82,7 +82,7 @@ class Ranks:
             os.environ.clear()
             os.environ.update(before)
 
-    def start(self, function, *arguments) -> None:
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Begin ``function`` in every process without waiting for it."""
         self._calls += 1
         for pipe in self._pipes:
@@ -123,7 +123,7 @@ class Ranks:
                 os.kill(self.processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
 
-    def run(self, function, *arguments, timeout: float = 300.0) -> list:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list:
         """The values of ``function(*arguments)`` by rank; RuntimeError with the tracebacks if any rank failed. The
         others are then given 30 s more."""
         self.start(function, *arguments)
@@ -229,7 +229,7 @@ def launch(main: Callable[[Ranks | JobRanks], int], count: int | None = None) ->
         return main(ranks)
 
 
-def on_first(count: int, function, *arguments) -> Any:
+def on_first(count: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(group, *arguments)`` on the first ``count`` ranks of the job; None on the others, which only help to
     make the group. For all ranks: ``ranks.run(on_first, count, function, *arguments)``."""
     init()  # collective over the job, where only some ranks make a communicator
@@ -239,7 +239,7 @@ def on_first(count: int, function, *arguments) -> Any:
     return function(_groups[count], *arguments) if dist.get_rank() < count else None
 
 
-def _serve(which: tuple[int, int, str, str, int], pipe, path, environment) -> None:
+def _serve(which: tuple[int, int, str, str, int], pipe: Any, path: list[str], environment: dict[str, str]) -> None:
     """What a rank's process does: run what comes through the pipe. which: (rank, size, device, back end, port)."""
     rank, size, device, backend, port = which
     if environment["TRITON_INTERPRET"] != os.environ.get("TRITON_INTERPRET"):

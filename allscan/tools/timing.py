@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 
-def replay_us(calls, replays: int = 30) -> torch.Tensor:
+def replay_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> torch.Tensor:
     """Microseconds that a CUDA graph of ``calls`` takes, one value a replay, after warming up."""
     for call in {id(call): call for call in calls}.values():
         call()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def checked(
     return cu_seqlens, Options(rule, scale, fields, bound, first_token, zigzag, invariant)
 
 
-def _check_before(before: Before, rule: str, q, v, g) -> None:
+def _check_before(before: Before, rule: str, q: Tensor, v: Tensor, g: Tensor) -> None:
     """Raise TypeError or ValueError for what raw gates and beta cannot be made of."""
     scalar = RULES[rule].scalar
     if before.twice and not before.sigmoid:
@@ -98,7 +99,9 @@ def _check_before(before: Before, rule: str, q, v, g) -> None:
             raise ValueError(f"{name} must be {count} numbers on {g.device}, got {tuple(x.shape)} on {x.device}")
 
 
-def check_tensors(comm, tensors, cu_seqlens, rule: str, zigzag: int) -> None:
+def check_tensors(
+    comm: Communicator, tensors: Sequence[Any], cu_seqlens: Tensor | None, rule: str, zigzag: int
+) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     q, k, v, g, beta, initial_state = tensors
     for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items():

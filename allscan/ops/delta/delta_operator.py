@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -293,22 +293,22 @@ def _forward(
 
 
 def _fake(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    cu_seqlens,
-    final,
-    handle,
-    rule,
-    scale,
-    fields,
-    bound,
-    first_token=None,
-    zigzag=False,
-    invariant=0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    final: bool,
+    handle: int,
+    rule: str,
+    scale: float,
+    fields: str,
+    bound: float | None,
+    first_token: int | None = None,
+    zigzag: int = False,
+    invariant: int = 0,
 ) -> tuple[Tensor | None, ...]:
     specs = state_specs(shapes_of(q, v, cu_seqlens, invariant), zigzag)
     saved_states = (q.new_empty(shape, dtype=dtype) for dtype, shape in specs)
@@ -316,7 +316,7 @@ def _fake(
     return torch.empty_like(v), final_state, *sums_and_chunks(RULES[rule], k, v, g), *saved_states
 
 
-def _zeros(q, v, cu_seqlens, wanted) -> Tensor | None:
+def _zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, wanted: bool) -> Tensor | None:
     """States, or None."""
     x = shapes_of(q, v, cu_seqlens)
     return q.new_zeros((x.sequences, x.HV, x.K, x.V), dtype=torch.float32) if wanted else None
@@ -383,35 +383,35 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
 
 
 def _fake_backward(
-    do,
-    dfinal,
-    q,
-    k,
-    v,
-    beta,
-    cu_seqlens,
-    sums,
-    scores,
-    solved,
-    transitions,
-    incoming,
-    fwd_epoch,
-    initial,
-    beta_dtype,
-    handle,
-    rule,
-    scale,
-    fields,
-    bound,
-    first_token=None,
-    zigzag=False,
-    invariant=0,
+    do: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    sums: Tensor,
+    scores: Tensor,
+    solved: Tensor,
+    transitions: Tensor,
+    incoming: Tensor,
+    fwd_epoch: Tensor,
+    initial: bool,
+    beta_dtype: torch.dtype,
+    handle: int,
+    rule: str,
+    scale: float,
+    fields: str,
+    bound: float | None,
+    first_token: int | None = None,
+    zigzag: int = False,
+    invariant: int = 0,
 ) -> tuple[Tensor | None, ...]:
     dinitial = _zeros(q, v, cu_seqlens, initial)
     return *(torch.empty_like(x) for x in (q, k, v, sums, beta)), dinitial
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens, _, handle, rule, *where = inputs
     sums = g if isinstance(RULES[rule], OwnChunks) else output[2]
     ctx.save_for_backward(q, k, v, beta, cu_seqlens, sums, *output[3:])
@@ -419,14 +419,23 @@ def _save(ctx, inputs, output) -> None:
     ctx.rest = initial, beta.dtype, handle, rule, *where
 
 
-def _pending(q, k, v, g, beta, initial_state, cu_seqlens, *rest) -> list:
+def _pending(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *rest: Any,
+) -> list:
     """For the backward of a call of the custom operator."""
     _, handle, *_, zigzag, _ = rest
     carrier = AllScanCarrier.of(communicator_of(handle), dense=True)
     return carrier.pending(carrier.prepare(shapes_of(q, v, cu_seqlens).carried(zigzag)), bool(zigzag))
 
 
-def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
+def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of q, k, v, g, beta and initial_state."""
     for pending in ctx.pending:
         pending.run()

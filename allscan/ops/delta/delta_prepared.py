@@ -20,7 +20,7 @@ from ..carrier import AllScanCarrier, check_cut
 from ..first_call import FirstCall, check_first, common_fields
 from .delta_checks import RULES, TITLES, Shapes, check_tensors, shapes_of
 from .delta_passes import StatePass
-from .fla_chunks import ChunkCall, local
+from .fla_chunks import KDA, ChunkCall, GatedDeltaNet, local
 from .own_chunks import ChunkPass, OwnChunks
 from .records import DeltaShape, Ends, Inputs, Options, Outer, Saved, SavedStates
 
@@ -160,7 +160,9 @@ def state_specs(x: Shapes, zigzag: int) -> tuple[tuple[torch.dtype, tuple[int, .
     return *states, (torch.int64, (FWD_EPOCHS,))
 
 
-def sums_and_chunks(rule, k, v, g) -> tuple[Tensor, Tensor, Tensor]:
+def sums_and_chunks(
+    rule: GatedDeltaNet | KDA | OwnChunks, k: Tensor, v: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised sums of gates, scores and solved."""
     solved, own = k.new_empty(*v.shape[:3], CHUNK_TOKENS), isinstance(rule, OwnChunks)
     scores = k.new_empty(0 if rule.scalar and not own else solved.shape, dtype=WORDS[k.dtype])

@@ -160,7 +160,7 @@ class ChunkPass(StatePass):
             self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *given, *made, **fixed)
         return dq, dk, dv, dg, dbeta
 
-    def _operands_memory(self, plan: Plan, v) -> tuple:
+    def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
         """New qg, kg, w, u and the sums of each chunk's gates; one more, see delta.py's chunk_decay."""
         qg, kg, w = (plan.scratch(*v.shape[:3], self.K, dtype=v.dtype) for _ in range(3))
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
@@ -184,16 +184,16 @@ class ChunkPass(StatePass):
             **fixed,
         )
 
-    def _anchors(self, plan: Plan, g, strong: Buffer) -> None:
+    def _anchors(self, plan: Plan, g: Buffer, strong: Buffer) -> None:
         """Of strong chunks, in place of what says that they are strong."""
         sizes = dict(H=self.H, K=self.K, BT=CHUNK_TOKENS, BK=self.common["BK"])
         grid, chunks = (self.layout.num_chunks * self.H,), plan.constant(self.layout.chunks)
         plan.launch(anchors_kernel, grid, g, chunks, strong, **sizes, **self.blocks["anchors"])
 
-    def _tables(self, plan: Plan, strong) -> tuple:
+    def _tables(self, plan: Plan, strong: Buffer) -> tuple:
         return plan.constant(self.layout.chunks), strong, plan.constant(self.weights)
 
-    def _launch_chunks(self, plan: Plan, name, kernel, *buffers, **fixed) -> None:
+    def _launch_chunks(self, plan: Plan, name: str, kernel: Any, *buffers: Buffer | None, **fixed: Any) -> None:
         sizes = dict(H=self.H, HK=self.HK, K=self.K, V=self.V, BT=CHUNK_TOKENS, SCALAR=self.scalar)
         precision = self.chunked["PRECISION"]
         grid = (self.layout.num_chunks * self.H,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -208,7 +208,9 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
 _SCALES = float, int, type(None)
 
 
-def _checked(carrier, tensors, asked: Asked, saves: bool) -> tuple[Tensor | None, Options]:
+def _checked(
+    carrier: StateCarrier, tensors: Sequence[Tensor], asked: Asked, saves: bool
+) -> tuple[Tensor | None, Options]:
     """(cu_seqlens, Options), after the checks that need no other rank."""
     scale, _, boundaries, first_token, layout, _, per_document, invariant, of_all = asked
     deferred, cu_seqlens = None, None
@@ -228,7 +230,9 @@ def _checked(carrier, tensors, asked: Asked, saves: bool) -> tuple[Tensor | None
     return cu_seqlens, Options(scale, first_token, zigzag, saves, invariant, of_all)
 
 
-def _traced_call(carrier, tensors, final, cu_seqlens, options: Options) -> tuple[Tensor, Tensor | None]:
+def _traced_call(
+    carrier: StateCarrier, tensors: Sequence[Tensor | None], final: bool, cu_seqlens: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor | None]:
     """By the custom operator."""
     o, final_state, _ = _operator.forward(*plain_or_traced(*tensors), cu_seqlens, final, carrier.handle, *options)
     return o, final_state if final else None
@@ -285,7 +289,7 @@ class Prepared:
         return plan.run(self.carrier, *[x for x in tensors if x is not None])
 
 
-def _check(tensors, cu_seqlens, comm, zigzag) -> None:
+def _check(tensors: Sequence[Any], cu_seqlens: Tensor | None, comm: Communicator, zigzag: int) -> None:
     """Raise TypeError or ValueError for arguments that are wrong on this rank."""
     q, k, v, g, initial_state = tensors
     names = dict(q=q, k=k, v=v, g=g)
@@ -317,18 +321,18 @@ def _check(tensors, cu_seqlens, comm, zigzag) -> None:
         check_tensor("initial_state", initial_state, _state_shape(q, v, cu_seqlens), comm.device)
 
 
-def _carried_shape(q, v, cu_seqlens, zigzag) -> tuple[int, int, int]:
+def _carried_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, zigzag: int) -> tuple[int, int, int]:
     """Of what is sent over the ranks."""
     sequences, H, K, V = _state_shape(q, v, cu_seqlens)
     return carried_states(q.shape[0], sequences, zigzag) * H, K, V
 
 
-def _state_shape(q, v, cu_seqlens) -> tuple[int, int, int, int]:
+def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return sequences, q.shape[2], q.shape[3], v.shape[3]
 
 
-def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
+def _prepare(carrier: StateCarrier, tensors: Sequence[Any], cu_seqlens: Tensor | None, options: Options) -> Prepared:
     """After all checks; those of the tensors at the first call with tensors like these, which agrees with the other
     ranks."""
     comm, (q, _, v, g, initial_state), (scale, first_token, zigzag, _, invariant, of_all) = (
@@ -356,7 +360,9 @@ def _prepare(carrier, tensors, cu_seqlens, options: Options) -> Prepared:
     return _find(carrier, q, v, g.dtype, cu_seqlens, options)
 
 
-def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
+def _find(
+    carrier: StateCarrier, q: Tensor, v: Tensor, gate_dtype: torch.dtype, cu_seqlens: Tensor | None, options: Options
+) -> Prepared:
     """For tensors that were checked."""
     _, first_token, zigzag, *_ = options
     shape = _shape(q, v, gate_dtype, cu_seqlens, options[2:5])
@@ -365,7 +371,7 @@ def _find(carrier, q, v, gate_dtype, cu_seqlens, options: Options) -> Prepared:
     return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
 
 
-def _saved(shape: Shape, device) -> list:
+def _saved(shape: Shape, device: torch.device) -> list:
     """Dtype, shape and device of q, k, v, g and the buffer of intermediates, which autograd saves, and of do."""
     keys, values = ((shape.B, shape.T, shape.H, width) for width in (shape.K, shape.V))
     specs: list[tuple[torch.dtype, tuple[int, ...]]] = [(shape.dtype, x) for x in (keys, keys, values)]
@@ -373,7 +379,14 @@ def _saved(shape: Shape, device) -> list:
     return [(dtype, torch.Size(x), device) for dtype, x in specs]
 
 
-def _shape(q, v, gate_dtype, cu_seqlens, how: tuple[int, bool, int], make=shape_of) -> Shape:
+def _shape(
+    q: Tensor,
+    v: Tensor,
+    gate_dtype: torch.dtype,
+    cu_seqlens: Tensor | None,
+    how: tuple[int, bool, int],
+    make: Callable[..., Shape] = shape_of,
+) -> Shape:
     """how: zigzag, saves, invariant of Options."""
     (B, T, H, K), sequences = q.shape, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     (zigzag, *rest), device = how, v.device
@@ -381,30 +394,32 @@ def _shape(q, v, gate_dtype, cu_seqlens, how: tuple[int, bool, int], make=shape_
     return make(B, T, H, K, v.shape[3], sequences, v.dtype, gate_dtype, *of_gpu, *rest)
 
 
-def _new_outputs(q, final, shape) -> tuple[Tensor | None, Tensor]:
+def _new_outputs(q: Tensor, final: bool, shape: Shape) -> tuple[Tensor | None, Tensor]:
     """(final_state or None, the buffer of Shape.saved_sizes, uninitialised)."""
     return _ends(q, final, shape), q.new_empty(shape.saved_words, dtype=SAVED_DTYPE)
 
 
-def _ends(q, wanted, shape) -> Tensor | None:
+def _ends(q: Tensor, wanted: bool, shape: Shape) -> Tensor | None:
     """A state for each sequence, or None."""
     return q.new_zeros((shape.sequences, shape.H, shape.K, shape.V), dtype=torch.float32) if wanted else None
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, g, initial_state, cu_seqlens, _, handle, *options = inputs
     ctx.save_for_backward(q, k, v, g, cu_seqlens, output[2])
     ctx.rest = initial_state is not None and initial_state.requires_grad, handle, g.dtype, *options
 
 
-def _pending(q, k, v, g, initial_state, cu_seqlens, *rest) -> list:
+def _pending(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
+) -> list:
     """For the backward of a call of the custom operator."""
     _, handle, _, _, zigzag, _, invariant, _ = rest
     carrier = carrier_of(handle, invariant)
     return carrier.pending(carrier.prepare(_carried_shape(q, v, cu_seqlens, zigzag)), bool(zigzag))
 
 
-def _gradient(backward, ctx, do, dfinal) -> tuple[Tensor | None, ...]:
+def _gradient(backward: Callable[..., Any], ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of q, k, v, g and initial_state."""
     for pending in ctx.pending:
         pending.run()
@@ -463,20 +478,20 @@ def _forward(
 
 
 def _fake(
-    q,
-    k,
-    v,
-    g,
-    initial_state,
-    cu_seqlens,
-    final,
-    handle,
-    scale,
-    first_token=None,
-    zigzag=False,
-    saves=False,
-    invariant=0,
-    of_all=False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    final: bool,
+    handle: int,
+    scale: float,
+    first_token: int | None = None,
+    zigzag: int = False,
+    saves: bool = False,
+    invariant: int = 0,
+    of_all: bool = False,
 ) -> tuple[Tensor | None, ...]:
     shape = _shape(q, v, g.dtype, cu_seqlens, (zigzag, saves, invariant), Shape)
     return torch.empty_like(v), *_new_outputs(q, final, shape)
@@ -506,23 +521,23 @@ def _backward(
 
 
 def _fake_backward(
-    do,
-    dfinal,
-    q,
-    k,
-    v,
-    g,
-    cu_seqlens,
-    saved,
-    initial,
-    handle,
-    gate_dtype,
-    scale,
-    first_token=None,
-    zigzag=False,
-    saves=False,
-    invariant=0,
-    of_all=False,
+    do: Tensor,
+    dfinal: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    initial: bool,
+    handle: int,
+    gate_dtype: torch.dtype,
+    scale: float,
+    first_token: int | None = None,
+    zigzag: int = False,
+    saves: bool = False,
+    invariant: int = 0,
+    of_all: bool = False,
 ) -> tuple[Tensor | None, ...]:
     dinitial = _ends(q, initial, _shape(q, v, gate_dtype, cu_seqlens, (zigzag, saves, invariant), Shape))
     return *(torch.empty_like(x) for x in (v, q, k, g)), dinitial

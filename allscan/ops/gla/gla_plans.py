@@ -193,10 +193,10 @@ class GLAPlan(Plan):
             self.constant(x) for x in (layout.chunks, layout.segments, layout.first_segments, layout.weights)
         )
 
-    def per_token(self, width: int, **options) -> Buffer:
+    def per_token(self, width: int, **options: Any) -> Buffer:
         return self.scratch(self.shape.B, self.shape.T, self.H, width, **options)
 
-    def of_chunks(self, dtype: torch.dtype, **options) -> Buffer:
+    def of_chunks(self, dtype: torch.dtype, **options: Any) -> Buffer:
         """States."""
         return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
@@ -253,7 +253,7 @@ class GLAPlan(Plan):
         )
 
     def _with_state(
-        self, kernel, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options
+        self, kernel: Any, BK: int, chosen: dict[int, tuple[int, int, int]], *args: Buffer | None, **options: Any
     ) -> None:
         """A kernel whose programs have BK rows and BV columns of a state in registers. ``chosen``: see blocks."""
         BV, num_warps, num_stages = self.blocks(BK, chosen)
@@ -496,7 +496,9 @@ class GLAPlan(Plan):
             )
         return dstates, passed
 
-    def chunk_states(self, x, y, gate, incoming, grads: Sequence[Buffer]) -> tuple:
+    def chunk_states(
+        self, x: Buffer, y: Buffer, gate: Buffer, incoming: IncomingStates, grads: Sequence[Buffer]
+    ) -> tuple:
         """The incoming state of each chunk [NC, H, K, V], as store_split has it; ``incoming``: own, gates, prev.
         ``grads``: what is written behind the last use of the second of the two."""
         states = self.of_chunks(self.dtype)
@@ -542,7 +544,15 @@ class GLAPlan(Plan):
         )
         return da, diagonal
 
-    def gradients(self, x: Inputs, do: Buffer, intermediates: Chunks, of_scores, of_states, grads) -> None:
+    def gradients(
+        self,
+        x: Inputs,
+        do: Buffer,
+        intermediates: Chunks,
+        of_scores: Sequence[Buffer | None],
+        of_states: Sequence[Any],
+        grads: Sequence[Buffer],
+    ) -> None:
         """dq, dk, dg: see grad_kernel."""
         parts = of_states[2].shape[2]
         common = self.widths | self.precision | dict(scale=self.scale, V=self.V, BV=self.columns, PARTS=parts)
@@ -584,7 +594,7 @@ class GLAPlan(Plan):
         return parts[0], IncomingStates(*parts[1:4]), Chunks(*intermediates)
 
 
-def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) -> GLAPlan:
+def forward_plan(shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None) -> GLAPlan:
     """For runs with these ``tensors``: q, k, v, g, initial, final, saved_buffer, of which initial and final may be
     None. Makes o."""
     plan = GLAPlan(carrier, shape, scale, layout, False)
@@ -607,7 +617,9 @@ def forward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) 
     return plan
 
 
-def backward_plan(shape: Shape, scale, layout, carrier, *tensors: Tensor | None) -> GLAPlan:
+def backward_plan(
+    shape: Shape, scale: float, layout: Layout, carrier: StateCarrier, *tensors: Tensor | None
+) -> GLAPlan:
     """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, saved_buffer, of which dfinal and
     dinitial may be None. Makes dv, dq, dk, dg.
 
