@@ -5,6 +5,8 @@ CUDA's multi-process service, MPS, where one rank's waiting programs could keep 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ class CudaIpcHeap:
 
     transport = "ipc"
 
-    def __init__(self, rank: int, exchange, nbytes: int | None = None) -> None:
+    def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], nbytes: int | None = None) -> None:
         self.arena = Arena(arena_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._block = torch.empty(self.arena.size, dtype=torch.uint8, device=self.device)

@@ -44,14 +44,14 @@ _P, _SIZE, _U64, _INT = core.int64, core.int64, core.uint64, core.int32
 interpreted_network: Any = None  # what delivers puts in the interpreter: shared_memory.Network
 
 
-def _number(x) -> int:
+def _number(x: Any) -> int:
     """A value of the interpreter's as Python's."""
     if isinstance(x, core.tensor):
         return int(x.handle.data.item())
     return int(unwrapped(x))
 
 
-def _extern(symbol, args, types, result, semantic) -> core.tensor:
+def _extern(symbol: str, args: Any, types: Any, result: Any, semantic: Any) -> core.tensor:
     """Call ``symbol`` of the device library with ``args`` converted to ``types``."""
     converted = []
     for value, dtype in zip(args, types, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def is_initialized() -> bool:
     return load().init_status() >= _INITIALIZED
 
 
-def initialize(rank: int, size: int, exchange) -> bool:
+def initialize(rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> bool:
     """Initialise NVSHMEM on the current CUDA device unless somebody already has; True if this call did it.
 
     Collective over the job. ``exchange(value) -> list`` gathers what JSON knows from every process in rank
@@ -107,7 +108,7 @@ class NvshmemHeap:
 
     transport = "nvshmem"
 
-    def __init__(self, rank: int, size: int, exchange, nbytes: int | None = None) -> None:
+    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]], nbytes: int | None = None) -> None:
         self._bindings = load()
         self.arena = Arena(arena_bytes(nbytes))
         self.device = torch.device("cuda", torch.cuda.current_device())

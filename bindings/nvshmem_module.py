@@ -79,16 +79,16 @@ class Kernel:
         self.fn = fn
         functools.update_wrapper(cast(Any, self), fn.fn if hasattr(fn, "fn") else fn)
 
-    def __getitem__(self, grid) -> Callable:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         return functools.partial(self.run, grid)
 
-    def run(self, grid, *args, **options) -> object:
+    def run(self, grid: tuple[int, ...], *args: Any, **options: Any) -> object:
         options["extern_libs"] = extern_libs()
         initialize_module(self.fn.warmup(*args, grid=grid, **options))
         return self.fn[grid](*args, **options)
 
 
-def initialize_module(kernel) -> None:
+def initialize_module(kernel: Any) -> None:
     """Give a compiled Triton kernel NVSHMEM's device state, if it uses any."""
     module = module_of(kernel)
     if module in initialized_modules:

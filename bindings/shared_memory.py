@@ -10,6 +10,8 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,7 +31,7 @@ class SharedMemoryHeap:
 
     transport = "shm"
 
-    def __init__(self, exchange, nbytes: int | None = None) -> None:
+    def __init__(self, exchange: Callable[[Any], list[Any]], nbytes: int | None = None) -> None:
         self.device = torch.device("cpu")
         self.arena = Arena(arena_bytes(nbytes), self._commit)
         path = os.path.join(_DIRECTORY, f"allscan-{uuid.uuid4().hex}")

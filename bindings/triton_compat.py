@@ -161,7 +161,7 @@ class _Source(JITCallable):
     cache_key = ""
     used_global_vals: dict = {}
 
-    def __init__(self, function) -> None:
+    def __init__(self, function: Any) -> None:
         self.cache_key = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
 
 
@@ -213,7 +213,7 @@ def _text_of(library: str, names: Sequence[str]) -> str:
     return re.sub("^define internal ", "define ", text, flags=re.M)
 
 
-def builtin(function) -> Callable:
+def builtin(function: Any) -> Callable:
     """A function in Python that kernels may call: the compiler calls it with a builder, the interpreter without one. A
     kernel that calls it is compiled again when its source has changed: by itself Triton looks at the sources of jit
     functions only."""

@@ -403,6 +403,26 @@ def test_every_function_says_what_it_returns():
     assert not missing, "\n".join(missing)
 
 
+OF_THE_INTERPRETER = "interpreter.py", "interpreter_operations.py", "rails.py"  # functions in place of Triton's
+
+
+@pytest.mark.quick
+def test_every_parameter_has_a_type():
+    """Likewise, and but for what nobody uses, whose name begins with an underscore."""
+    missing = []
+    for path in python_files("allscan"):  # bindings and shmem_kernels are links in it
+        tree = ast.parse(open(path, encoding="utf-8").read())
+        for function, compiled in functions(tree) if os.path.basename(path) not in OF_THE_INTERPRETER else ():
+            device = any(name in ast.unparse(x) for x in function.decorator_list for name in ("builtin", "extern"))
+            given = function.args
+            taken = *given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg
+            untyped = [x.arg for x in taken if x and x.annotation is None and x.arg.strip("_") and x.arg[0] != "_"]
+            untyped = [name for name in untyped if name not in ("self", "cls")]
+            if not (compiled or device) and untyped:
+                missing.append(f"{path}:{function.lineno} {function.name} {untyped}")
+    assert not missing, "\n".join(missing)
+
+
 MOST_PARAMETERS = 7
 LONG = 10  # functions with more, of those that are counted: to go down
 

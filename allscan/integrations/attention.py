@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 
 from ..base.checks import is_zigzag
 from ..bindings.torch_compat import operator
 from ..bindings.triton_compat import OPTIONS
-from ..comm.communicator import check_communicator
+from ..comm.communicator import Communicator, check_communicator
 from ..shmem_kernels.merge import merge_kernel
 from ..tokens.packing import Tables, document_places
 from ..tokens.partition import cached_table
@@ -43,7 +44,7 @@ class Pieces(Tables):
     there, and of their keys up to its end; how many tokens of each are before it; where the first one begins; and how
     long the longest is."""
 
-    def __init__(self, device, first, end, lengths) -> None:
+    def __init__(self, device: torch.device, first: int, end: int, lengths: Sequence[int]) -> None:
         here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
         self.begin, self.longest = here[0][0] if here else first, max((b - a for a, b in here), default=0)
         queries, keys = ([0, *(min(b, end) - start for _, b in here)] for start in (first, self.begin))
@@ -52,7 +53,7 @@ class Pieces(Tables):
         self.queries, self.keys, _ = self.tensors
 
 
-def pieces_of(comm, first, end, lengths) -> Pieces:
+def pieces_of(comm: Communicator, first: int, end: int, lengths: tuple[int, ...]) -> Pieces:
     """The tables of tokens ``first`` to ``end`` of packed sequences, made at the first call."""
     key = "softmax", first, end, lengths
     return cached_table(comm, key, lambda: Pieces(comm.device, first, end, lengths))
@@ -64,7 +65,7 @@ class Documents(Tables):
     these keys are, those that both pieces of a sequence see twice; and where each token is among them, for the first
     piece and for the second, or behind them where that does not see it."""
 
-    def __init__(self, comm, lengths) -> None:
+    def __init__(self, comm: Communicator, lengths: tuple[int, ...]) -> None:
         places = document_places(lengths, comm.rank, comm.size)
         begins = [begin for begin in lengths[:-1] for _ in range(2)]
         sizes = [[b - a for a, b in places], [b - begin for begin, (_, b) in zip(begins, places)]]
@@ -84,28 +85,36 @@ class Seen(torch.autograd.Function):
     """The keys that a rank's pieces see, of those of the whole [S, ...]. Gradients are added without atomics."""
 
     @staticmethod
-    def forward(ctx, x, seen, where) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, seen: Any, where: dict[str, Any]) -> torch.Tensor:
         ctx.where = where
         return x.index_select(0, seen)
 
     @staticmethod
-    def backward(ctx, dx) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[torch.Tensor, None, None]:
         dx = F.pad(dx, (0, 0) * (dx.ndim - 1) + (0, 1))
         first, second = (dx.index_select(0, some) for some in ctx.where)
         return second.add_(first), None, None
 
 
-def documents_of(comm, lengths) -> Documents:
+def documents_of(comm: Communicator, lengths: tuple[int, ...]) -> Documents:
     """The tables of packed sequences that are each cut, made at the first call."""
     return cached_table(comm, ("softmax of documents", lengths), lambda: Documents(comm, lengths))
 
 
-def takes_packed(q, k, v) -> bool:
+def takes_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether there is a kernel for packed sequences of these tensors."""
     return flash_packed is not None and flash_fits(q, k, v)
 
 
-def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    comm: Communicator,
+    parts: Any,
+    lengths: tuple[int, ...],
+    scale: float | None = None,
+) -> torch.Tensor:
     """o [1, T, H, V] of this rank's queries [1, H, T, D] to the keys [1, G, S, D] and values of all ranks, in the order
     of the row. parts: (first token, end) of its tokens, one after the other; lengths: cu_seqlens of the row."""
     scale, outputs = q.shape[-1] ** -0.5 if scale is None else scale, []
@@ -132,7 +141,9 @@ def packed(q, k, v, comm, parts, lengths, scale=None) -> torch.Tensor:
     return torch.cat(outputs)[None, ..., :width]
 
 
-def packed_documents(q, k, v, comm, lengths, scale=None) -> torch.Tensor:
+def packed_documents(
+    q: Tensor, k: Tensor, v: Tensor, comm: Communicator, lengths: tuple[int, ...], scale: float | None = None
+) -> torch.Tensor:
     """``packed`` where each sequence is cut."""
     scale, width, table = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], documents_of(comm, lengths)
     q, k, v = (x[0].transpose(0, 1) for x in widened(q, k, v))
@@ -175,7 +186,7 @@ class Attention(NamedTuple):
 WHOLE = Attention()
 
 
-def check_attention(attention) -> None:
+def check_attention(attention: Attention) -> None:
     """Raise TypeError or ValueError for what is no Attention."""
     if not isinstance(attention, Attention) or not isinstance(attention.merged, bool):
         raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
@@ -183,7 +194,7 @@ def check_attention(attention) -> None:
         raise ValueError(f"attention.memory must be a number of bytes or None, got {attention.memory!r}")
 
 
-def check_split(comm, layout: str, per_document: bool, attention: Attention) -> bool:
+def check_split(comm: Communicator | None, layout: str, per_document: bool, attention: Attention) -> bool:
     """Whether a model is to be split in zigzag. Raises TypeError or ValueError for wrong arguments."""
     if comm is not None:
         check_communicator(comm)
@@ -199,10 +210,12 @@ class Later:
 
     made: of the tensors, keys are made: of which attend is told. Else the tensors are the keys."""
 
-    def __init__(self, comm, tokens, zigzag, memory, *tensors) -> None:
+    def __init__(
+        self, comm: Communicator, tokens: Sequence[int], zigzag: bool, memory: int | None, *tensors: Tensor
+    ) -> None:
         self.comm, self.tokens, self.halves, self.memory, self.tensors = comm, tokens, 1 + zigzag, memory, tensors
 
-    def ranges(self, *keys) -> list[tuple[int, int]]:
+    def ranges(self, *keys: Any) -> list[tuple[int, int]]:
         """(first token, end) of each rank's halves that come at a time, alike on all ranks. keys: what is made of this
         rank's tensors. Counted are those of two steps, since one is under way while the other is read."""
         length = max(self.tokens) // self.halves
@@ -212,8 +225,8 @@ class Later:
         step = max(1, min(fit, length))
         return [(first, min(first + step, length)) for first in range(0, length, step)]
 
-    def gather(self, first=0, end=None, tensors=None) -> Gather:
-        def part(x) -> torch.Tensor:
+    def gather(self, first: int = 0, end: int | None = None, tensors: Sequence[Tensor] | None = None) -> Gather:
+        def part(x: Tensor) -> torch.Tensor:
             return x.unflatten(1, (self.halves, x.shape[1] // self.halves))[:, :, first:end].flatten(1, 2)
 
         ends = [n // self.halves if end is None else min(end, n // self.halves) for n in self.tokens]
@@ -221,7 +234,15 @@ class Later:
         return Gather(self.comm, tokens, self.halves == 2, *map(part, self.tensors if tensors is None else tensors))
 
 
-def attend(q, k, v, gather, scale=None, project=None, latents=()) -> torch.Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gather: Any,
+    scale: float | None = None,
+    project: Callable[..., Any] | None = None,
+    latents: Sequence[Tensor] = (),
+) -> torch.Tensor:
     """o [B, T, H, V] of a rank's queries to all tokens up to each.
 
     q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: of this rank's tokens, for which kernel_for has a kernel. gather: a
@@ -257,7 +278,7 @@ def attend(q, k, v, gather, scale=None, project=None, latents=()) -> torch.Tenso
     return o.transpose(1, 2)
 
 
-def causal(q, k, v, scale=None) -> torch.Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> torch.Tensor:
     """o [B, T, H, V] of whole sequences, q [B, H, T, D], k and v [B, G, T, ...], by the kernel that blocks have."""
     kernel, shared = kernel_for(q, k, v), _Shared()
     if kernel is None:
@@ -269,7 +290,7 @@ def causal(q, k, v, scale=None) -> torch.Tensor:
     return _Others.apply(shared, (kernel, scale, []), q.detach(), o, lse).transpose(1, 2)
 
 
-def _rows(gather, q) -> tuple[list[int], list[tuple[slice, slice]]]:
+def _rows(gather: Gather, q: Tensor) -> tuple[list[int], list[tuple[slice, slice]]]:
     """(slots to read, [(these queries, see these of the keys there)])."""
     slots, blocks = reads(gather.comm.rank, gather.comm.size, gather.halves == 2)
     filled, half, rows = [gather.filled[slot] for slot in slots], q.shape[2] // gather.halves, []
@@ -280,7 +301,7 @@ def _rows(gather, q) -> tuple[list[int], list[tuple[slice, slice]]]:
     return slots, rows
 
 
-def _keys(found, project, dtype) -> list[torch.Tensor]:
+def _keys(found: Sequence[Tensor], project: Callable[..., Any] | None, dtype: torch.dtype) -> list[torch.Tensor]:
     """[k, v] [B, G, tokens, width] of what has been read."""
     found = [x.transpose(1, 2) for x in found]
     return [x.to(dtype) for x in (found if project is None else project(*found))]
@@ -297,7 +318,9 @@ class _Own(torch.autograd.Function):
     """The causal block. Its gradients are those of o over all keys, which ``_Others`` returns."""
 
     @staticmethod
-    def forward(ctx, shared, kernel, scale, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, shared: _Shared, kernel: Any, scale: float, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.shared, ctx.kernel, ctx.scale = shared, kernel, scale
         if q.shape[2]:
             o, lse, ctx.more = kernel.forward(q, k, v, True, scale)
@@ -310,7 +333,7 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do, _) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor, _) -> tuple[torch.Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         (o, lse), parts = ctx.shared.merged, ctx.shared.parts
         ctx.shared.merged, ctx.shared.parts = None, ()
@@ -327,7 +350,7 @@ class _Others(torch.autograd.Function):
     them."""
 
     @staticmethod
-    def forward(ctx, shared, how, q, o, lse, *keys) -> torch.Tensor:
+    def forward(ctx: Any, shared: _Shared, how: Any, q: Tensor, o: Tensor, lse: Tensor, *keys: Any) -> torch.Tensor:
         ctx.shared, (kernel, ctx.scale, ctx.rows) = shared, how
         ctx.more = _add(kernel, ctx.scale, ctx.rows, _Queries(q, o, lse), keys)
         o = o.detach()
@@ -336,7 +359,7 @@ class _Others(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *keys = ctx.saved_tensors
         do = strided_like(do, o)
         blocks = list(zip(ctx.rows, ctx.more, strict=True))
@@ -353,7 +376,7 @@ class _Queries(NamedTuple):
     lse: torch.Tensor
 
 
-def _add(kernel, scale, rows, of: _Queries, keys) -> list:
+def _add(kernel: Any, scale: float, rows: Any, of: _Queries, keys: Sequence[Tensor]) -> list:
     """Let o and lse be over these keys, too: (kernel, what its backward is to get) of each block. A block may be too
     small for the ``kernel`` of the own one."""
     (q, o, lse), blocks = of, []
@@ -366,7 +389,9 @@ def _add(kernel, scale, rows, of: _Queries, keys) -> list:
     return blocks
 
 
-def _gradients(scale, blocks, do, of: _Queries, keys) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
+def _gradients(
+    scale: float, blocks: Any, do: Tensor, of: _Queries, keys: Sequence[Tensor]
+) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
     """([(rows, dq)], [dk, dv]). blocks: (rows, what ``_add`` gave) of each."""
     parts: list[tuple[slice, torch.Tensor]] = []
     sums: list[torch.Tensor] | None = None
@@ -386,17 +411,24 @@ def _gradients(scale, blocks, do, of: _Queries, keys) -> tuple[list[tuple[slice,
 class _Plan:
     """The steps in which the other ranks' tokens come, and what is done with them."""
 
-    def __init__(self, later, ranges, project, kernel, scale) -> None:
+    def __init__(
+        self,
+        later: Later,
+        ranges: Sequence[tuple[int, int]],
+        project: Callable[..., Any] | None,
+        kernel: Any,
+        scale: float,
+    ) -> None:
         self.later, self.ranges, self.project, self.kernel, self.scale = later, ranges, project, kernel, scale
         self.count = 0  # of the tensors that are gathered
         self.first: Gather | None = None
         self.sums: list[torch.Tensor] | None = None
         self.last: tuple | None = None
 
-    def start(self, step, tensors) -> Gather | None:
+    def start(self, step: int, tensors: Sequence[Tensor]) -> Gather | None:
         return self.later.gather(*self.ranges[step], tensors) if step < len(self.ranges) else None
 
-    def collect(self, step, gather, like) -> None:
+    def collect(self, step: int, gather: Any, like: Sequence[Tensor]) -> None:
         """Put the sums of a step in their place among those of all."""
         first, end = self.ranges[step]
         if self.sums is None:
@@ -410,13 +442,13 @@ class _Enter(torch.autograd.Function):
     """Where this rank's tokens leave for ``_Steps``, and in backward their gradients arrive."""
 
     @staticmethod
-    def forward(ctx, plan, *tensors) -> torch.Tensor:
+    def forward(ctx: Any, plan: Any, *tensors: Tensor) -> torch.Tensor:
         ctx.plan = plan
         return tensors[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _) -> tuple[torch.Tensor | None, ...]:
         plan = ctx.plan
         plan.collect(*plan.last)
         sums, plan.sums, plan.last = plan.sums, None, None
@@ -429,7 +461,9 @@ class _Steps(torch.autograd.Function):
     inputs: the tensors that are gathered, and parameters by which keys are made of them."""
 
     @staticmethod
-    def forward(ctx, shared, plan, q, o, lse, token, *inputs) -> torch.Tensor:
+    def forward(
+        ctx: Any, shared: _Shared, plan: Any, q: Tensor, o: Tensor, lse: Tensor, token: Tensor, *inputs: Any
+    ) -> torch.Tensor:
         tensors, device = inputs[: plan.count], q.device.type
         ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, plan.count, []
         ctx.autocast = dict(
@@ -452,7 +486,7 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[torch.Tensor | None, ...]:
         q, o, lse, *inputs = ctx.saved_tensors
         plan, tensors, sources = ctx.plan, inputs[: ctx.count], inputs[ctx.count :]
         do, total = strided_like(do, o), torch.zeros_like(q, dtype=torch.float32)
@@ -487,7 +521,7 @@ class _Steps(torch.autograd.Function):
         return None, None, None, do, None, do.new_zeros(0), *[None] * ctx.count, *weights
 
 
-def _leaves(tensors, inputs) -> list:
+def _leaves(tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list:
     """The parameters by which autograd has made ``tensors`` of ``inputs``."""
     seen = {x.grad_fn for x in inputs if x.grad_fn is not None}
     found, ahead = [], [x.grad_fn for x in tensors if x.grad_fn is not None]
@@ -503,7 +537,7 @@ def _leaves(tensors, inputs) -> list:
     return found
 
 
-def _merge(o, lse, more, more_lse) -> None:
+def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Let o [B, H, T, V] and lse [B, H, T] be over the keys of both."""
     fits = _memory(o, lse) is not None and _memory(more, more_lse) == o.shape[2]
     if fits and o.is_cuda and lse.dtype == torch.float32:
@@ -515,7 +549,7 @@ def _merge(o, lse, more, more_lse) -> None:
     lse.copy_(both)
 
 
-def _memory(o, lse) -> int | None:
+def _memory(o: Tensor, lse: Tensor) -> int | None:
     """For how many tokens o, tokens before heads, and lse have memory; None if they lie otherwise."""
     B, H, T, V = o.shape
     tokens = lse.stride(1) if H > 1 else lse.stride(0) if B > 1 else T
@@ -524,7 +558,7 @@ def _memory(o, lse) -> int | None:
     return tokens if all(size == 1 or stride == other for size, stride, other in places) else None
 
 
-def merge(o, lse, more, more_lse) -> None:
+def merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """The same by a kernel. o and lse may be some tokens of more, see ``_memory``."""
     B, H, T, V = o.shape
     width = triton.next_power_of_2(V)

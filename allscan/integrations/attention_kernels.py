@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..bindings.torch_compat import operator
 from .triangles import by_triangles, tokens_first
@@ -27,17 +28,17 @@ class Kernel(NamedTuple):
     fits: Callable  # (q, k, v) -> bool
 
 
-def kernel_for(q, k, v) -> Kernel | None:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
     """The fastest for tensors like these, None without one. Ask again where torch's switches may have changed."""
     return next((kernel for kernel in KERNELS if kernel.fits(q, k, v)), None)
 
 
-def strided_like(x, other) -> torch.Tensor:
+def strided_like(x: Tensor, other: Tensor) -> torch.Tensor:
     """x with the strides of ``other``, of the same shape."""
     return x if x.stride() == other.stride() else torch.empty_like(other).copy_(x)
 
 
-def _aligned(x) -> torch.Tensor:
+def _aligned(x: Tensor) -> torch.Tensor:
     """x as kernels for GPUs read it: words of 16 bytes."""
     words = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(s % words for s in x.stride()[:-1])
@@ -48,13 +49,17 @@ def _aligned(x) -> torch.Tensor:
 # and the log-sum-exp: these always follow from q's here, as where PyTorch calls it.
 
 
-def _cudnn_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     found = cudnn(tokens_first(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale)
     o, lse, *lengths, seed, offset, _ = found
     return o, lse.view(q.shape[:3]), (lse.shape, lengths, (seed, offset))
 
 
-def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+def _cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, ...]:
     shape, (cum_q, cum_k, *_), seeds = more
     o = tokens_first(o)
     return cudnn_backward(
@@ -76,7 +81,7 @@ def _cudnn_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Ten
     )
 
 
-def _cudnn_fits(q, k, v) -> bool:
+def _cudnn_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if _capability(q) != CUDNN_GPU or not CUDNN_IS_KNOWN or (torch.backends.cudnn.version() or 0) < CUDNN_LEAST:
         return False
     if q.shape[2] < CUDNN_TOKENS or k.shape[2] < CUDNN_TOKENS or (q.shape[-1], v.shape[-1]) not in CUDNN_WIDTHS:
@@ -84,7 +89,7 @@ def _cudnn_fits(q, k, v) -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
 
 
-def _triangles_fit(q, k, v) -> bool:
+def _triangles_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (q.shape[-1], v.shape[-1]) in IN_TRIANGLES
 
 
@@ -107,7 +112,7 @@ SQUARE = 4096  # tokens; smaller squares in triangles were not measured
 CUDNN_IS_KNOWN = None not in (cudnn, cudnn_backward)
 
 
-def _capability(x) -> tuple[int, int]:
+def _capability(x: Tensor) -> tuple[int, int]:
     """Compute capability of NVIDIA's GPU that holds x in half precision, else (0, 0)."""
     half = x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
     return torch.cuda.get_device_capability(x.device) if half and torch.version.hip is None else (0, 0)
@@ -116,20 +121,24 @@ def _capability(x) -> tuple[int, int]:
 # FlashAttention 2 as PyTorch has it
 
 
-def _flash_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple]:
     q, k, v = (_aligned(x) for x in (q, k, v))
     found = flash(q, k, v, 0.0, causal, False, scale=scale)
     o, lse, *lengths, seed, offset, _ = found
     return o, lse, (lengths, (seed, offset))
 
 
-def _flash_backward(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+def _flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, ...]:
     lengths, seeds = more
     do, q, k, v, o = (_aligned(x) for x in (do, q, k, v, o))
     return flash_backward(do, q, k, v, o, lse, *lengths, 0.0, causal, *seeds, scale=scale)
 
 
-def flash_fits(q, k, v) -> bool:
+def flash_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether FlashAttention 2 takes tensors like these."""
     width = max(q.shape[-1], v.shape[-1])
     return FLASH_IS_KNOWN and _capability(q) >= (8, 0) and width <= 256 and torch.backends.cuda.flash_sdp_enabled()
@@ -154,39 +163,47 @@ on_cpu_backward = operator(
 )
 
 
-def _cpu_forward(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, None]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     o, lse = on_cpu(q, k, v, 0.0, causal, scale=scale)
     return o, lse.contiguous(), None
 
 
-def _cpu_backward(do, q, k, v, o, lse, _, causal, scale) -> tuple[torch.Tensor, ...]:
+def _cpu_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, _, causal: bool, scale: float
+) -> tuple[torch.Tensor, ...]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     dq, *others = on_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
     return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in others)
 
 
-def _cpu_fits(q, k, v) -> bool:
+def _cpu_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu" and None not in (on_cpu, on_cpu_backward)
 
 
-def widened(*tensors) -> list[torch.Tensor]:
+def widened(*tensors: Tensor) -> list[torch.Tensor]:
     """The same of one width, a multiple of 8."""
     width = max(x.shape[-1] for x in tensors)
     width += -width % 8
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
-def _of_one_width(forward, backward) -> tuple[Callable, Callable]:
+def _of_one_width(forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Callable, Callable]:
     """The same where the kernels want q, k and v of one width, a multiple of 8."""
 
-    def forward_of_any(q, k, v, causal, scale) -> tuple[torch.Tensor, torch.Tensor, object]:
+    def forward_of_any(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, object]:
         o, lse, more = forward(*widened(q, k, v), causal, scale)
         return tokens_first(o[..., : v.shape[-1]]), lse, more
 
-    def backward_of_any(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+    def backward_of_any(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, ...]:
         do, q_, k_, v_, o = widened(do, q, k, v, o)
         found = backward(do, q_, k_, v_, o, lse, more, causal, scale)
         return tuple(dx[..., : x.shape[-1]] for dx, x in zip(found, (q, k, v), strict=True))

@@ -8,10 +8,11 @@ import itertools
 import json
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..base.checks import boundaries, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
@@ -27,7 +28,7 @@ KEPT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q
 DOCUMENTS = "zigzag, per_document=True"  # the layout of such a batch in its stamp
 
 
-def documents_misfit(lengths, size, T) -> str | None:
+def documents_misfit(lengths: tuple[int, ...], size: int, T: int) -> str | None:
     """What is wrong with cu_seqlens of sequences that are each cut, in T tokens of all ranks."""
     if lengths[0] or lengths[-1] != T or list(lengths) != sorted(lengths):
         return f"cu_seqlens must rise from 0 to {T}, got {lengths}"
@@ -44,7 +45,9 @@ class _Stamp(NamedTuple):
     others: int | None  # digest of the other tensors
 
 
-def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_document: bool = False) -> dict[str, Any]:
+def cut_batch(
+    batch: Mapping[str, Any], *, comm: Communicator, layout: str = "contiguous", per_document: bool = False
+) -> dict[str, Any]:
     """This rank's part of a batch of whole sequences, for ``model(**part)`` of a model of ``sequence_parallel``.
 
     Args:
@@ -75,7 +78,7 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_docu
     """
     check_communicator(comm)
     zigzag, size = is_zigzag(layout), comm.size
-    x = batch.get("input_ids")
+    x: Any = batch.get("input_ids")
     if x is None:
         x = batch.get("inputs_embeds")
     if not isinstance(x, torch.Tensor) or x.ndim < 2:
@@ -92,7 +95,7 @@ def cut_batch(batch, *, comm: Communicator, layout: str = "contiguous", per_docu
         parts = places_of(batch, T, size, layout, per_document)
     layout = DOCUMENTS if per_document and _cu_seqlens(batch) is not None else layout
 
-    def part_of(tensor, rank) -> torch.Tensor:
+    def part_of(tensor: Tensor, rank: int) -> torch.Tensor:
         pieces = [tensor[:, a:b] for a, b in parts[rank]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
@@ -123,11 +126,13 @@ def tokens_of_ranks(T: int, size: int) -> list[int]:
     return [T // size + (rank < T % size) for rank in range(size)]
 
 
-def _cu_seqlens(batch) -> torch.Tensor | Sequence[int] | None:
+def _cu_seqlens(batch: Mapping[str, Any]) -> torch.Tensor | Sequence[int] | None:
     return next((batch[name] for name in ("cu_seq_lens_q", "cu_seqlens") if batch.get(name) is not None), None)
 
 
-def places_of(batch, T: int, size: int, layout: str, per_document: bool) -> list[list[tuple[int, int]]]:
+def places_of(
+    batch: Mapping[str, Any], T: int, size: int, layout: str, per_document: bool
+) -> list[list[tuple[int, int]]]:
     """(first token, end) of what each rank gets of T tokens, in its order. ValueError for sequences that cannot be cut
     each."""
     cu_seqlens = _cu_seqlens(batch)
@@ -141,7 +146,7 @@ def places_of(batch, T: int, size: int, layout: str, per_document: bool) -> list
     return [document_places(lengths, rank, size) for rank in range(size)]
 
 
-def checksum(*values) -> int:
+def checksum(*values: Any) -> int:
     """Of tensors' shapes and contents, and of what is none as it is printed."""
     found = 0
     for value in values:
@@ -161,14 +166,16 @@ def read(stamp: str) -> _Stamp:
     return _Stamp(rows, tuple(tokens), layout, digests and tuple(digests), others)
 
 
-def looked_at(comm, ids, stamp) -> int | None:
+def looked_at(comm: Communicator, ids: Tensor | None, stamp: Any) -> int | None:
     """What the other ranks are told of this one's input_ids: at the first batch without a ``stamp``, and in debug mode.
     Waits for the GPU."""
     first = stamp is None and STAMP not in comm.attributes
     return checksum(ids) if ids is not None and (first or comm.debug) else None
 
 
-def misfit(comm, rows, tokens, layout, stamps, seen=None) -> str | None:
+def misfit(
+    comm: Communicator, rows: Any, tokens: Sequence[int], layout: str, stamps: Any, seen: Any = None
+) -> str | None:
     """What is wrong with the parts of a batch; each argument has an entry for each rank, and ``seen`` those of
     ``looked_at``. Alike on all ranks."""
     if len(set(rows)) > 1:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..base.checks import PER_DOCUMENT, boundaries, is_zigzag
 from ..bindings.torch_compat import has_backward_hooks
@@ -113,21 +115,25 @@ def sequence_parallel(
         raise ValueError(f"expected layers of {kinds}, got {sorted(others) or 'no recurrent one'}")
     documents: list | None = [None] if per_document else None  # cu_seqlens that the layers were given last
     for layer in layers:
-        _replace(layer, "forward", comm and functools.partial(_layer, layer, comm, layout, attention, documents))
+        _replace(
+            layer,
+            "forward",
+            None if comm is None else functools.partial(_layer, layer, comm, layout, attention, documents),
+        )
     for model in module.modules():
         if type(model).__module__.startswith(_TOKENWISE):
-            _replace(model, "forward", comm and functools.partial(_tokenwise, model))
+            _replace(model, "forward", None if comm is None else functools.partial(_tokenwise, model))
         if hasattr(model, "_compute_logits_and_loss"):
-            loss = comm and functools.partial(_loss, model, comm, zigzag, documents)
+            loss = None if comm is None else functools.partial(_loss, model, comm, zigzag, documents)
             _replace(model, "_compute_logits_and_loss", loss)
     return module
 
 
-def _of_fla(kind) -> bool:
+def _of_fla(kind: type) -> bool:
     return any(base.__module__.startswith("fla.layers.") for base in kind.__mro__)  # FSDP2 makes subclasses
 
 
-def _replace(module, name, function) -> None:
+def _replace(module: Any, name: str, function: Callable[..., Any] | None) -> None:
     """Let the module's method be ``function``, None: that of its class."""
     present = vars(module).get(name)
     if present is not None and getattr(present, "func", None) not in (_layer, _loss, _tokenwise):
@@ -140,13 +146,13 @@ def _replace(module, name, function) -> None:
 _TOKENWISE = "fla.modules.norm.", "fla.modules.mlp"
 
 
-def _tokenwise(module, *arguments, **options) -> torch.Tensor | tuple:
+def _tokenwise(module: Any, *arguments: Any, **options: Any) -> torch.Tensor | tuple:
     """The forward of a module that looks at one token at a time: on a rank without tokens, of one of zeros."""
     forward = functools.partial(type(module).forward, module)
     if not any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[1] for x in (*arguments, *options.values())):
         return forward(*arguments, **options)
 
-    def of_one(x) -> torch.Tensor:
+    def of_one(x: Tensor) -> torch.Tensor:
         padded = isinstance(x, torch.Tensor) and x.ndim > 2
         return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1)) if padded else x
 
@@ -154,25 +160,25 @@ def _tokenwise(module, *arguments, **options) -> torch.Tensor | tuple:
     return found[:, :0] if isinstance(found, torch.Tensor) else tuple(x if x is None else x[:, :0] for x in found)
 
 
-def _kind(module) -> Any:
+def _kind(module: Any) -> Any:
     """The class of fla's that a layer is of, or None."""
     return next((kind for kind in _CALLS if isinstance(module, kind)), None)  # FSDP2 makes subclasses
 
 
 def _layer(
-    layer,
-    comm,
-    layout,
-    attention,
-    documents,
-    hidden_states,
-    attention_mask=None,
-    past_key_values=None,
-    use_cache=False,
-    output_attentions=False,
-    cu_seqlens=None,
-    first_token=None,
-    **options,
+    layer: Any,
+    comm: Communicator,
+    layout: str,
+    attention: Any,
+    documents: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: Any = False,
+    output_attentions: Any = False,
+    cu_seqlens: Tensor | None = None,
+    first_token: int | None = None,
+    **options: Any,
 ) -> tuple:
     """The forward of a layer, over this rank's tokens."""
     kind, stamp = _kind(layer), options.get(STAMP)
@@ -201,7 +207,7 @@ def _layer(
     return _CALLS[kind](layer, hidden_states, cache, where), None, past_key_values
 
 
-def _mixed(layer, x, cache, where, activation=None) -> tuple:
+def _mixed(layer: Any, x: Tensor, cache: Any, where: dict[str, Any], activation: Any = None) -> tuple:
     """(q, k, v with heads, and the layer's convolutions' states) of a recurrent layer."""
     xs: Any = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     states: Any = None
@@ -214,14 +220,14 @@ def _mixed(layer, x, cache, where, activation=None) -> tuple:
     return *(y.unflatten(-1, (-1, width)) for y, width in zip(xs, widths, strict=True)), states
 
 
-def _remember(layer, cache, state, conv_states) -> None:
+def _remember(layer: Any, cache: Any, state: Any, conv_states: Tensor | None) -> None:
     if cache is not None:
         update_layer_cache(
             layer, cache, recurrent_state=state.contiguous(), conv_state=conv_states, offset=_prefilled[cache]
         )
 
 
-def _gla(layer, x, cache, where) -> torch.Tensor:
+def _gla(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
     q, k, v, conv_states = _mixed(layer, x, cache, where)
     g = layer.gk_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     if layer.num_kv_groups > 1:
@@ -242,7 +248,16 @@ def _gla(layer, x, cache, where) -> torch.Tensor:
     return layer.o_proj(o)
 
 
-def _delta_rule(rule, layer, x, cache, where, g, gated, **options) -> torch.Tensor:
+def _delta_rule(
+    rule: Callable[..., Any],
+    layer: Any,
+    x: Tensor,
+    cache: Any,
+    where: dict[str, Any],
+    g: Tensor,
+    gated: bool,
+    **options: Any,
+) -> torch.Tensor:
     """KDA and Gated DeltaNet; ``g`` raw, ``options`` the rule's own."""
     q, k, v, conv_states = _mixed(layer, x, cache, where, F.silu)
     o, state = rule(
@@ -267,19 +282,23 @@ def _delta_rule(rule, layer, x, cache, where, g, gated, **options) -> torch.Tens
     return layer.o_proj(layer.o_norm(o, *gate).flatten(-2))
 
 
-def _kda(layer, x, cache, where) -> torch.Tensor:
+def _kda(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
     g = layer.f_proj(x).unflatten(-1, (-1, layer.head_k_dim))
     options = dict(safe_gate=layer.safe_gate, lower_bound=layer.lower_bound)
     return _delta_rule(zeco_kda, layer, x, cache, where, g, True, **options)
 
 
-def _gated_delta_net(layer, x, cache, where) -> torch.Tensor:
+def _gated_delta_net(layer: Any, x: Tensor, cache: Any, where: dict[str, Any]) -> torch.Tensor:
     return _delta_rule(zeco_gated_delta_rule, layer, x, cache, where, layer.a_proj(x), layer.use_gate)
 
 
-def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE) -> torch.Tensor:
+def _softmax(
+    layer: Any, x: Tensor, cache: Any, where: dict[str, Any], stamp: Any = None, attention: Attention = WHOLE
+) -> torch.Tensor:
     """Softmax attention of this rank's queries to the keys and values up to each."""
-    comm, cu_seqlens, layout, per_document = (where.get(x) for x in ("comm", "cu_seqlens", "layout", "per_document"))
+    comm: Communicator = where["comm"]
+    layout: str = where["layout"]
+    cu_seqlens, per_document = where.get("cu_seqlens"), where.get("per_document")
     zigzag, T = is_zigzag(layout), x.shape[1]
     if zigzag and T % 2:
         reject(comm, f"the zigzag layout wants an even number of tokens, got {T}")
@@ -311,9 +330,9 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE) -> torch.Tenso
     queries, keys = zip(*rotated, strict=True)
     k = torch.cat(keys, 1)
     others: Any = None
-    if comm.size > 1 and sum(tokens):
-        where = comm, tokens, zigzag
-        others = Later(*where, attention.memory, k, v) if limited else Gather(*where, k, v)
+    if comm.size > 1 and any(tokens):
+        of_row = comm, tokens, zigzag
+        others = Later(*of_row, attention.memory, k, v) if attention.memory is not None else Gather(*of_row, k, v)
         whole = lengths is not None or cache is not None or layer.window_size is not None
         given = [y.transpose(1, 2) for y in (torch.cat(queries, 1), k, v)]
         if attention.merged and not whole and kernel_for(*given) is not None:
@@ -351,18 +370,20 @@ def _softmax(layer, x, cache, where, stamp=None, attention=WHOLE) -> torch.Tenso
     return layer.o_proj(torch.cat(outputs, 1).flatten(-2))
 
 
-def _projected(layer, x) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _projected(layer: Any, x: Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v) with heads."""
     q, k, v = (project(x).unflatten(-1, (-1, layer.head_dim)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     return (layer.q_norm(q), layer.k_norm(k), v) if layer.qk_norm else (q, k, v)
 
 
-def _causal(layer) -> dict:
+def _causal(layer: Any) -> dict:
     """Options of flash_attn. Where there are more keys than queries, the last query is that of the last key."""
     return dict(causal=True, window_size=(-1, -1) if layer.window_size is None else (layer.window_size - 1, 0))
 
 
-def _softmax_of_documents(layer, x, comm, lengths, tokens) -> torch.Tensor:
+def _softmax_of_documents(
+    layer: Any, x: Tensor, comm: Communicator, lengths: tuple[int, ...], tokens: Sequence[int]
+) -> torch.Tensor:
     """o [1, T, H, D] where each sequence is cut."""
     (q, k, v), table = _projected(layer, x), documents_of(comm, lengths)
     queries, keys, before, *_ = table.of_stream(comm)
@@ -385,12 +406,12 @@ _CALLS = {
 
 
 @dynamo_disabled
-def _read(comm, cu_seqlens) -> tuple[int, ...]:
+def _read(comm: Communicator, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     with comm.call():  # so that a rank that rejects it is not waited for
         return boundaries_on_host(boundaries(cu_seqlens))
 
 
-def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE) -> list[int]:
+def _tokens_of_all(comm: Communicator, x: Tensor, layout: str, stamp: Any, attention: Attention = WHOLE) -> list[int]:
     """How many each rank has, of one batch."""
     with comm.call():  # so that a rank that rejects the layer is not waited for
         told = *x.shape[:2], stamp, list(attention)
@@ -405,7 +426,7 @@ def _tokens_of_all(comm, x, layout, stamp, attention=WHOLE) -> list[int]:
 
 
 @dynamo_disabled
-def _convolve(convolutions, xs, use_cache, where) -> tuple[list[torch.Tensor], tuple]:
+def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any]) -> tuple[list[torch.Tensor], tuple]:
     """(fla's convolutions of this rank's tokens xs, their states behind the last one or None); kernels of one size."""
     comm, cu_seqlens, first_token, layout = (where[name] for name in ("comm", "cu_seqlens", "first_token", "layout"))
     per_document = where.get("per_document", False)
@@ -455,14 +476,16 @@ def _convolve(convolutions, xs, use_cache, where) -> tuple[list[torch.Tensor], t
     return ys, _last_states(states, use_cache, comm, halves)
 
 
-def _last_states(states, wanted, comm, halves) -> tuple:
+def _last_states(states: Tensor, wanted: Any, comm: Communicator, halves: int) -> tuple:
     """Those behind the last token of all ranks, on every rank, of the states of each half."""
     if not wanted:
         return (None,) * len(states)
     return of_last_tokens([x[halves - 1 :: halves] for x in states], comm, halves == 2)
 
 
-def _before(convolutions, xs, n, halves, where, sizes=None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _before(
+    convolutions: Any, xs: Any, n: int, halves: int, where: dict[str, Any], sizes: Any = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(xs, the n tokens before each half of them, or each piece of these sizes)."""
     comm, T = where["comm"], xs[0].shape[1]
     if T <= halves * n and sizes is None or not T:
@@ -477,7 +500,7 @@ def _before(convolutions, xs, n, halves, where, sizes=None) -> tuple[list[torch.
     return xs, halo_of_ends(ends, T, n, **where)
 
 
-def _sequences(first, lengths, T, halves) -> tuple[torch.Tensor, torch.Tensor]:
+def _sequences(first: int, lengths: tuple[int, ...], T: int, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens of this rank's tokens, in the zigzag layout of both halves, which are the first of each half)."""
     part, cuts, firsts = T // halves, [0], []
     for half, begin in enumerate((first, lengths[-1] - first - part)[:halves]):
@@ -488,17 +511,17 @@ def _sequences(first, lengths, T, halves) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _loss(
-    model,
-    comm,
-    zigzag,
-    documents,
-    hidden_states,
-    labels=None,
-    logits_to_keep=0,
+    model: Any,
+    comm: Communicator,
+    zigzag: bool,
+    documents: Any,
+    hidden_states: Tensor,
+    labels: Any = None,
+    logits_to_keep: Any = 0,
     *,
-    shift_labels=None,
-    num_items_in_batch=None,
-    **options,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """FLAPreTrainedModel._compute_logits_and_loss, with this rank's share of the loss."""
     penalty = options.get("use_l2warp")
@@ -529,7 +552,7 @@ def _loss(
     )
 
 
-def _divisor(criterion, labels, counted) -> torch.Tensor | None:
+def _divisor(criterion: Any, labels: Tensor, counted: Any) -> torch.Tensor | None:
     """What this rank's labels add to the number by which the sum over all ranks is divided, or None for a sum."""
     reduction = getattr(criterion, "reduction", None) if criterion is not None else "mean"
     if reduction == "sum":

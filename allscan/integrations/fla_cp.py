@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..base.checks import ScanInputs
 from ..base.tiling import multiprocessors, transition_tile
@@ -136,11 +137,11 @@ def _replace(old: dict[str, Callable], new: dict[str, Callable]) -> None:
                     setattr(module, name, function)
 
 
-def _or_fla(name, ours) -> Callable:
+def _or_fla(name: str, ours: Callable[..., Any]) -> Callable:
     """What stands for fla's function ``name``: ``ours`` where a communicator carries the states of its context."""
 
     @functools.wraps(_fla[name])
-    def call(*, context=None, use_graph=False, **given) -> object:
+    def call(*, context: Any = None, use_graph: bool = False, **given: Any) -> object:
         comm = _carrier(context, use_graph)
         if comm is None:
             return _fla[name](context=context, use_graph=use_graph, **given)
@@ -149,14 +150,14 @@ def _or_fla(name, ours) -> Callable:
     return call
 
 
-def _carrier(context, use_graph) -> Communicator | None:
+def _carrier(context: Any, use_graph: bool) -> Communicator | None:
     """The communicator that carries the states of this context, or None: fla does it."""
     if context is None or context.group is None or use_graph:
         return None
     return _communicator(context.group)
 
 
-def _communicator(group) -> Communicator | None:
+def _communicator(group: Any) -> Communicator | None:
     comm = _communicators.get(group)
     if comm is not None and comm.closed:
         del _communicators[group]
@@ -169,12 +170,12 @@ def _communicator(group) -> Communicator | None:
     return comm
 
 
-def _convolution(name, reverse) -> Callable:
+def _convolution(name: str, reverse: bool) -> Callable:
     """What stands for fla's exchange of the tokens that a short convolution looks back at, or of their gradients."""
     given = inspect.signature(_fla[name])
 
     @functools.wraps(_fla[name])
-    def call(*arguments, **named) -> torch.Tensor:
+    def call(*arguments: Any, **named: Any) -> torch.Tensor:
         x, group = given.bind(*arguments, **named).args
         comm = _communicator(group)
         if comm is None:
@@ -193,14 +194,22 @@ class _Part(NamedTuple):
     finishes: bool  # whether the last one has none behind it
 
 
-def _parts(context, N) -> list[_Part]:
+def _parts(context: Any, N: int) -> list[_Part]:
     if context.layout == "contiguous":
         return [_Part(0, N, context.is_first_rank, context.is_last_rank)]
     middle, starts, finishes = context.front_num_seqs, context.is_first_by_part, context.is_last_by_part
     return [_Part(0, middle, starts[0], finishes[0]), _Part(middle, N, starts[1], finishes[1])]
 
 
-def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=False, **given) -> torch.Tensor:
+def _forward(
+    comm: Communicator,
+    context: Any,
+    *,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None = None,
+    state_v_first: bool = False,
+    **given: Any,
+) -> torch.Tensor:
     """The states that enter this rank's sequences [N, HV, K, V]: the incoming state of the first of a part, else
     zeros."""
     if initial_state is not None:
@@ -225,7 +234,14 @@ def _forward(comm, context, *, cu_seqlens, initial_state=None, state_v_first=Fal
 
 
 def _backward(
-    comm, context, *, cu_seqlens, dht=None, initial_state=None, state_v_first=False, **given
+    comm: Communicator,
+    context: Any,
+    *,
+    cu_seqlens: Tensor,
+    dht: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    state_v_first: bool = False,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """(The gradients of the states that leave this rank's sequences: zeros but for the last of a part, None)."""
     if dht is not None:
@@ -251,12 +267,14 @@ def _backward(
     return _states(found[0], places, N, state_v_first), None
 
 
-def _gates(given) -> torch.Tensor | None:
+def _gates(given: Any) -> torch.Tensor | None:
     gates = given.get("gk") if given.get("g") is None else given["g"]
     return None if gates is None else gates.contiguous()
 
 
-def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
+def _passes(
+    comm: Communicator, context: Any, cu_seqlens: Tensor, i: int, given: Any, k: Tensor, v: Tensor
+) -> StatePass | None:
     """Of the tokens between cu_seqlens[i] and the next boundary; None for rules that shmem_kernels/delta.py does not
     have: without gates, with a gate of the keys, or chunks of another length."""
     if _gates(given) is None or given.get("bg") is not None or given.get("chunk_size", 64) != CHUNK_TOKENS:
@@ -274,13 +292,14 @@ def _passes(comm, context, cu_seqlens, i, given, k, v) -> StatePass | None:
     return layout.derived(shape, lambda: StatePass(comm, layout.tables(), shape))
 
 
-def _summary(k, v) -> tuple[torch.Tensor, torch.Tensor]:
+def _summary(k: Tensor, v: Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for what a sequence's part leaves from zero [HV, K, V], and its transition [HV, K, K]."""
     HV, V = v.shape[2:]
-    return tuple(k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
+    total, transition = (k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
+    return total, transition
 
 
-def _scan(comm, totals, alike, reverse) -> list[torch.Tensor]:
+def _scan(comm: Communicator, totals: Any, alike: Any, reverse: bool) -> list[torch.Tensor]:
     """What comes to each part from those before; nothing of it goes on where a sequence is cut, not even NaN. alike: of
     all ranks."""
     states, matrices, cuts = zip(*totals, strict=True)
@@ -297,7 +316,7 @@ def _scan(comm, totals, alike, reverse) -> list[torch.Tensor]:
         return list(found[order])
 
 
-def _states(like, places, N, state_v_first) -> torch.Tensor:
+def _states(like: Any, places: Any, N: int, state_v_first: bool) -> torch.Tensor:
     like = like.mT if state_v_first else like
     states = like.new_zeros(N, *like.shape)
     for i, state in places:

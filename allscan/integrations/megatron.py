@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..base.checks import PER_DOCUMENT, is_zigzag
 from ..comm.communicator import Communicator, check_communicator
@@ -128,7 +129,14 @@ class _Mixer:
     gathered: int  # over how many ranks of tensor parallelism the projection gathers tokens
 
     def __init__(
-        self, config, *arguments, pg_collection, layout="zigzag", per_document=True, comm=None, **options
+        self,
+        config: Any,
+        *arguments: Any,
+        pg_collection: Any,
+        layout: str = "zigzag",
+        per_document: bool = True,
+        comm: Communicator | None = None,
+        **options: Any,
     ) -> None:
         group, alone = pg_collection.cp, copy.copy(pg_collection)
         zigzag = is_zigzag(layout)
@@ -140,7 +148,7 @@ class _Mixer:
         self.gathered = pg_collection.tp.size() if config.sequence_parallel else 1
         self.comm = None if group.size() == 1 else comm or _communicator(group)
 
-    def _tokens(self, hidden_states, context, packed) -> _Tokens:
+    def _tokens(self, hidden_states: Tensor, context: Any, packed: Any) -> _Tokens:
         """Of [T, B, ...]."""
         comm, batch, T = self.comm, hidden_states.shape[1], hidden_states.shape[0] * self.gathered
         assert comm is not None
@@ -172,7 +180,7 @@ class _Mixer:
         return _Tokens([p for p in CUTS[zigzag](numbers, first, T, comm.rank == 0) if p.tokens], where)
 
 
-def _check(config, groups, comm) -> None:
+def _check(config: Any, groups: Any, comm: Communicator | None) -> None:
     problems = {
         "hybrid context parallelism": config.hybrid_context_parallel,
         "CUDA graphs of Megatron": config.cuda_graph_impl != "none",
@@ -184,13 +192,13 @@ def _check(config, groups, comm) -> None:
         raise ValueError(f"comm must be of the {groups.cp.size()} ranks of context parallelism, got {comm.size}")
 
 
-def _communicator(group) -> Communicator:
+def _communicator(group: Any) -> Communicator:
     if group not in _communicators or _communicators[group].closed:
         _communicators[group] = Communicator(group)
     return _communicators[group]
 
 
-def _rule(operator, tokens, *tensors) -> torch.Tensor:
+def _rule(operator: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> torch.Tensor:
     """The gated delta rule ``operator`` over the ranks."""
     if operator is chunk_gated_delta_rule:
         return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
@@ -203,14 +211,14 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
 
     def forward(
         self,
-        hidden_states,
-        attention_mask=None,
-        inference_context=None,
-        packed_seq_params=None,
-        sequence_len_offset=None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
         *,
-        inference_params=None,
-        **options,
+        inference_params: Any = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = inference_context if inference_context is not None else inference_params
         if self.comm is None:
@@ -235,7 +243,7 @@ class AllScanGatedDeltaNet(_Mixer, GatedDeltaNet):
         self.norm_out_checkpoint.discard_output_and_register_recompute(out)
         return out, bias
 
-    def _convolve(self, x) -> torch.Tensor:
+    def _convolve(self, x: Tensor) -> torch.Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias
         if self.config.deterministic_mode:
             y = F.conv1d(x.mT, weight, bias, padding=self.conv1d.padding, groups=len(weight))
@@ -255,7 +263,12 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
     """Megatron-core's MambaMixer; see ``sequence_parallel``."""
 
     def forward(
-        self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = inference_context if inference_context is not None else inference_params
         if self.comm is None:
@@ -272,7 +285,7 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
         y = self._scan(tokens, x, dt, B, C, None if self.rmsnorm else z).flatten(2).transpose(0, 1).contiguous()
         return self.out_proj(self.norm(y, z.flatten(2).transpose(0, 1).contiguous()) if self.rmsnorm else y)
 
-    def _convolve(self, x) -> torch.Tensor:
+    def _convolve(self, x: Tensor) -> torch.Tensor:
         if mamba_mixer.causal_conv1d_fn is None:
             return self.act(self.cp.conv1d(x.mT)[..., : x.shape[1]]).mT
         weight = self.conv1d_weight.squeeze(1)
@@ -280,8 +293,8 @@ class AllScanMambaMixer(_Mixer, MambaMixer):
             x=x.mT.contiguous(), weight=weight, bias=self.conv1d_bias, activation=self.activation, seq_idx=None
         ).mT
 
-    def _scan(self, tokens, x, dt, B, C, z) -> Any:
-        def chunk_scan(*arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scan(self, tokens: _Tokens, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Any:
+        def chunk_scan(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
                 options["state_dtype"] = self.mamba_training_ssm_states_dtype
             return mamba_mixer.mamba_chunk_scan_combined(*arguments, **options)

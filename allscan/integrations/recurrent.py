@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..base.autograd import product
 from ..base.checks import ScanInputs, has_tangents
+from ..comm.communicator import Communicator
 from ..launch.compiled_kernel import dynamo_disabled
 from ..ops.allscan import Using, allscan, final_of_all
 from ..ops.halo import halo, halo_of_ends
@@ -21,7 +23,9 @@ from ..tokens.partition import cached_table
 
 
 @dynamo_disabled
-def convolved(conv: Callable, n: int, x, pieces: list[TokenRange], *, comm, **where) -> torch.Tensor:
+def convolved(
+    conv: Callable, n: int, x: Tensor, pieces: list[TokenRange], *, comm: Communicator, **where: Any
+) -> torch.Tensor:
     """conv over x [B, T, C] with the n tokens before each cut, and zeros where a sequence begins.
 
     The row is convolved as it lies. The first n outputs of each piece, which have not seen what is before it, are made
@@ -47,7 +51,7 @@ def convolved(conv: Callable, n: int, x, pieces: list[TokenRange], *, comm, **wh
     return _Replaced.apply(y, cuts.outputs, *made.unbind(0))
 
 
-def taken(x, tokens: Tokens, comm, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def taken(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, these tokens of it [B, numbers, ...], zeros beyond it). In backward theirs is added to the gradient of x, in
     its memory if nobody else has it, ``alone``: a whole tensor of zeros and a sum are what autograd makes of it."""
     if has_tangents((x,)):
@@ -59,7 +63,7 @@ def taken(x, tokens: Tokens, comm, alone: bool = True) -> tuple[torch.Tensor, to
 class Tokens(Tables):
     """Numbers of tokens of a row of T, some perhaps beyond it, and ``more`` tables."""
 
-    def __init__(self, numbers: Sequence[int], T: int, device, *more: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], T: int, device: torch.device, *more: Sequence[int]) -> None:
         places: dict[int, list[int]] = {}
         for place, token in enumerate(numbers):
             if 0 <= token < T:
@@ -79,7 +83,7 @@ class Tokens(Tables):
 class _Cuts(Tokens):
     """What ``convolved`` takes of a row: the last n tokens of each half, and for each piece 2n."""
 
-    def __init__(self, pieces: list[TokenRange], n: int, device) -> None:
+    def __init__(self, pieces: list[TokenRange], n: int, device: torch.device) -> None:
         starts, halves = [*itertools.accumulate((p.tokens for p in pieces), initial=0)], _halves(pieces)
         spans = [(starts[some[0]], starts[some[-1] + 1]) for some in halves]
         ends = [token for start, end in spans for token in range(max(start, end - n), end)]
@@ -93,7 +97,7 @@ class _Cuts(Tokens):
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tokens, alone) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: Tensor, tokens: Tokens, alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.tokens, ctx.alone = tokens, alone
         found = x.index_select(1, tokens.numbers)
         if not tokens.inside:
@@ -101,7 +105,7 @@ class _Taken(torch.autograd.Function):
         return x.detach(), found  # no view, which must not be written to; of the same memory
 
     @staticmethod
-    def backward(ctx, dx, dtokens) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor, dtokens: Tensor) -> tuple[torch.Tensor, None, None]:
         # each token once, in a fixed order: atomic additions to the same place give other bits each time
         places = ctx.tokens.places
         padded = F.pad(dtokens, (0, 0) * (dtokens.ndim - 2) + (0, 1))
@@ -116,7 +120,7 @@ class _Replaced(torch.autograd.Function):
     gradient of y stays as it is, whole; what comes of it at these outputs is taken away again by that of ``lost``."""
 
     @staticmethod
-    def forward(ctx, y, outputs, made, lost=None) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, outputs: Tensor, made: Tensor, lost: Tensor | None = None) -> torch.Tensor:
         ctx.outputs = outputs
         if _kept(y):
             y = y.clone()
@@ -124,7 +128,7 @@ class _Replaced(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
-    def backward(ctx, dy) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
         dmade = dy.index_select(1, ctx.outputs)
         return dy, None, dmade, -dmade
 
@@ -132,7 +136,7 @@ class _Replaced(torch.autograd.Function):
 _VIEWS = ("Transpose", "Slice", "View", "UnsafeView", "Permute", "Squeeze", "Unsqueeze", "Alias", "Unflatten")
 
 
-def _kept(y) -> bool:
+def _kept(y: Tensor) -> bool:
     """Whether the function that has made y has kept it for backward, as that of relu does, and not its argument."""
     node = y.grad_fn
     while node is not None and type(node).__name__.partition("Backward")[0] in _VIEWS:
@@ -141,7 +145,7 @@ def _kept(y) -> bool:
 
 
 def delta_rule(
-    operator: Callable, tensors: Sequence[Any], pieces: list[TokenRange], *, comm, final: bool = False
+    operator: Callable, tensors: Sequence[Any], pieces: list[TokenRange], *, comm: Communicator, final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, with ``final`` the state after the tokens of all ranks, on every rank) of Gated DeltaNet and KDA.
 
@@ -198,7 +202,7 @@ def delta_rule(
 
 
 @torch.no_grad()
-def of_last_tokens(states, comm, zigzag: bool) -> tuple[torch.Tensor, ...]:
+def of_last_tokens(states: Any, comm: Communicator, zigzag: bool) -> tuple[torch.Tensor, ...]:
     """Convolutions' states [B, C, W] on every rank, of the one that has the last tokens of all."""
     together = torch.cat([x.float() for x in states], 1)
     if comm.rank != (0 if zigzag else comm.size - 1):
@@ -207,16 +211,16 @@ def of_last_tokens(states, comm, zigzag: bool) -> tuple[torch.Tensor, ...]:
     return tuple(y.to(x.dtype).contiguous() for x, y in zip(states, found, strict=True))
 
 
-def joined(parts) -> torch.Tensor:
+def joined(parts: Any) -> torch.Tensor:
     """[B, T, ...] one after the other."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _split(x, pieces) -> Sequence[torch.Tensor]:
+def _split(x: Tensor, pieces: Any) -> Sequence[torch.Tensor]:
     return x.split([piece.tokens for piece in pieces], 1)
 
 
-def _halves(pieces) -> list[list[int]]:
+def _halves(pieces: Any) -> list[list[int]]:
     """The numbers of the pieces of each half, of all in the contiguous layout."""
     numbers = range(pieces[-1].state_index + 1)
     return [[i for i, piece in enumerate(pieces) if piece.state_index == half] for half in numbers]

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..bindings.torch_compat import coalesced
+from ..comm.communicator import Communicator
 from ..ops.halo import halo
 from ..tokens.packing import Tables, TensorKey, document_places
 from ..tokens.partition import cached_table
 
 
-def chunks(tokens, zigzag=False) -> list[tuple[int, int, int]]:
+def chunks(tokens: Sequence[int], zigzag: bool = False) -> list[tuple[int, int, int]]:
     """(rank, first token, end) of the ranks' parts, in the order of the sequence; ``tokens``: how many each has."""
     numbers = [(rank, n // 2 if zigzag else n) for rank, n in enumerate(tokens)]
     numbers += reversed(numbers) if zigzag else ()
@@ -25,7 +28,7 @@ def chunks(tokens, zigzag=False) -> list[tuple[int, int, int]]:
     return [(rank, end - n, end) for (rank, n), end in zip(numbers, ends, strict=True)]
 
 
-def gathered(x, chunks, comm) -> torch.Tensor:
+def gathered(x: Tensor, chunks: Sequence[tuple[int, int, int]], comm: Communicator) -> torch.Tensor:
     """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
     if comm.size == 1 or not chunks[-1][2]:
         return x
@@ -37,7 +40,7 @@ def gathered(x, chunks, comm) -> torch.Tensor:
 class _Order(Tables):
     """Where each token of the row is among those of all ranks, one rank after the other; and the other way round."""
 
-    def __init__(self, comm, lengths) -> None:
+    def __init__(self, comm: Communicator, lengths: tuple[int, ...]) -> None:
         places = [place for rank in range(comm.size) for place in document_places(lengths, rank, comm.size)]
         whole = torch.cat([torch.arange(*place, device="cpu") for place in places])
         super().__init__([whole.argsort(), whole], comm.device)
@@ -45,16 +48,16 @@ class _Order(Tables):
 
 class _Ordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, order, back) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> torch.Tensor:
         ctx.back = back
         return x.index_select(1, order)
 
     @staticmethod
-    def backward(ctx, dx) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[torch.Tensor, None, None]:
         return dx.index_select(1, ctx.back), None, None
 
 
-def documents_in_order(comm, lengths, *tensors) -> list[torch.Tensor]:
+def documents_in_order(comm: Communicator, lengths: tuple[int, ...], *tensors: Tensor) -> list[torch.Tensor]:
     """[B, S, ...] of packed sequences that are each cut, of one rank after the other, in the order of the row."""
     table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
     return [_Ordered.apply(x, *table.tensors) for x in tensors]
@@ -73,7 +76,7 @@ class Gather:
     ranks and more in float32.
     """
 
-    def __init__(self, comm, tokens, zigzag, *tensors) -> None:
+    def __init__(self, comm: Communicator, tokens: Sequence[int], zigzag: bool, *tensors: Tensor) -> None:
         self.comm, self.halves, size = comm, 1 + zigzag, comm.size
         self.length = max(tokens) // self.halves
         self.filled = [n // self.halves for n in tokens] * self.halves  # tokens in each slot
@@ -88,12 +91,12 @@ class Gather:
         size = self.comm.size
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
-    def read(self, slots) -> tuple[torch.Tensor, ...]:
+    def read(self, slots: Any) -> tuple[torch.Tensor, ...]:
         """What has arrived in ``slots``, one after the other, of each tensor [B, tokens, ...]; views where they are
         consecutive and full. Once, also where this rank wants none."""
         return _Read.apply(self, list(slots), self._token)
 
-    def start(self, tensors) -> None:
+    def start(self, tensors: Sequence[Tensor]) -> None:
         pairs: list = []
         self._arrived = []
         for x in tensors:
@@ -105,14 +108,14 @@ class Gather:
             self._arrived.append(slots)
         self._work = _together("all_gather", pairs, self.comm.group)
 
-    def finish(self, slots) -> tuple[torch.Tensor, ...]:
+    def finish(self, slots: Any) -> tuple[torch.Tensor, ...]:
         self._work.wait()
         runs = self._runs(slots)
         rows = [[x[first:end] for first, end in runs] for x in self._arrived]
         self._work = self._arrived = self._token = None
         return tuple((some[0] if len(some) == 1 else torch.cat(some)).transpose(0, 1) for some in rows)
 
-    def start_sum(self, slots, gradients) -> None:
+    def start_sum(self, slots: Any, gradients: Any) -> None:
         """Of what was read from ``slots``; nothing comes from others."""
         pairs: list = []
         self._sums, runs = [], self._runs(slots)
@@ -140,12 +143,12 @@ class Gather:
         self._work = self._sums = None
         return [x.transpose(0, 1) for x in found]
 
-    def _parts(self, slots) -> list[torch.Tensor]:
+    def _parts(self, slots: Any) -> list[torch.Tensor]:
         """The slots of all ranks' first halves, and of their second ones."""
         rows = self.comm.size * self.length
         return [slots[start * self.length :][:rows] for start in self.starts]
 
-    def _runs(self, slots) -> list[tuple[int, int]]:
+    def _runs(self, slots: Any) -> list[tuple[int, int]]:
         """(first row, end) of the tokens in ``slots``, consecutive ones in one; at least one."""
         runs: list[tuple[int, int]] = []
         for first, end in ((slot * self.length, slot * self.length + self.filled[slot]) for slot in slots):
@@ -161,29 +164,29 @@ IN_FLOAT32 = 8  # ranks
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gather, *tensors) -> torch.Tensor:
+    def forward(ctx: Any, gather: Gather, *tensors: Tensor) -> torch.Tensor:
         ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
         gather.start(tensors)
         return tensors[0].new_empty(0)  # by which backward comes here
 
     @staticmethod
-    def backward(ctx, _) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _) -> tuple[torch.Tensor | None, ...]:
         return None, *(dx.to(dtype) for dx, dtype in zip(ctx.gather.finish_sum(), ctx.dtypes, strict=True))
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gather, slots, token) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, gather: Gather, slots: Any, token: Tensor) -> tuple[torch.Tensor, ...]:
         ctx.gather, ctx.slots = gather, slots
         return gather.finish(slots)
 
     @staticmethod
-    def backward(ctx, *gradients) -> tuple[None, None, torch.Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, torch.Tensor]:
         ctx.gather.start_sum(ctx.slots, gradients)
         return None, None, gradients[0].new_zeros(0)
 
 
-def _together(name, pairs, group) -> Any:
+def _together(name: str, pairs: Any, group: Any) -> Any:
     """Collectives (output, input) in one group call of the back end; what to wait for."""
     function: Any = getattr(dist, f"{name}_single", None)  # from torch 2.13 on
     function = (
@@ -195,12 +198,14 @@ def _together(name, pairs, group) -> Any:
     return work
 
 
-def _padded(x, length) -> torch.Tensor:
+def _padded(x: Tensor, length: int) -> torch.Tensor:
     """x [B, T, ...] with ``length`` tokens."""
     return x if x.shape[1] == length else F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1]))
 
 
-def shifted(labels, ignored, comm, zigzag=False, documents=None) -> torch.Tensor:
+def shifted(
+    labels: Tensor, ignored: Any, comm: Communicator, zigzag: bool = False, documents: Any = None
+) -> torch.Tensor:
     """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all. documents: cu_seqlens of
     packed sequences that are each cut, without empty ones; ``ignored`` behind the last of each."""
     if documents is not None:
@@ -211,11 +216,11 @@ def shifted(labels, ignored, comm, zigzag=False, documents=None) -> torch.Tensor
     return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
 
 
-def _shifted_documents(labels, ignored, comm, lengths) -> torch.Tensor:
+def _shifted_documents(labels: Tensor, ignored: Any, comm: Communicator, lengths: tuple[int, ...]) -> torch.Tensor:
     T = labels.shape[1]
     if not T:
         return labels
-    where = dict(cu_seqlens=torch.tensor(lengths, device="cpu"), first_token=comm.rank * T // 2)
+    where: dict[str, Any] = dict(cu_seqlens=torch.tensor(lengths, device="cpu"), first_token=comm.rank * T // 2)
     where |= dict(layout="zigzag", per_document=True)
     following = halo(labels - ignored, 1, comm=comm, reverse=True, **where)
 
@@ -227,13 +232,13 @@ def _shifted_documents(labels, ignored, comm, lengths) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1)).index_copy(1, ends, following + ignored)
 
 
-def reject(comm, message: str) -> None:
+def reject(comm: Communicator, message: str) -> None:
     """Raise ValueError, so that ranks on which the call goes on hear of it."""
     with comm.call():
         raise ValueError(message)
 
 
-def masks_nothing(mask: torch.Tensor, comm) -> bool:
+def masks_nothing(mask: torch.Tensor, comm: Communicator) -> bool:
     """Looking waits for the GPU, once for the mask that all layers are given, see TensorKey; in debug mode each time.
     Rejects a mask on the GPU in a capture, since replays would not look at it."""
     if mask.is_cuda and comm.streams.capturing():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.checks import boundaries
 from ..comm.communicator import Communicator
@@ -24,7 +24,7 @@ from .batches import cut_batch as cut_batch
 from .recurrent import of_last_tokens
 from .softmax import masks_nothing, reject, shifted
 from .transformers_layers import CACHES, NAME, OPERATORS, SEQUENCE, SplitOperator, name_of_cache, softmax_forward
-from .transformers_sequence import Asked, agree_sequence
+from .transformers_sequence import Asked, SplitSequence, agree_sequence
 
 with needing(__name__, "transformers"):
     from transformers import PreTrainedModel
@@ -142,7 +142,7 @@ def sequence_parallel(
         inner = base.config._attn_implementation
         base.set_attn_implementation(NAME)
         base.allscan_inner = inner
-        how = dict(per_document=per_document, attention=attention)
+        how: dict[str, Any] = dict(per_document=per_document, attention=attention)
         base.forward = functools.partial(_model, base, comm, zigzag, modeling.__name__, inner, **how)
     for layer in layers:
         layer.forward = functools.partial(softmax_forward, layer)
@@ -161,13 +161,13 @@ def split_of(model: nn.Module | None) -> tuple[nn.Module, Communicator, str, boo
     raise ValueError("the model is not split: call sequence_parallel(model, comm=comm) first")
 
 
-def __getattr__(name) -> Any:
+def __getattr__(name: str) -> Any:
     if name == "SequenceParallelTrainer":  # transformers' Trainer takes seconds to import
         return importlib.import_module(".transformers_trainer", __package__).SequenceParallelTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _parts(model) -> tuple:
+def _parts(model: Any) -> tuple:
     """(family, text models, causal language models, softmax layers), after all checks."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     families = {name for name in FAMILIES for module in models if _class_of(module, name, (0, 1))}
@@ -214,14 +214,14 @@ def _parts(model) -> tuple:
     return family, bases, heads, layers
 
 
-def _class_of(module, family, which) -> bool:
+def _class_of(module: Any, family: Any, which: Any) -> bool:
     """Whether a module is of transformers' class; FSDP2 makes subclasses."""
     names = [FAMILIES[family][i] for i in which]
     home = f"transformers.models.{family}.modeling_{family}"
     return any(kind.__module__ == home and kind.__name__ in names for kind in type(module).__mro__)
 
 
-def _restore(bases, heads, layers) -> None:
+def _restore(bases: Any, heads: Any, layers: Any) -> None:
     for base in bases:
         if "allscan_inner" in vars(base):
             base.set_attn_implementation(vars(base).pop("allscan_inner"))
@@ -232,22 +232,22 @@ def _restore(bases, heads, layers) -> None:
 
 
 def _model(
-    model,
-    comm,
-    zigzag,
-    home,
-    inner,
-    input_ids=None,
+    model: Any,
+    comm: Communicator,
+    zigzag: bool,
+    home: str,
+    inner: Any,
+    input_ids: Tensor | None = None,
     *,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    cache=None,
-    inputs_embeds=None,
-    use_cache=None,
-    per_document=False,
-    attention=WHOLE,
-    **options,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    cache: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: Any = None,
+    per_document: bool = False,
+    attention: Attention = WHOLE,
+    **options: Any,
 ) -> Any:
     """The forward of a text model over this rank's tokens."""
     for name in OPERATORS:
@@ -264,7 +264,7 @@ def _model(
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
             reject(comm, f"{name} is not covered")
-    x = input_ids if inputs_embeds is None else inputs_embeds
+    x: Any = input_ids if inputs_embeds is None else inputs_embeds
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != x.shape[1]):
         reject(comm, f"position_ids must be [B, T] with T = {x.shape[1]}, got {tuple(position_ids.shape)}")
     cu_seqlens = options.pop("cu_seq_lens_q", None)
@@ -288,10 +288,10 @@ def _model(
     if sequence.lengths is not None and use_cache:
         reject(comm, "packed sequences leave no cache: pass use_cache=False")
     if not sequence.own:  # one token of padding
-        if inputs_embeds is None:
-            input_ids = F.pad(input_ids, (0, 1))
-        else:
+        if inputs_embeds is not None:
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, 1))
+        elif input_ids is not None:
+            input_ids = F.pad(input_ids, (0, 1))
         position_ids = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
     elif position_ids is None and zigzag:
         documents: dict[str, Any] = (
@@ -316,7 +316,7 @@ def _model(
     return outputs if sequence.own else _without_padding(outputs)
 
 
-def _of_last_tokens(outputs, sequence) -> None:
+def _of_last_tokens(outputs: Any, sequence: SplitSequence) -> None:
     """Let the cache among a model's outputs have the convolutions' states of the row."""
     for cache in (x for x in outputs if hasattr(x, "layers")):
         for layer in cache.layers:
@@ -326,7 +326,7 @@ def _of_last_tokens(outputs, sequence) -> None:
                         state.copy_(of_last_tokens([state], sequence.comm, sequence.zigzag)[0])
 
 
-def _without_padding(outputs) -> Any:
+def _without_padding(outputs: Any) -> Any:
     """A model's outputs, or hidden states among them, with no tokens in place of one."""
     if isinstance(outputs, torch.Tensor):
         return outputs[:, :0]
@@ -342,16 +342,16 @@ KERNELS = "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"  # of convolut
 
 
 def _loss(
-    comm,
-    zigzag,
-    per_document,
-    logits,
-    labels,
-    vocab_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    **options,
+    comm: Communicator,
+    zigzag: bool,
+    per_document: bool,
+    logits: Tensor,
+    labels: Any,
+    vocab_size: int,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """ForCausalLMLoss, with this rank's share."""
     if shift_labels is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..ops.allscan import Using
@@ -21,6 +22,7 @@ from . import needing
 from .attention import Later, attend, kernel_for, packed, packed_documents, takes_packed
 from .recurrent import convolved, delta_rule
 from .softmax import Gather, documents_in_order, reject
+from .transformers_sequence import SplitSequence
 
 with needing(f"{__package__}.transformers", "transformers"):
     from transformers import AttentionInterface
@@ -41,11 +43,11 @@ def name_of_cache(kind: Any) -> str | None:
 class SplitOperator:
     """A function that a model's file calls by its name, in place of it: over the ranks where it is told so."""
 
-    def __init__(self, original, split) -> None:
+    def __init__(self, original: Any, split: Any) -> None:
         self.original, self.split = original, split
         functools.update_wrapper(self, original)
 
-    def __call__(self, *arguments, **options) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         sequence = options.pop(SEQUENCE, None)
         if sequence is None:
             return self.original(*arguments, **options)
@@ -53,53 +55,71 @@ class SplitOperator:
         return self.split(original, sequence, *arguments, **options)
 
 
-def _convolution(original, sequence, x, weight, bias=None, activation=None, **_) -> torch.Tensor:
+def _convolution(
+    original: Any,
+    sequence: SplitSequence,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Any = None,
+    **_,
+) -> torch.Tensor:
     """x [B, channels, tokens], the last of which are this rank's."""
     n, x = weight.shape[-1] - 1, x if x.shape[2] == sequence.own else x[:, :, x.shape[2] - sequence.own :]
     if not n:
         return original(x, weight, bias, activation=activation)
 
-    def conv(x) -> torch.Tensor:
+    def conv(x: Tensor) -> torch.Tensor:
         return original(x.mT, weight, bias, activation=activation).mT
 
     y = convolved(conv, n, x.mT, sequence.cut(), comm=sequence.comm, **sequence.where())
     return _padded(y, sequence).mT
 
 
-def _own(sequence, *tensors) -> Sequence[torch.Tensor | None]:
+def _own(sequence: SplitSequence, *tensors: Tensor | None) -> Sequence[torch.Tensor | None]:
     """[B, T, ...] of this rank's tokens, without one of padding."""
     return tensors if sequence.own else [x if x is None else x[:, :0] for x in tensors]
 
 
-def _padded(x, sequence) -> torch.Tensor:
+def _padded(x: Tensor, sequence: SplitSequence) -> torch.Tensor:
     """x [B, T, ...] with what the model's layers go on with: on a rank without tokens zeros of one."""
     return x if sequence.own else F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
-def _fused(original, sequence, *_, **__) -> None:
+def _fused(original: Any, sequence: SplitSequence, *_, **__) -> None:
     """mamba_ssm's kernel of a whole layer: not over ranks; the layer goes on with its parts."""
 
 
 def _state_space(
-    original,
-    sequence,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
+    original: Any,
+    sequence: SplitSequence,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
     *,
-    D=None,
-    dt_bias=None,
-    dt_softplus=False,
-    z=None,
-    dt_limit=(0.0, float("inf")),
-    return_final_states=False,
-    initial_states=None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    initial_states: Tensor | None = None,
     **_,
 ) -> Any:
-    def scan(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states) -> Any:
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None,
+        seq_idx: Tensor | None,
+        return_final_states: bool,
+    ) -> Any:
         options = dict(chunk_size=chunk_size, D=D, return_final_states=return_final_states)
         if seq_idx is None or of_package(original) is not None:
             return original(x, dt, A, B, C, seq_idx=seq_idx, **options)
@@ -109,8 +129,9 @@ def _state_space(
             outputs.append(y)
         return torch.cat(outputs, 1), state
 
-    x, dt, B, C, z = _own(sequence, x, dt, B, C, z)
-    found = zeco_ssd(
+    own: Any = _own(sequence, x, dt, B, C, z)
+    x, dt, B, C, z = own
+    found: Any = zeco_ssd(
         x,
         dt,
         A,
@@ -130,7 +151,7 @@ def _state_space(
     return (_padded(found[0], sequence), found[1]) if return_final_states else _padded(found, sequence)
 
 
-def of_package(function) -> Callable | None:
+def of_package(function: Callable[..., Any]) -> Callable | None:
     """fla's or mamba_ssm's function that one of a model's file calls, None where that is transformers' own, in torch:
     only the former take packed sequences in one call."""
     inside = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
@@ -138,7 +159,7 @@ def of_package(function) -> Callable | None:
     return None if found is inside.get("torch_function") else found
 
 
-def in_torch(function) -> Callable:
+def in_torch(function: Callable[..., Any]) -> Callable:
     """transformers' own function in place of a package's, whose kernels need a GPU."""
     own = getattr(function, "__wrapped__", None)
     if own is None or of_package(function) is None:
@@ -146,13 +167,13 @@ def in_torch(function) -> Callable:
     taken = inspect.signature(own).parameters
 
     @functools.wraps(own)
-    def call(*arguments, **options) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         return own(*arguments, **{name: x for name, x in options.items() if name in taken})
 
     return call
 
 
-def ours(function, device, options) -> Callable | None:
+def ours(function: Callable[..., Any], device: torch.device, options: Any) -> Callable | None:
     """All-Scan's operator in place of a model's delta rule on a GPU, or None where it is not the same: it is where that
     is fla's, or transformers' own in torch, and ours knows all options that it would be given."""
     theirs: Any = of_package(function) or inspect.unwrap(function)
@@ -163,31 +184,31 @@ def ours(function, device, options) -> Callable | None:
     return found if all(name in known for name in options if name in taken) else None
 
 
-def on_gpu(device) -> bool:
+def on_gpu(device: torch.device) -> bool:
     """Whether tensors there are in the memory of a GPU; the tests replace it."""
     return device.type == "cuda"
 
 
-def _fit(query, key, value, g) -> bool:
+def _fit(query: Tensor, key: Tensor, value: Tensor, g: Tensor) -> bool:
     """Whether All-Scan's operators take what transformers' functions in torch, which cast it, take of any kind."""
     alike = query.dtype == key.dtype == value.dtype and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return alike and key.shape[-1] <= 256 and g.dtype in (torch.float32, query.dtype)
 
 
 def _delta_rule(
-    original,
-    sequence,
-    query,
-    key,
-    value,
-    g,
-    beta,
+    original: Any,
+    sequence: SplitSequence,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
-    initial_state=None,
-    output_final_state=False,
-    cu_seqlens=None,
-    use_qk_l2norm_in_kernel=False,
-    **options,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet and KDA."""
     operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
@@ -222,27 +243,30 @@ class _Keys:
     """In place of a softmax layer's cache: what the layer appends its keys and values, or latents, to. It gets those of
     all ranks back; or where ``attend`` can do with them its own, and those of the others are under way."""
 
-    def __init__(self, sequence, cache) -> None:
+    def __init__(self, sequence: SplitSequence, cache: Any) -> None:
         self.sequence, self.cache = sequence, cache
         self.others: Gather | Later | None = None
 
-    def update(self, key, value, layer_idx, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *arguments: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         sequence, self.given = self.sequence, (key, value)
         if sequence.comm.size > 1:
             merged, memory = sequence.attention
             where = sequence.comm, sequence.tokens, sequence.zigzag and not sequence.per_document
-            tensors = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
+            tensors: Any = _own(sequence, *(x.transpose(1, 2) for x in (key, value)))
             others = Gather(*where, *tensors) if memory is None else Later(*where, memory, *tensors)
             if self.cache is None and sequence.lengths is None and sequence.inner == "sdpa" and merged:
                 self.others = others
                 return key, value
-            key, value = in_order(others, boundaries_on_host(sequence.lengths) if sequence.per_document else None)
+            lengths = sequence.lengths if sequence.per_document else None
+            key, value = in_order(others, None if lengths is None else boundaries_on_host(lengths))
         if self.cache is not None:
             self.cache.update(key, value, layer_idx, *arguments, **options)
         return key, value
 
     def attend(
-        self, module, query, key, value, scaling, dropout
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
         sequence, expand = self.sequence, None
@@ -264,7 +288,7 @@ class _Keys:
 OTHER_VERSION = "this version of transformers is not covered"
 
 
-def in_order(gather, documents=None) -> Iterator[torch.Tensor]:
+def in_order(gather: Any, documents: Any = None) -> Iterator[torch.Tensor]:
     """[B, H, T, D] of all ranks' tokens. documents: cu_seqlens of sequences that are each cut."""
     found = gather.read(gather.in_order())
     if documents is not None:
@@ -272,7 +296,7 @@ def in_order(gather, documents=None) -> Iterator[torch.Tensor]:
     return (x.transpose(1, 2) for x in found)
 
 
-def softmax_forward(layer, *arguments, past_key_values=None, cache=None, **options) -> Any:
+def softmax_forward(layer: Any, *arguments: Any, past_key_values: Any = None, cache: Any = None, **options: Any) -> Any:
     """The forward of a softmax layer, with the keys and values of all ranks."""
     sequence = options.get(SEQUENCE)
     if sequence is None:
@@ -285,10 +309,10 @@ def softmax_forward(layer, *arguments, past_key_values=None, cache=None, **optio
 class _Layer:
     """A softmax layer as its former attention function is to see it: with that function's name in its config."""
 
-    def __init__(self, layer, inner) -> None:
+    def __init__(self, layer: Any, inner: Any) -> None:
         self._layer, self._inner = layer, inner
 
-    def __getattr__(self, name) -> Any:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     @property
@@ -297,15 +321,22 @@ class _Layer:
 
 
 class _Config:
-    def __init__(self, config, inner) -> None:
+    def __init__(self, config: Any, inner: Any) -> None:
         self._config, self._attn_implementation = config, inner
 
-    def __getattr__(self, name) -> Any:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
 
 
 def _attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, **options
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: this rank's queries [B, H, T, D] to the row's keys up to each."""
     sequence = options.get(SEQUENCE)
@@ -317,7 +348,7 @@ def _attention(
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
     device, outputs, found = query.device.type, [], None
 
-    def cast(*tensors) -> Sequence[torch.Tensor]:  # autocast does not reach through causal_lower_right
+    def cast(*tensors: Tensor) -> Sequence[torch.Tensor]:  # autocast does not reach through causal_lower_right
         if inner != "sdpa" or not torch.is_autocast_enabled(device):
             return tensors
         return [t.to(torch.get_autocast_dtype(device)) for t in tensors]

@@ -7,6 +7,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..base.checks import boundaries
 from ..comm.communicator import Communicator
@@ -106,7 +107,9 @@ class Asked(NamedTuple):
     home: str
 
 
-def agree_sequence(comm, asked: Asked, position_ids, wanted, stamp, kernel) -> tuple[SplitSequence, bool]:
+def agree_sequence(
+    comm: Communicator, asked: Asked, position_ids: Tensor | None, wanted: Any, stamp: Any, kernel: int
+) -> tuple[SplitSequence, bool]:
     """(The sequence, whether any rank's embeddings want a gradient), by asking; ``wanted``: this one's do; ``stamp``:
     of the batch, what it says and what is seen of it (batches.py); ``kernel``: tokens that the convolutions' states
     have, 0 without a cache."""
@@ -172,6 +175,7 @@ def agree_sequence(comm, asked: Asked, position_ids, wanted, stamp, kernel) -> t
         elif lengths is not None and B != 1:
             problem = f"packed sequences must be in a batch of one, got {B}"
         elif per_document and not cut_row:
+            assert lengths is not None  # else an earlier one is true
             problem = documents_misfit(lengths, comm.size, sum(tokens))
         if problem is not None:
             raise comm.order.raised_everywhere(ValueError(problem))
@@ -183,7 +187,7 @@ def agree_sequence(comm, asked: Asked, position_ids, wanted, stamp, kernel) -> t
         return sequence, any(answer[5] for answer in answers)
 
 
-def _rises(position_ids) -> tuple[list[int], list, list]:
+def _rises(position_ids: Any) -> tuple[list[int], list, list]:
     """(where they do not rise by 1, what each row has there, (the first of each row, the last)); waits for the GPU."""
     breaks = (position_ids.diff(dim=-1) != 1).any(0).nonzero()[:, 0] + 1
     return breaks.tolist(), position_ids[:, breaks].mT.tolist(), position_ids[:, [0, -1]].mT.tolist()

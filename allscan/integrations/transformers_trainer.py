@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..comm.host_exchange import by_rank
 from . import needing
@@ -174,7 +176,7 @@ class SequenceParallelTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_data_loader = self._prepare_loader
 
-    def _prepare_loader(self, loader, device_placement=None, slice_fn_for_dispatch=None) -> Any:
+    def _prepare_loader(self, loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
         """In place of Accelerator.prepare_data_loader, which deals batches to the processes."""
         accelerator = self.accelerator
         if isinstance(loader.worker_init_fn, functools.partial) and "rank" in loader.worker_init_fn.keywords:
@@ -191,20 +193,22 @@ class SequenceParallelTrainer(Trainer):
         accelerator._dataloaders.append(made)
         return made
 
-    def _get_dataloader(self, dataset, description, batch_size, *arguments, **options) -> torch.utils.data.DataLoader:
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: Any, *arguments: Any, **options: Any
+    ) -> torch.utils.data.DataLoader:
         return super()._get_dataloader(dataset, description, batch_size * self._groups, *arguments, **options)
 
-    def get_total_train_batch_size(self, args) -> int:
+    def get_total_train_batch_size(self, args: Any) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self._groups
 
-    def _get_num_items_in_batch(self, batch_samples, device) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
         """Of whole batches, after the ranks have compared them; every rank has all that Trainer would add up."""
         self._compare(batch_samples)
         count = super()._get_num_items_in_batch(batch_samples, device)
         processes = self.accelerator.num_processes
         return count if count is None or not self.args.average_tokens_across_devices else count / processes
 
-    def _compare(self, batches) -> None:
+    def _compare(self, batches: Sequence[Any]) -> None:
         items = [item for batch in batches for name in sorted(batch) for item in (name, batch[name])]
         steps = self.state.max_steps  # which a data set of another length changes
         mine = torch.tensor([[len(batches), checksum(steps, *items)]], device=self.accelerator.device)
@@ -216,23 +220,23 @@ class SequenceParallelTrainer(Trainer):
                 f"processes?): {given}"
             )
 
-    def _track_num_input_tokens(self, inputs) -> None:
+    def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         added = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + added // self.accelerator.num_processes
 
-    def floating_point_ops(self, inputs) -> float:  # type: ignore[override]
+    def floating_point_ops(self, inputs: Any) -> float:  # type: ignore[override]
         return super().floating_point_ops(inputs) / self.accelerator.num_processes  # of whole batches
 
     # Each rank computes its part
 
-    def _rows(self, batch, group) -> tuple[int, int]:
+    def _rows(self, batch: Mapping[str, Any], group: Any) -> tuple[int, int]:
         """(first, end) of a group's rows."""
         rows = _tokens_of(batch).shape[0]
         return rows * group // self._groups, rows * (group + 1) // self._groups
 
-    def _part(self, batch) -> dict[str, Any]:
+    def _part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of its group's rows."""
         module, comm = self._text_model, self._comm
         forward = vars(module).get("forward")
@@ -253,11 +257,13 @@ class SequenceParallelTrainer(Trainer):
                 batch[name] = torch.full_like(batch[name], -100)
         return cut_batch(batch, comm=comm, layout=self._layout, per_document=self._per_document)
 
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, self._part(inputs), num_items_in_batch)
         return self.accelerator.reduce(loss, "mean")  # what is logged, and looked at for NaN, is alike on all ranks
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """``inputs``: this rank's part. Its share of the loss, times the ranks that gradients are averaged over."""
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -269,13 +275,13 @@ class SequenceParallelTrainer(Trainer):
 
     # Whole rows again
 
-    def evaluation_loop(self, *arguments, **options) -> Any:
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         self.gather_function = self._gathered_already
         output = super().evaluation_loop(*arguments, **options)
         self._compare([])  # with a rank that has another batch
         return output
 
-    def _gathered_already(self, data, **_) -> Any:
+    def _gathered_already(self, data: Any, **_) -> Any:
         """In place of Accelerator.gather_for_metrics, which also cuts the loss, repeated for each row of a full batch,
         to the rows of the last one; of a data set without a length only where accelerate dispatches its batches."""
         state = self.accelerator.gradient_state
@@ -287,7 +293,7 @@ class SequenceParallelTrainer(Trainer):
             return data
         return recursively_apply(lambda x: x[:rows], data)
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple:
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple:
         """(loss, logits, labels) of whole rows, on every rank."""
         if ignore_keys is None:
             ignore_keys = getattr(
@@ -317,7 +323,7 @@ class SequenceParallelTrainer(Trainer):
         labels = self._prepare_input(inputs["labels"]) if labelled else None
         return loss, logits[0] if len(logits) == 1 else logits, labels
 
-    def _whole(self, value, batch) -> Any:
+    def _whole(self, value: Tensor, batch: Mapping[str, Any]) -> Any:
         """``value`` [rows, tokens, ...] of all ranks, a tuple of such one by one."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._whole(x, batch) for x in value)
@@ -342,7 +348,7 @@ class SequenceParallelTrainer(Trainer):
         return whole
 
 
-def _tokens_of(batch) -> torch.Tensor:
+def _tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
     x = batch.get("input_ids")
     x = batch.get("inputs_embeds") if x is None else x
     if not isinstance(x, torch.Tensor) or x.ndim < 2:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from ..bindings.torch_compat import capturing
 from ..bindings.triton_compat import OPTIONS
 from ..shmem_kernels.fold import fold_kernel, reverse_kernel
 
 
-def tokens_first(x) -> torch.Tensor:
+def tokens_first(x: Tensor) -> torch.Tensor:
     """x [B, H, T, D] with tokens before heads in memory; its rows in the batch may be one."""
     if x.shape[0] > 1 and not x.stride(0):
         return tokens_first(x[:1]).expand(x.shape)
@@ -34,7 +36,9 @@ def by_triangles(backward: Callable, least: int) -> Callable:
     after, where the others differ by more than rounding, as a whole or in a row."""
     right: dict[tuple, bool] = {}
 
-    def backward_of_any(do, q, k, v, o, lse, more, causal, scale) -> tuple[torch.Tensor, ...]:
+    def backward_of_any(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, ...]:
         n = math.gcd(q.shape[2], k.shape[2])
         given = do, q, k, v, o, lse, more
         key = q.device, q.dtype, *(x.shape for x in (q, k, v))
@@ -67,7 +71,7 @@ ROUNDING = 2e-2  # relative; bfloat16's is 3e-3 where nothing cancels
 OF_A_ROW = 1e-1  # of a token and head, whose terms may cancel more than those of others
 
 
-def _difference(found, plain) -> str:
+def _difference(found: Sequence[Tensor], plain: Sequence[Tensor]) -> str:
     """What is not rounding between gradients, "" if all is."""
     for name, x, y in zip(("queries", "keys", "values"), found, plain, strict=True):
         sizes, apart = (some.norm(dim=-1) for some in (_exact(y), _exact(x) - y))
@@ -82,11 +86,11 @@ def _difference(found, plain) -> str:
     return ""
 
 
-def _in_triangles(backward, n, given, scale) -> tuple[torch.Tensor, ...]:
+def _in_triangles(backward: Callable[..., Any], n: int, given: Sequence[Any], scale: float) -> tuple[torch.Tensor, ...]:
     """[dq, dk, dv] by squares of n, of which there are at most AT_ONCE in a call."""
     do, q, k, v, o, lse, more = given
 
-    def call(*some) -> tuple[torch.Tensor, ...]:
+    def call(*some: Any) -> tuple[torch.Tensor, ...]:
         return backward(*some, more, True, scale)
 
     queries = n if k.shape[2] > n else n * AT_ONCE
@@ -106,14 +110,14 @@ def _in_triangles(backward, n, given, scale) -> tuple[torch.Tensor, ...]:
 AT_ONCE = 4  # which the GPU is filled by, and what is made of them for a moment is 20 times the keys of one
 
 
-def _added(sums, more) -> list[torch.Tensor]:
+def _added(sums: Any, more: Any) -> list[torch.Tensor]:
     return [_exact(a).add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
 
 
 HIDDEN = 1e30  # log-sum-exp of the query that is to give its keys no weight
 
 
-def _triangles(backward, n, given) -> list[torch.Tensor]:
+def _triangles(backward: Callable[..., Any], n: int, given: Sequence[Any]) -> list[torch.Tensor]:
     """[dq, dk, dv] where there are n queries or n keys. given: do, q, k, v, o, lse."""
     *_, lse = given
     B, many = lse.shape[0], max(x.shape[2] for x in given[:3]) // n
@@ -129,18 +133,18 @@ def _triangles(backward, n, given) -> list[torch.Tensor]:
     return [fold(x, y, n, shift, size) for x, y, shift, size in zip(*found, (n - 2, n - 1, n - 1), sizes)]
 
 
-def _exact(x) -> torch.Tensor:
+def _exact(x: Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _squares(x, n, many) -> torch.Tensor:
+def _squares(x: Tensor, n: int, many: int) -> torch.Tensor:
     """x [B, H, n or many * n, W] -> [B * many, H, n, W], a view where B = 1."""
     if x.shape[2] == n:
         return x[:, None].expand(-1, many, -1, -1, -1).flatten(0, 1)
     return x.unflatten(2, (many, n)).movedim(2, 1).flatten(0, 1)
 
 
-def reverse(x, n, shift, without_last=False) -> torch.Tensor:
+def reverse(x: Tensor, n: int, shift: int, without_last: int = False) -> torch.Tensor:
     """x [B, H, tokens, W] with each n tokens in reverse order, tokens before heads in memory: row t of them is what was
     row (shift - t) mod n. without_last: but for the last one, which is 0."""
     if x.is_cuda and x.stride(3) == 1:
@@ -152,7 +156,7 @@ def reverse(x, n, shift, without_last=False) -> torch.Tensor:
     return out.flatten(1, 2).transpose(1, 2)
 
 
-def launch_reverse(x, n, shift, without_last) -> torch.Tensor:
+def launch_reverse(x: Tensor, n: int, shift: int, without_last: int) -> torch.Tensor:
     """The same by a kernel."""
     B, H, T, W = x.shape
     out = x.new_empty(B, T, H, W)
@@ -162,7 +166,7 @@ def launch_reverse(x, n, shift, without_last) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def fold(x, behind, n, shift, size) -> torch.Tensor:
+def fold(x: Tensor, behind: Tensor, n: int, shift: int, size: tuple[int, int]) -> torch.Tensor:
     """x, behind [B * many, H, n, W] -> [B, H, blocks * n, W], size = (B, blocks), tokens before heads in memory: row t
     of a block is the sum of the rows t of many / blocks of x and of the rows (shift - t) mod n of as many behind."""
     if x.is_cuda and x.stride(3) == behind.stride(3) == 1:
@@ -171,7 +175,7 @@ def fold(x, behind, n, shift, size) -> torch.Tensor:
     return tokens_first(total.unflatten(0, (*size, -1)).sum(2).transpose(1, 2).flatten(2, 3)).to(x.dtype)
 
 
-def launch_fold(x, behind, n, shift, size) -> torch.Tensor:
+def launch_fold(x: Tensor, behind: Tensor, n: int, shift: int, size: tuple[int, int]) -> torch.Tensor:
     """The same by a kernel."""
     (many, H, _, W), (B, blocks) = x.shape, size
     out = x.new_empty(B, blocks * n, H, W)
@@ -181,7 +185,7 @@ def launch_fold(x, behind, n, shift, size) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def _tiles(rows, W, blocks) -> tuple[tuple[int, int], dict]:
+def _tiles(rows: int, W: int, blocks: int) -> tuple[tuple[int, int], dict]:
     width = triton.next_power_of_2(W)
     tile = max(1, TILE // width)
     return (triton.cdiv(rows, tile), blocks), dict(W=W, BW=width, ROWS=tile, num_warps=4)
