@@ -27,7 +27,7 @@ def scan(table, path):
     from matplotlib.figure import Figure
 
     counts = sorted({int(row["ranks"]) for row in table})
-    figure = Figure(figsize=(5 * len(counts), 4.2), layout="constrained")
+    figure = Figure(figsize=(5 * len(counts), 4.6), layout="constrained")
     for axes, ranks in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts):
         for i, method in enumerate(dict.fromkeys(row["method"] for row in table)):
             points = sorted(
@@ -39,7 +39,7 @@ def scan(table, path):
             axes.plot(*zip(*points), label=NAMES.get(method, method), markersize=3, **style)
         axes.set(xscale="log", yscale="log", xlabel="state, MiB", title=f"{ranks} ranks")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.supylabel("us, slowest rank")
     figure.suptitle(conditions(table, "latency of a scan in a CUDA graph"), fontsize="medium")
     figure.savefig(path, dpi=120)
