@@ -1,6 +1,6 @@
 """``allscan estimate``: what a model's layers take over a sharded sequence, from its config, without a GPU.
 
-Memory of an operator is that of its plans, which are made here as for a GPU, bfloat16. tests/test_estimate.py and
+Memory of an operator is that of its plans, which are made here as for a GPU, bfloat16. tests/tools/test_estimate.py and
 tests/gpu/test_estimate_gpu.py compare it with peaks that were measured.
 """
 

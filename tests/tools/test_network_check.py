@@ -13,10 +13,11 @@ import pytest
 
 from allscan.bindings.arena import check_nodes
 from allscan.tools import network_check
+from support import ROOT
 from support.network import compiler
 
 pytestmark = pytest.mark.cpu
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 WRONG = """
 import sys, torch, allscan
 from allscan.tools import network_check
@@ -109,7 +110,7 @@ def test_a_full_disk():
 @pytest.mark.skipif(not compiler(), reason="needs a C compiler, cc")
 def test_nodes_by_name_on_one_host():
     """Each torchrun has a node's name, by which ranks without GPUs find that they are not on one host."""
-    launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launch_nodes.py")
+    launcher = os.path.join(ROOT, "tests", "network", "launch_nodes.py")
     command = [sys.executable, launcher, "1,1", "-m", "allscan.tools.network_check", "--epochs", "1"]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=240)

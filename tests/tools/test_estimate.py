@@ -12,8 +12,8 @@ from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.ops.delta.delta_passes import delta_segment_length
 from allscan.tools import estimate
 from allscan.tools.estimate import Cut, Recurrent, Softmax
+from support import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MIB = 1 << 20
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 
