@@ -357,6 +357,45 @@ def gated_delta_rule_cp() -> str:
     return _delta_cp("gated_delta_rule")
 
 
+_CHAIN_BYTES = {1 << 16: "64 KiB", 1 << 18: "0.25 MiB", 1 << 19: "0.5 MiB", 1 << 20: "1 MiB", 2 << 20: "2 MiB"}
+
+
+def _chain(kind: str, size: int, ranks: int) -> dict[str, str]:
+    return _find("chain", kind=kind, bytes=size, ranks=ranks)
+
+
+def chain() -> str:
+    """docs/results.md: virtual ranks on two GPUs, each hop over their link."""
+    rows = []
+    for size, name in _CHAIN_BYTES.items():
+        times = {ranks: float(_chain("chain", size, ranks)["p50_us"]) for ranks in (2, 3, 4, 5, 8, 9)}
+        rows.append([name, *(f"{us:.1f}" for us in times.values()), f"**{times[3] - times[2]:.2f}**"])
+    return _table(["state", *(f"{ranks} ranks" for ranks in (2, 3, 4, 5, 8, 9)), "a further hop"], rows)
+
+
+def hop() -> str:
+    """docs/results.md: what the parts of a hop take, by clocks in the kernel."""
+    sizes = {int(row["bytes"]): _CHAIN_BYTES[int(row["bytes"])] for row in _rows("chain") if row["kind"][:3] == "hop"}
+    kinds = dict.fromkeys(row["kind"] for row in _rows("chain") if row["kind"][:3] == "hop")
+    rows = []
+    for kind in kinds:
+        found = [_chain(kind, size, 3) for size in sizes]
+        times = [_number(row["p50_us"], 2) + (f" ± {row['error_us'][:4]}" * (row["error_us"] != "0")) for row in found]
+        rows.append([kind.removeprefix("hop: "), *times])
+    return _table(["", *sizes.values()], rows)
+
+
+def invariant() -> str:
+    """docs/invariant.md: zeco_gla with segments beside without."""
+    rows = []
+    for name in ("zeco", "zeco, invariant 2048", "zeco, invariant 1024"):
+        both = [_find("operator_invariant", method=name, **{"pass": one}) for one in ("forward", "forward+backward")]
+        plain = [_find("operator_invariant", method="zeco", **{"pass": row["pass"]}) for row in both]
+        cells = [(_number(a["p50_us"], 0), _ratio(a, b)) for a, b in zip(both, plain, strict=True)]
+        rows.append([name.removeprefix("zeco, "), *(cell for pair in cells for cell in pair)])
+    return _table(["", "forward, us", "of without", "both passes, us", "of without"], rows)
+
+
 def last_run() -> str:
     """docs/status.md: tests/gpu/last_run.json."""
     run = json.loads((ROOT / "tests" / "gpu" / "last_run.json").read_text(encoding="utf-8"))
@@ -368,7 +407,7 @@ def last_run() -> str:
 
 
 _MEASURED = headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory, alternatives
-_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, last_run
+_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, chain, hop, invariant, last_run
 TABLES = {f.__name__: f for f in _MEASURED}
 
 
