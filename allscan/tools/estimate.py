@@ -27,10 +27,12 @@ from ..scan.fwd_epochs import FWD_EPOCHS
 from ..scan.workspace import Spec, workspace_layout
 from ..tokens.packing import CHUNK_TOKENS, Layout, TokenRange, most_segments
 
-USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--batch B] [--layout zigzag] [--depth 3] [--puts]
+USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
+                        [--batch B] [--layout zigzag] [--depth 3] [--puts]
 
 CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
-KDA, Gated DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32."""
+KDA, Gated DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32. --step: also the memory of
+a training step of the whole model, one of transformers', which it needs."""
 
 OPERATORS = {"gla": "zeco_gla", "kda": "zeco_kda", "gated_delta_rule": "zeco_gated_delta_rule"}
 FLA = {"gla": "gla", "kda": "kda", "gated_deltanet": "gated_delta_rule"}
@@ -275,11 +277,11 @@ def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
             name = f"{layer.layers} x {OPERATORS[layer.rule]}, {layer.heads} heads of {layer.K} x {layer.V}"
             lines += [
                 name,
-                _line("inputs, kept for backward, a layer", inputs(layer, cut)),
-                _line("output and what else is kept, a layer", found.kept),
-                _line("peak beside inputs, forward alone", found.forward),
-                _line("peak beside inputs, both passes", found.both),
-                _line("state that is sent, a layer and pass", sent),
+                line_of("inputs, kept for backward, a layer", inputs(layer, cut)),
+                line_of("output and what else is kept, a layer", found.kept),
+                line_of("peak beside inputs, forward alone", found.forward),
+                line_of("peak beside inputs, both passes", found.both),
+                line_of("state that is sent, a layer and pass", sent),
             ]
         else:
             all_ranks = gathered(layer, cut)
@@ -288,20 +290,21 @@ def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
             traffic += 2 * layer.layers * received
             lines += [
                 f"{layer.layers} x softmax, {layer.numbers} numbers a token",
-                _line("keys of all ranks, kept for backward, a layer", all_ranks),
-                _line("received, a layer and pass", received),
+                line_of("keys of all ranks, kept for backward, a layer", all_ranks),
+                line_of("received, a layer and pass", received),
             ]
     lines += [
         "the model",
-        _line("kept for backward by these operators", stays),
-        _line("the same at the peak of one's backward", stays + most),
-        _line("workspaces, in the arena (ALLSCAN_HEAP)", workspaces),
-        _line("sent or received in a step", traffic),
+        line_of("kept for backward by these operators", stays),
+        line_of("the same at the peak of one's backward", stays + most),
+        line_of("workspaces, in the arena (ALLSCAN_HEAP)", workspaces),
+        line_of("sent or received in a step", traffic),
     ]
     return "\n".join(lines)
 
 
-def _line(told: str, nbytes: float) -> str:
+def line_of(told: str, nbytes: float) -> str:
+    """Of the table."""
     return f"  {told:<48} {nbytes / (1 << 20):12,.1f}"
 
 
@@ -310,7 +313,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE.removeprefix("usage: "))
     parser.add_argument("config")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
-    parser.add_argument("--puts", action="store_true")
+    for name in ("--puts", "--step"):
+        parser.add_argument(name, action="store_true")
     for name, default in (("tokens", None), ("ranks", None), ("batch", 1), ("depth", 3)):
         parser.add_argument(f"--{name}", type=int, default=default, required=default is None)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
@@ -323,9 +327,14 @@ def main(arguments: Sequence[str]) -> int:
         if cut.zigzag and cut.tokens % (2 * cut.ranks):
             raise ValueError(f"with zigzag tokens must be a multiple of {2 * cut.ranks}, twice the ranks")
         with open(given.config, encoding="utf-8") as file:
-            layers = layers_of(json.load(file))
-        print(report(layers, cut))
-    except (OSError, ValueError) as error:
+            config = json.load(file)
+        lines = [report(layers_of(config), cut)]
+        if given.step:
+            from .estimate_step import report_of_step  # which needs transformers
+
+            lines.append(report_of_step(config, cut))
+        print(*lines, sep="\n")
+    except (ImportError, OSError, ValueError) as error:
         print(f"allscan estimate: {error}", file=sys.stderr)
         return 2
     return 0

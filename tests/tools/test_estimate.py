@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from allscan.base.tiling import H100_MULTIPROCESSORS
 from allscan.ops.delta.delta_passes import delta_segment_length
@@ -76,6 +77,42 @@ def test_peaks_of_other_cuts(rule):
         assert T * 16 * 128 * 2 < found.kept < found.forward < found.both
     batch = estimate.peak(layer, Cut(T, 2, batch=2))
     assert abs(batch.both / two.both - 1) < 0.05
+
+
+def measured_hybrids():
+    """Of bench/results/hybrid.csv: whole models whose recurrent layers have our kernels. As data parallel each rank
+    has a sequence of its own."""
+    rows = [x for x in measured("hybrid") if x["chunk"] == "allscan" and "heads" not in x["method"]]
+    return [pytest.param(x, id=f"{x['model']}, {x['method']}") for x in rows if x["method"] != "gathered"]
+
+
+@pytest.mark.parametrize("row", measured_hybrids())
+def test_whole_hybrids_are_within_a_percent_of_what_was_measured(row):
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_step import model_of, step_of
+    from bench.hybrid import VOCABULARY, Hybrid
+
+    family, _, mla = row["model"].partition(", MLA ")
+    config = Hybrid(family, int(mla or 0)).config(int(row["layers"]), 2048, int(row["heads"]), 128, VOCABULARY)
+    model, ranks = model_of(config.to_dict()), 1 if row["method"] == "data parallel" else int(row["ranks"])
+    found = step_of(model, Cut(int(row["T"]) * ranks, ranks, zigzag="zigzag" in row["method"]))
+    assert found.parameters == pytest.approx(2 * int(row["parameters"]), rel=1e-4)
+    near(found.peak, 1024 * float(row["peak_gib"]), 0.01)
+
+
+def test_a_step_beside_a_count_by_hand():
+    """Of a model of torch's own: living tensors, kept ones, and those of backward."""
+    from allscan.tools.estimate_step import Living
+
+    with Living() as counter:
+        x = torch.empty(1024, 1024, device="meta", requires_grad=True)
+        assert counter.bytes == 4 * MIB
+        y = (x.exp() * 2).relu()  # kept: of exp and of relu; of the product for a moment
+        assert (counter.bytes, counter.most) == (12 * MIB, 16 * MIB)
+        y.sum().backward()
+        assert x.grad is not None and counter.most <= 24 * MIB
+        del y
+        assert counter.bytes == 8 * MIB
 
 
 def test_what_is_sent_and_held():
@@ -151,6 +188,35 @@ GDN = dict(model_type="gated_deltanet", num_hidden_layers=6, num_heads=6, head_d
 )
 def test_configs(config, layers):
     assert estimate.layers_of(config) == layers
+
+
+def test_a_step_from_the_command_line(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from allscan.tools.estimate_step import model_of, step_of
+    from bench.hybrid import Hybrid
+
+    path, config = tmp_path / "config.json", Hybrid("qwen3_next").config(4, 64, 4, 16, 97).to_dict()
+
+    def told(config, ranks, *options):
+        path.write_text(json.dumps(config, default=str))
+        status = estimate.main([str(path), "--tokens", str(256 * ranks), "--ranks", str(ranks), "--step", *options])
+        return status, capsys.readouterr()
+
+    def kept(text):
+        return [float(line.split()[-1]) for line in text.splitlines() if "kept between" in line]
+
+    (status, one), (_, two), (_, half) = told(config, 1), told(config, 2), told(config, 1, "--batch", "2")
+    assert status == 0 and one.out.count("a training step of the whole model") == 1
+    assert kept(one.out) < kept(two.out) < kept(half.out)  # keys of another rank; all of another row
+    experts = config | dict(mlp_only_layers=[], num_experts=4, moe_intermediate_size=64)
+    few, more = (told(experts | dict(num_experts_per_tok=n), 1)[1].out for n in (1, 3))
+    assert kept(few) < kept(more)
+    model = model_of(experts)
+    model.config._experts_implementation = "eager"  # one after the other, as far as there are tokens for them
+    with pytest.raises(ValueError, match="depends on numbers"):
+        step_of(model, Cut(256, 1))
+    status, found = told(GLA | dict(hidden_size=64), 1)
+    assert status == 2 and "delta rule of GLAForCausalLM" in found.err
 
 
 def test_from_the_command_line(tmp_path, capsys):

@@ -1,0 +1,241 @@
+"""``allscan estimate --step``: memory of a whole training step of a model of transformers', without a GPU.
+
+The model's own code runs on torch's meta device, where tensors have shapes and no numbers, forward and backward, while
+the bytes of all living tensors are counted. Delta rules hold there what allscan.tools.estimate says of them, softmax
+layers what blocks of keys hold. tests/test_estimate.py compares it with measured peaks of whole models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..integrations import needing
+from .estimate import Cut, Peak, Recurrent, line_of, peak
+
+with needing(__name__, "transformers"):
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+RULES = {"torch_chunk_gated_delta_rule": "gated_delta_rule", "chunk_kimi_delta_attention": "kda"}
+ATTENTION = "allscan_estimate"  # the name of the attention function
+ALIGNED = 512  # of which torch's allocator hands out multiples
+
+
+class Step(NamedTuple):
+    """Bytes of one rank, of a step after the first. The parameters are bfloat16, as are their gradients, which stay
+    from step to step, and both moments of AdamW."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int  # between forward and backward, the loss included
+    peak: int  # of all of it
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators return, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self._known: set[int] = set()
+
+    def add(self, tensor: Tensor) -> None:
+        """From now on."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key not in self._known:
+            nbytes = -(-storage.nbytes() // ALIGNED) * ALIGNED
+            self._known.add(key)
+            self.bytes += nbytes
+            self.most = max(self.most, self.bytes)
+            weakref.finalize(storage, self._drop, key, nbytes)
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.bytes -= nbytes
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor):
+                self.add(x)
+        return found
+
+
+def _held(nbytes: int) -> Tensor:
+    return torch.empty(max(0, nbytes), dtype=torch.uint8, device="meta")
+
+
+class _Normalized(torch.autograd.Function):
+    """q and k over their norms: see ops/delta/raw_inputs.py."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        found = tuple(map(_contiguous_like, (q, k)))
+        ctx.save_for_backward(*found, *(x.new_empty(x.shape[:-1], dtype=torch.float32) for x in found))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(_contiguous_like, grads))
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Peak, *tensors: Tensor) -> Tensor:
+        o, ctx.found = _contiguous_like(tensors[2]), found
+        ctx.save_for_backward(*tensors, _held(found.kept - o.nbytes))
+        _held(found.forward - found.kept)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [torch.empty_like(x) for x in ctx.saved_tensors[:-1]]
+        _held(ctx.found.both - ctx.found.kept - sum(x.nbytes for x in grads))
+        return None, *grads
+
+
+class _Received(torch.autograd.Function):
+    """What comes from other ranks, to which its gradients go."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return own.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """[B, H, T, V] of queries, own keys and values, and those of other ranks; tokens before heads in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+        B, H, T, _ = q.shape
+        o = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, *others, o, q.new_empty(B, H, T, dtype=torch.float32))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        tensors = ctx.saved_tensors[:-2]
+        sums = torch.empty_like(tensors[0], dtype=torch.float32)  # noqa: F841  of dq, while the kernel runs
+        return tuple(torch.empty_like(x) for x in tensors)
+
+
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _delta_rule(
+    rule: str, cut: Cut, q: Tensor, k: Tensor, *rest: Tensor, use_qk_l2norm_in_kernel: bool = False, **named: Any
+) -> tuple[Tensor, None]:
+    """In place of the function of a model's file."""
+    if use_qk_l2norm_in_kernel:
+        q, k = _Normalized.apply(q, k)
+    gates = [named[name] for name in ("g", "beta") if name in named]
+    v, *_ = tensors = [x.contiguous() for x in (*rest, *gates)]
+    q, k = q.contiguous(), k.contiguous()
+    layer = Recurrent(rule, 1, v.shape[2], k.shape[-1], v.shape[-1])
+    o: Tensor = _DeltaRule.apply(peak(layer, cut), q, k, *tensors)
+    return o, None
+
+
+def _attention(
+    cut: Cut, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """In place of transformers' attention function. The keys of other ranks are those that the rank that sees most of
+    them keeps: the last one's, in zigzag the first one's; made of latents where the layer does that."""
+    others, tokens, batch = [], (cut.ranks - 1) * cut.own, query.shape[0]
+    if tokens and hasattr(module, "expand_kv"):
+        widths = module.kv_lora_rank, module.qk_rope_head_dim
+        others = module.expand_kv(*(_Received.apply(key, (batch, 1, tokens, width)) for width in widths))
+    elif tokens:
+        others = [_Received.apply(x, (*x.shape[:2], tokens, x.shape[-1])) for x in (key, value)]
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    o: Tensor = _Softmax.apply(query, key, value, *others)
+    return o.transpose(1, 2), None
+
+
+@contextlib.contextmanager
+def _counted(model: Any, cut: Cut) -> Iterator[None]:
+    """The model's file with these functions."""
+    home = sys.modules[type(model).__module__]
+    found = {name: vars(home)[name] for name in RULES if name in vars(home)}
+    if not found:
+        raise ValueError(f"--step does not know the delta rule of {type(model).__name__}")
+    AttentionInterface.register(ATTENTION, functools.partial(_attention, cut))
+    for name in found:
+        setattr(home, name, functools.partial(_delta_rule, RULES[name], cut))
+    try:
+        yield
+    finally:
+        for name, function in found.items():
+            setattr(home, name, function)
+
+
+def model_of(config: dict[str, Any]) -> Any:
+    """Of a config.json, of a model of text and images that of its text, without memory. Raises ValueError."""
+    config = dict(config.get("text_config") or config)
+    kind = config.pop("model_type", None)
+    try:
+        made = AutoConfig.for_model(kind, **config)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(made).to(torch.bfloat16).train()
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"transformers makes no model of {kind!r} of this config: {error}") from None
+
+
+def step_of(model: Any, cut: Cut) -> Step:
+    """Of a model on the meta device, called as it is trained: logits of all tokens, the loss of transformers'. Raises
+    ValueError for a model whose memory depends on numbers, as that of experts one after the other does."""
+    model.config._attn_implementation = ATTENTION
+    model.config.use_cache = False
+    parameters, counter = [*model.parameters()], Living()
+    with _counted(model, cut), counter:
+        for p in parameters:
+            counter.add(p)
+        own = counter.bytes
+        trained = [p for p in parameters if p.requires_grad]
+        for p in trained:
+            p.grad = torch.empty_like(p)
+        gradients = counter.bytes - own
+        moments = [torch.empty_like(p) for p in trained for _ in range(2)]
+        before = counter.bytes
+        tokens = torch.empty(cut.batch, cut.own, dtype=torch.int64, device="meta")
+        try:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            kept = counter.bytes - before
+            loss.backward()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"--step: {type(model).__name__} depends on numbers: {error}") from None
+        finally:
+            for p in trained:
+                p.grad = None
+    del moments
+    return Step(own, gradients, before - own - gradients, kept, counter.most)
+
+
+def report_of_step(config: dict[str, Any], cut: Cut) -> str:
+    """What is printed behind the table of operators."""
+    found = step_of(model_of(config), cut)
+    lines = [
+        "a training step of the whole model",
+        line_of("parameters, bfloat16", found.parameters),
+        line_of("gradients", found.gradients),
+        line_of("two moments of AdamW", found.optimizer),
+        line_of("kept between forward and backward", found.kept),
+        line_of("peak, all of these included", found.peak),
+    ]
+    return "\n".join(lines)
