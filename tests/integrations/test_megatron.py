@@ -44,6 +44,7 @@ def model_case(group, layout, tokens, lengths, options, params):
     with stand_ins(), allscan.Communicator(group) as comm:
         spec, total = specification(**params), sum(tokens)
         whole = model(spec, **options)
+        of_ranks = spec if "pattern" not in options else specification(attention=dict(comm=comm, layout=layout))
         for module in whole.modules():
             if not options.get("deterministic_mode", True) and hasattr(module, "gated_delta_rule"):
                 module.gated_delta_rule = rule  # Triton's interpreter does not take fla's
@@ -57,7 +58,7 @@ def model_case(group, layout, tokens, lengths, options, params):
         losses.sum().backward()
 
         how = dict(layout="zigzag", per_document=False) if layout == "row" else dict(layout=layout)
-        own = model(sequence_parallel(spec, comm=comm, **how), group, **options)
+        own = model(sequence_parallel(of_ranks, comm=comm, **how), group, **options)
         own.load_state_dict(whole.state_dict())
         mine = placed(comm, tokens, ends, layout)
         given = embedded.detach()[mine].requires_grad_()
@@ -103,6 +104,8 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
         ("row", [10] * 4, [0, 4, 5, 14, 28, 29, 40], FEW, {}),
         ("contiguous", [17, 12], [0, 1, 8, 17, 21, 29], {}, {}),
         ("contiguous", [6, 3, 11, 9], [0, 4, 5, 14, 18, 29], FEW, {}),
+        ("zigzag", [16, 16], None, dict(pattern="MG*-MG*-"), {}),  # with softmax attention and MLPs
+        ("contiguous", [12] * 4, None, dict(pattern="GM*-"), {}),
         ("zigzag", [16, 16], None, {}, dict(gdn=dict(conv_bias=True), mamba=dict(D_has_hdim=True, rmsnorm=False))),
         ("zigzag", [16, 16], None, RECOMPUTED, {}),
         ("zigzag", [16, 16], None, NORM_RECOMPUTED, {}),

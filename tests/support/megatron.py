@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from itertools import pairwise
 from unittest import mock
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from allscan.integrations.attention import attend, causal
+from allscan.integrations.softmax import Gather
 from allscan.reference import delta_reference, ssd_reference
 
 from .fla import import_fla
@@ -79,6 +82,23 @@ def rule(q, k, v, g, beta, **_):
     return delta_reference(q, k, v, g, beta)[0].to(v.dtype), None
 
 
+class CoreAttention(torch.nn.Module):
+    """In place of Transformer Engine's DotProductAttention, of which there is none: keys of all ranks are gathered.
+    comm: None for one rank."""
+
+    def __init__(self, *, softmax_scale, comm=None, layout="zigzag", **_):
+        super().__init__()
+        self.scale, self.comm, self.zigzag = softmax_scale, comm, layout == "zigzag"
+
+    def forward(self, query, key, value, mask, **_):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # of [T, B, H, D]
+        if self.comm is None:
+            return causal(q, k, v, self.scale).transpose(0, 1).flatten(2)
+        tokens = [len(query)] * self.comm.size
+        others = Gather(self.comm, tokens, self.zigzag, *(x.transpose(0, 1) for x in (key, value)))
+        return attend(q, k, v, others, self.scale).transpose(0, 1).flatten(2)
+
+
 @contextlib.contextmanager
 def stand_ins():
     """Megatron-core as it runs here: without a GPU no random numbers of one, nothing compiled, and in the place of
@@ -144,18 +164,29 @@ def configuration(**more):
     return TransformerConfig(**options | more)
 
 
-def specification(gdn=(), mamba=()):
-    """hybrid_stack_spec without Transformer Engine and without softmax attention, which Megatron cuts with it only."""
+def specification(gdn=(), mamba=(), attention=()):
+    """hybrid_stack_spec without Transformer Engine. attention: the options of CoreAttention."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     linear = dict(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    of_attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=functools.partial(CoreAttention, **dict(attention)),
+        linear_proj=RowParallelLinear,
+    )
+    attention = ModuleSpec(SelfAttention, dict(attn_mask_type=AttnMaskType.causal), of_attention)
+    of_mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     mamba = ModuleSpec(MambaMixer, dict(mamba), MambaMixerSubmodules(**linear))
     gdn = ModuleSpec(GatedDeltaNet, dict(gdn), GatedDeltaNetSubmodules(out_norm=Norm, **linear))
     return ModuleSpec(
@@ -170,6 +201,20 @@ def specification(gdn=(), mamba=()):
                     input_layernorm=Norm, self_attention=gdn, self_attn_bda=get_bias_dropout_add
                 ),
             ),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=Norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=Norm,
+                    mlp=functools.partial(MLP.as_mlp_submodule, submodules=of_mlp),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
         ),
     )
 
@@ -182,8 +227,8 @@ def group_of_one():
     return _alone[dist.get_rank()]
 
 
-def model(spec, cp=None, tp=None, **more):
-    """A HybridModel of a Mamba2 and a Gated DeltaNet layer over these groups, random weights."""
+def model(spec, cp=None, tp=None, pattern="MG", vocabulary=VOCABULARY + 1, **more):
+    """A HybridModel over these groups, random weights; by default of a Mamba2 and a Gated DeltaNet layer."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -192,8 +237,10 @@ def model(spec, cp=None, tp=None, **more):
         setattr(groups, name, alone)
     cp, groups.tp = cp or alone, tp or alone
     groups.cp, groups.tp_cp, groups.dp_cp = cp, cp, cp
+    more = dict(num_layers=len(pattern)) | more
     config = configuration(context_parallel_size=cp.size(), tensor_model_parallel_size=groups.tp.size(), **more)
-    made = HybridModel(config, spec, VOCABULARY + 1, 512, hybrid_layer_pattern="MG", pg_collection=groups)
+    made = HybridModel(config, spec, vocabulary, 512, hybrid_layer_pattern=pattern, pg_collection=groups)
+    made = made.cuda() if torch.cuda.is_available() else made
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -205,7 +252,7 @@ def model(spec, cp=None, tp=None, **more):
             else:
                 drawn.normal_(std=p.shape[-1] ** -0.5)
             p.copy_(drawn)
-    return made.cuda() if torch.cuda.is_available() else made
+    return made
 
 
 def mixers(made):
