@@ -19,7 +19,9 @@ call (torch's profiler; column ``proof``, of rank 0). What fails is named, the r
 status 1.
 
 Ours has fla's kernels inside of chunks here (chunk="fla"), as the others have: what differs is the split. fla's
-configurations are chosen ahead (bench/tuning.py); those that a rank timed nonetheless are counted on stderr.
+configurations are chosen ahead (bench/tuning.py); those that a rank timed nonetheless are counted on stderr. With
+--chunk allscan ours has its own kernels inside of chunks, as by default, over ours on one rank, and without fla's; the
+check is against the recurrence in float64.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ COLUMNS = (
     "times_one_rank",
     "extra_mib",
     "max_error",
+    "chunk",
     "proof",
     "gpu",
     "torch",
@@ -86,9 +89,9 @@ COLUMNS = (
 )
 
 
-def fla_runs(rule: str, backward: bool) -> bool:
+def fla_runs(rule: str, backward: bool, chunk: str) -> bool:
     """See the docstring above."""
-    return rule == "kda" or not backward
+    return chunk == "fla" and (rule == "kda" or not backward)
 
 
 _groups: dict = {}
@@ -111,11 +114,19 @@ def joined(ranks: int):
             yield comm, one
 
 
-def methods(rule, comm, one, T) -> dict:
+def seen(name: str, chunk: str) -> tuple:
+    """(kernels that one call must run, kernels that it must not)."""
+    wanted, unwanted = SEEN[name]
+    if chunk == "allscan":
+        wanted = tuple("operands_kernel" if x == "delta_states_kernel" else x for x in wanted)
+    return wanted, unwanted
+
+
+def methods(rule, comm, one, T, chunk) -> dict:
     """{name: function of q, k, v, g, beta, a state or None}; each returns (o, final state or None)."""
     ours = {"kda": allscan.zeco_kda, "gated_delta_rule": allscan.zeco_gated_delta_rule}[rule]
     if comm.device.type == "cuda":
-        ours = partial(ours, chunk="fla")
+        ours = partial(ours, chunk=chunk)
 
     def middle(*x):
         *given, state = x
@@ -132,7 +143,7 @@ def methods(rule, comm, one, T) -> dict:
         "zeco, zigzag": lambda *x: ours(*x[:5], comm=comm, layout="zigzag"),
         "zeco, tokens moved": moved,
     }
-    if comm.device.type == "cuda":
+    if comm.device.type == "cuda" and chunk == "fla":
         from fla.ops.cp import build_cp_context
 
         from allscan.integrations.fla_cp import context_parallel
@@ -155,11 +166,11 @@ def recurrence(*given, initial_state=None, **_):
     return o.to(given[0].dtype), final.float()
 
 
-def check(rule, comm, found, T, H, gate, backward, failed) -> dict:
+def check(rule, comm, found, T, H, gate, backward, failed, chunk) -> dict:
     """{method: largest relative error against the whole sequence on one rank}; the others' inputs lie in one draw."""
     on_gpu = comm.device.type == "cuda"
     small = () if on_gpu else (torch.float32, 16)
-    whole = fla_operator(rule) if on_gpu and fla_runs(rule, backward) else recurrence
+    whole = fla_operator(rule) if on_gpu and fla_runs(rule, backward, chunk) else recurrence
     given, do, state = inputs(rule, comm.size * T, H, gate, comm.device, 1, *small)
     places, errors = (slice(comm.rank * T, (comm.rank + 1) * T), zigzag_positions(T, comm=comm)), {}
     alone = (
@@ -206,7 +217,7 @@ def without(failed: dict, calls: dict, ranks: int) -> dict:
     return {name: call for name, call in calls.items() if not any(name in names for names in everywhere)}
 
 
-def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
+def point(ranks, rule, T, H, gate, backward, names=None, chunk="fla") -> dict | None:
     """{method: row, or what it has raised} on each of the first ``ranks`` ranks; on CPUs only errors. ``names``: of
     methods, default all."""
     with joined(ranks) as both:
@@ -215,11 +226,11 @@ def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
         (comm, one), failed, extra, proofs, graphs = both, {}, {}, {}, {}
 
         def those(T) -> dict:
-            found = methods(rule, comm, one, T)
+            found = methods(rule, comm, one, T, chunk)
             return {name: found[name] for name in names or found}
 
         if comm.device.type == "cpu":
-            return check(rule, comm, those(T), T, H, gate, backward, failed) | failed
+            return check(rule, comm, those(T), T, H, gate, backward, failed, chunk) | failed
         time_quickly()
         given, do, state = inputs(rule, T, H, gate, comm.device, comm.rank)
         calls = {name: partial(step, call, given, do, state, backward) for name, call in those(T).items()}
@@ -228,9 +239,9 @@ def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
                 call()
                 extra[name] = extra_mib(call)
         calls = without(failed, calls, ranks)
-        few = T // 8 if fla_runs(rule, backward) else min(T // 8, REFERENCE)
+        few = T // 8 if fla_runs(rule, backward, chunk) else min(T // 8, REFERENCE)
         saved_states = {name: call for name, call in those(few).items() if name in calls}
-        errors = check(rule, comm, saved_states, few, H, gate, backward, failed)
+        errors = check(rule, comm, saved_states, few, H, gate, backward, failed, chunk)
         calls = without(failed, calls, ranks)
         times: dict = {name: [] for name in calls}
         with said(comm, "timed"):
@@ -242,7 +253,7 @@ def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
             for name, call in calls.items():
                 comm.barrier()
                 with noted(failed, name):
-                    proofs[name] = ran(name, kernels(call), *SEEN[name])
+                    proofs[name] = ran(name, kernels(call), *seen(name, chunk))
         calls = without(failed, calls, ranks)
         with said(comm, "as graphs"):
             for name, call in calls.items():
@@ -261,7 +272,7 @@ def point(ranks, rule, T, H, gate, backward, names=None) -> dict | None:
         return rows | failed
 
 
-def first_calls(ranks, rule, H, backward, names) -> None:
+def first_calls(ranks, rule, H, backward, names, chunk) -> None:
     """Compile our own kernels and connect NCCL's ranks, while other processes compile fla's kernels, which are left out
     here: what is computed is of no use."""
     from triton.runtime.autotuner import Autotuner
@@ -272,7 +283,7 @@ def first_calls(ranks, rule, H, backward, names) -> None:
             return
         comm, one = both
         given, do, state = inputs(rule, T, H, 1 / 16, comm.device, comm.rank)
-        found = methods(rule, comm, one, T)
+        found = methods(rule, comm, one, T, chunk)
         with said(comm, f"our kernels for {rule}, H={H}, backward {backward}"):
             for name in names:
                 step(found[name], given, do, state, backward)
@@ -359,8 +370,11 @@ class Point(NamedTuple):
     gates: str
     backward: bool
     names: list[str]
+    chunk: str
 
     def jobs(self) -> list[Job]:
+        if self.chunk != "fla":
+            return []
         kinds = {
             "one rank": True,
             "cp_context": any("cp_context" in name for name in self.names),
@@ -369,7 +383,7 @@ class Point(NamedTuple):
         return [Job(self.rule, self.H, kind) for kind, wanted in kinds.items() if wanted]
 
 
-def points(rules, shapes, gates, chosen) -> list[Point]:
+def points(rules, shapes, gates, chosen, chunk) -> list[Point]:
     """What is measured, other gates than the first at the end. ``chosen``: methods, or None."""
     found = []
     for rule in rules:
@@ -377,12 +391,12 @@ def points(rules, shapes, gates, chosen) -> list[Point]:
         for T, H in places:
             first = (T, H) == places[0]
             for backward in (False, True):
-                runs = fla_runs(rule, backward)
+                runs = fla_runs(rule, backward, chunk)
                 names = chosen or [name for name in SEEN if first or name not in ZIGZAG]
-                names = [name for name in names if runs or "fla" not in name and name not in ZIGZAG]
+                names = [n for n in names if runs or "fla" not in n and (n not in ZIGZAG or chunk != "fla")]
                 names = [name for name in names if "one rank" not in name] + [f"{'fla' if runs else 'zeco'}, one rank"]
                 for kind in gates if first and rule == rules[0] else gates[:1]:
-                    found.append(Point(rule, T, H, kind, backward, names))
+                    found.append(Point(rule, T, H, kind, backward, names, chunk))
     return sorted(found, key=lambda each: gates.index(each.gates))
 
 
@@ -394,7 +408,7 @@ def write_rows(table, at: Point, count: int, answers) -> int:
     }
     alone = rows.get(at.names[-1], {}).get("p50_us")
     for name, row in rows.items():
-        row |= dict(method=name, rule=at.rule, T=at.T, H=at.H, gates=at.gates, ranks=count)
+        row |= dict(method=name, rule=at.rule, T=at.T, H=at.H, gates=at.gates, ranks=count, chunk=at.chunk)
         row["pass"] = "forward+backward" if at.backward else "forward"
         row["times_one_rank"] = row["p50_us"] / alone if alone else ""
         row["proof"] = answers[0][name]["proof"]
@@ -417,10 +431,13 @@ def main() -> int:
     parser.add_argument("--gates", nargs="+", default=list(GATES), choices=list(GATES))
     parser.add_argument("--shapes", type=_shape, nargs="+", help="such as 16384,32: tokens a rank, heads; default all")
     parser.add_argument("--methods", nargs="+", help='beside "fla, one rank", such as zeco; default all')
-    parser.add_argument("--csv", default=results("delta.csv"))
+    parser.add_argument("--chunk", default="fla", choices=["fla", "allscan"], help="whose kernels are inside of chunks")
+    parser.add_argument("--csv", help="default: bench/results/delta.csv, or delta_allscan.csv")
     arguments = parser.parse_args()
+    if arguments.csv is None:
+        arguments.csv = results("delta.csv" if arguments.chunk == "fla" else "delta_allscan.csv")
     gpus, begin, failures = torch.cuda.device_count(), time.monotonic(), 0
-    plan = points(arguments.rules, arguments.shapes, arguments.gates, arguments.methods)
+    plan = points(arguments.rules, arguments.shapes, arguments.gates, arguments.methods, arguments.chunk)
     jobs = list(dict.fromkeys(job for at in plan for job in at.jobs()))
 
     def elapsed(what):
@@ -440,7 +457,7 @@ def main() -> int:
                     most.setdefault((at.rule, at.H, at.backward), at.names)
                 for kind, names in most.items():
                     try:
-                        ranks.run(first_calls, counts[-1], *kind, names, timeout=120.0)
+                        ranks.run(first_calls, counts[-1], *kind, names, arguments.chunk, timeout=120.0)
                     except RuntimeError as error:  # a point will say what it means
                         elapsed(error)
                 elapsed("our kernels compiled")
@@ -449,14 +466,14 @@ def main() -> int:
             for at in plan:
                 for count in counts:
                     elapsed((count, *at))
-                    given = count, at.rule, at.T, at.H, GATES[at.gates], at.backward, at.names
+                    given = count, at.rule, at.T, at.H, GATES[at.gates], at.backward, at.names, at.chunk
                     try:
                         failures += write_rows(table, at, count, ranks.run(point, *given, timeout=200.0)[:count])
                     except RuntimeError as error:
                         failures += 1
                         print(f"FAILED: {at}: {error}", flush=True)
         print(f"wrote {arguments.csv}")
-    if gpus:
+    if gpus and arguments.chunk == "fla":
         elapsed("between the chunks")
         time_quickly()
         for T, H in dict.fromkeys((at.T, at.H) for at in plan):

@@ -339,10 +339,16 @@ def test_configurations_are_compiled_by_one_process_each(tmp_path, monkeypatch):
 @pytest.mark.cpu
 @pytest.mark.quick
 def test_what_the_delta_rules_are_measured_at():
-    plan = delta.points(list(delta.RULES), None, list(delta.GATES), None)
+    plan = delta.points(list(delta.RULES), None, list(delta.GATES), None, "fla")
     assert [at.gates for at in plan] == ["near 1"] * 24 + ["0"] * 2
     assert {at.names[-1] for at in plan if at.rule == "kda"} == {"fla, one rank"}
     assert {job.kind for job in plan[0].jobs()} == {"one rank", "cp_context", "halves"}
     (gated,) = (at for at in plan if at[:3] == ("gated_delta_rule", 4096, 32) and at.backward)
     assert gated.names == ["zeco", "zeco, middle rank's work", "zeco, one rank"]
-    assert delta.points(["kda"], [(64, 1)], ["0"], ["zeco"])[1] == ("kda", 64, 1, "0", True, ["zeco", "fla, one rank"])
+    assert delta.points(["kda"], [(64, 1)], ["0"], ["zeco"], "fla")[1] == (
+        *("kda", 64, 1, "0", True),
+        *(["zeco", "fla, one rank"], "fla"),
+    )
+    ours = delta.points(["kda"], [(64, 1)], ["0"], None, "allscan")
+    assert not any("fla" in name for at in ours for name in at.names) and not any(at.jobs() for at in ours)
+    assert delta.seen("zeco, one rank", "allscan")[0] == ("operands_kernel",)
