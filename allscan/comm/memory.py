@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from ..bindings.torch_compat import without_dispatch_modes
+from ..bindings.transport import SymmetricHeap
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMP, STAMPS
 
@@ -17,13 +18,13 @@ _kept_alive: list[object] = []  # what kernels of communicators that were not cl
 class Memory:
     """Of one communicator on this rank.
 
-    heap: the symmetric heap; None for one rank.
+    heap: the symmetric heap, which one rank alone has not.
     record: the fault record, which the host reads. fault: a word on the device. steps: int64 [STAMPS, 2] there, by a
     call's stamp the word that its kernels take for ``step``, at multiples of 16 bytes; step: that of no stamp.
     """
 
-    def __init__(self, heap: Any, device: torch.device) -> None:
-        self.heap, self.device = heap, device
+    def __init__(self, heap: SymmetricHeap | None, device: torch.device) -> None:
+        self.heap, self.device = cast(SymmetricHeap, heap), device  # which one rank alone asks for nothing
         self.record = torch.zeros(wait.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.fault = torch.zeros(1, dtype=torch.int64, device=device)
         self._first_steps = torch.arange(0, STAMPS.value * STAMP.value, STAMP.value, device="cpu")

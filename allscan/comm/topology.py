@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+
+from ..bindings.transport import SymmetricHeap
 
 ALGORITHMS = ("chain", "rails", "recursive_doubling")
 
@@ -65,10 +66,12 @@ class Topology:
         return algorithm
 
 
-def reach(heap: Any, pes: Sequence[int], rank: int) -> tuple[int, int]:
+def reach(heap: SymmetricHeap | None, pes: Sequence[int], rank: int) -> tuple[int, int]:
     """The first and the last of the ranks around ``rank``, this one, that it reaches by loads and stores, without a
     gap. ``pes``: what the transport calls each rank."""
     first = last = rank
+    if heap is None:  # one rank alone
+        return first, last
     while first > 0 and heap.is_mapped(pes[first - 1]):
         first -= 1
     while last < len(pes) - 1 and heap.is_mapped(pes[last + 1]):

@@ -442,7 +442,7 @@ class _Enter(torch.autograd.Function):
     """Where this rank's tokens leave for ``_Steps``, and in backward their gradients arrive."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Any, *tensors: Tensor) -> torch.Tensor:
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> torch.Tensor:
         ctx.plan = plan
         return tensors[0].new_empty(0)
 
@@ -462,7 +462,7 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shared: _Shared, plan: Any, q: Tensor, o: Tensor, lse: Tensor, token: Tensor, *inputs: Any
+        ctx: Any, shared: _Shared, plan: _Plan, q: Tensor, o: Tensor, lse: Tensor, token: Tensor, *inputs: Any
     ) -> torch.Tensor:
         tensors, device = inputs[: plan.count], q.device.type
         ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, plan.count, []
@@ -475,6 +475,7 @@ class _Steps(torch.autograd.Function):
         gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
+            assert gather is not None  # as long as there are ranges
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
             keys = _keys(found, plan.project, q.dtype) if rows else ()

@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,12 @@ import allscan
 from allscan.reference import allscan_reference, gla_reference
 
 from ..bindings import versions
+from ..comm.communicator import Communicator
 from ..comm.host_exchange import StoreExchange
 from .ranks import take_local_gpu
 from .timing import replay_us
 
-Check = Callable[[Any, int], str]  # of a Communicator and a number of epochs: what it has found to say
+Check = Callable[[Communicator, int], str]  # of a Communicator and a number of epochs: what it has found to say
 SHAPE = (2, 8, 16)
 TOLERANCE = 1e-5
 
@@ -151,12 +151,12 @@ def _mine() -> tuple[str, ...]:
     return f"{os.uname().nodename}, {cards or 'no InfiniBand devices'}", gpu, ", ".join(known), " ".join(told) or "none"
 
 
-def _algorithms(comm: Any) -> list[str]:
+def _algorithms(comm: Communicator) -> list[str]:
     whole = comm.nodes is not None and len(comm.nodes) > 1
     return ["chain", *["rails", "recursive_doubling"] * whole]
 
 
-def _drawn(comm: Any, epoch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _drawn(comm: Communicator, epoch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(States, decays) of all ranks, alike on all of them."""
     generator = torch.Generator().manual_seed(epoch)
     states = torch.randn(comm.size, *SHAPE, generator=generator).to(comm.device)
@@ -169,7 +169,7 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         raise WrongResultError(f"{what}: off by {error:.2e}")
 
 
-def check_values(comm: Any, epochs: int) -> str:
+def check_values(comm: Communicator, epochs: int) -> str:
     """All algorithms that these nodes have, in both directions."""
     for algorithm in _algorithms(comm):
         scan = allscan.AllScan(comm, SHAPE, algorithm=algorithm)
@@ -182,7 +182,7 @@ def check_values(comm: Any, epochs: int) -> str:
     return f"{', '.join(_algorithms(comm))}: {epochs} scans each"
 
 
-def check_gradients(comm: Any, epochs: int) -> str:
+def check_gradients(comm: Communicator, epochs: int) -> str:
     """Of the scan."""
     for epoch in range(epochs):
         states, decays = _drawn(comm, epoch)
@@ -196,7 +196,7 @@ def check_gradients(comm: Any, epochs: int) -> str:
     return f"{epochs} calls"
 
 
-def check_zigzag(comm: Any, epochs: int) -> str:
+def check_zigzag(comm: Communicator, epochs: int) -> str:
     """Of the zigzag layout."""
     places = comm.rank, 2 * comm.size - 1 - comm.rank
     for epoch in range(epochs):
@@ -208,7 +208,7 @@ def check_zigzag(comm: Any, epochs: int) -> str:
     return f"{epochs} calls"
 
 
-def check_halo(comm: Any, epochs: int) -> str:
+def check_halo(comm: Communicator, epochs: int) -> str:
     """Tokens of the rank before."""
     for epoch in range(epochs):
         x = torch.randn(comm.size, 1, 8, 4, generator=torch.Generator().manual_seed(epoch)).to(comm.device)
@@ -217,7 +217,7 @@ def check_halo(comm: Any, epochs: int) -> str:
     return f"{epochs} calls"
 
 
-def check_zeco_gla(comm: Any, epochs: int) -> str:
+def check_zeco_gla(comm: Communicator, epochs: int) -> str:
     """Against the recurrence over all tokens."""
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(epoch)
@@ -231,7 +231,7 @@ def check_zeco_gla(comm: Any, epochs: int) -> str:
     return f"{epochs} calls"
 
 
-def check_stragglers(comm: Any, epochs: int) -> str:
+def check_stragglers(comm: Communicator, epochs: int) -> str:
     """Whole numbers, whose sums are exact, compared on the GPU; one rank after the other is late."""
     total = 0
     pattern = torch.arange(SHAPE[1] * SHAPE[2] * SHAPE[0], device=comm.device).view(SHAPE).float() % 7
@@ -254,7 +254,7 @@ def check_stragglers(comm: Any, epochs: int) -> str:
     return f"{', '.join(_algorithms(comm))}: {epochs} epochs each"
 
 
-def check_graph_replays(comm: Any, epochs: int) -> str:
+def check_graph_replays(comm: Communicator, epochs: int) -> str:
     """A scan in a CUDA graph, with other values each time."""
     if comm.device.type != "cuda":
         return "no CUDA graphs here"
@@ -272,7 +272,7 @@ def check_graph_replays(comm: Any, epochs: int) -> str:
     return f"{epochs} replays"
 
 
-def check_memory(comm: Any, epochs: int) -> str:
+def check_memory(comm: Communicator, epochs: int) -> str:
     """Of the device and of the arena: the same after a tenth of the epochs as after all."""
     scan, state, found = allscan.AllScan(comm, SHAPE), torch.ones(SHAPE, device=comm.device), []
     out = torch.empty_like(state)
@@ -287,7 +287,7 @@ def check_memory(comm: Any, epochs: int) -> str:
     return f"the same after {epochs // 10} and {epochs} more epochs"
 
 
-def check_absent_rank(comm: Any, epochs: int) -> str:
+def check_absent_rank(comm: Communicator, epochs: int) -> str:
     """The first rank makes no call: those behind it end by a time-out that names a neighbour; then all come back."""
     with allscan.Communicator(timeout=2.0) as own:
         scan, state, named = allscan.AllScan(own, SHAPE), torch.ones(SHAPE, device=own.device), None
@@ -306,7 +306,7 @@ def check_absent_rank(comm: Any, epochs: int) -> str:
     return "time-outs name a neighbour, and resync() brings all back"
 
 
-def check_rejected_call(comm: Any, epochs: int) -> str:
+def check_rejected_call(comm: Communicator, epochs: int) -> str:
     """The last rank gives a wrong dtype once: the next barrier says so on every rank; then all come back."""
     with allscan.Communicator(timeout=2.0) as own:
         state = torch.ones(SHAPE, device=own.device)
