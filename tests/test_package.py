@@ -115,6 +115,25 @@ def test_the_tree_in_the_documentation():
     assert named and all(os.path.exists(os.path.join(ROOT, path)) for path in named), named
 
 
+def test_every_module_has_its_tests():
+    """In the folder and file of its name, or where tests/README.md says; which names no other and nothing twice."""
+    with open(os.path.join(ROOT, "tests", "README.md"), encoding="utf-8") as file:
+        lines = [re.findall(r"`([\w/.]+)`", line) for line in file if line.startswith("| `")]
+    named = [[x for x in line if not x.endswith(".py")] for line in lines]
+    tests = {x for line in lines for x in line if x.endswith(".py")}
+    assert not [x for x in tests if not os.path.exists(os.path.join(ROOT, "tests", x))]
+    modules = (os.path.relpath(x, os.path.join(ROOT, "allscan")).removesuffix(".py") for x in python_files("allscan"))
+    modules = {x.replace(os.sep, "/") for x in modules if not x.endswith("__init__")}
+    own = {x for x in modules if os.path.exists(os.path.join(ROOT, "tests", *_test_of(x)))}
+    said = [x for line in named for x in line]
+    assert sorted(said) == sorted(modules - own), (set(said) ^ (modules - own), said)
+
+
+def _test_of(module):
+    folder, _, name = module.rpartition("/")
+    return folder, f"test_{name}.py"
+
+
 # Whose loops, or lists of arguments, are alike: a kernel's code cannot be shared without being compiled to another one
 ALIKE = "gla_strong.py", "delta_chunks_bwd.py", "rails.py"
 
