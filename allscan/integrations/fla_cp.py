@@ -106,6 +106,7 @@ def context_parallel(comm: Communicator) -> None:
 
     Raises:
         TypeError: for another type. Calls then raise what ``allscan.allscan`` raises of the communicator.
+        ValueError: if ``comm`` has ``invariant``: what happens inside the chunks is fla's.
 
     Example:
         >>> allscan.integrations.fla_cp.context_parallel(comm)
@@ -113,6 +114,11 @@ def context_parallel(comm: Communicator) -> None:
         >>> o, _ = chunk_kda(q, k, v, g, beta, cp_context=context)
     """
     check_communicator(comm)
+    if comm.invariant:
+        raise ValueError(
+            f"invariant={comm.invariant} of the communicator is not for fla's operators: take allscan.zeco_kda or "
+            f"allscan.zeco_gated_delta_rule"
+        )
     _communicators[comm.group] = comm
     _install()
 

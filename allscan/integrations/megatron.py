@@ -200,7 +200,8 @@ def _communicator(group: Any) -> Communicator:
 
 def _rule(operator: Callable[..., Any], tokens: _Tokens, *tensors: Tensor) -> torch.Tensor:
     """The gated delta rule ``operator`` over the ranks."""
-    if operator is chunk_gated_delta_rule:
+    invariant = tokens.where["comm"].invariant and operator is gdn.torch_chunk_gated_delta_rule
+    if operator is chunk_gated_delta_rule or invariant:
         return zeco_gated_delta_rule(*tensors, **tokens.where)[0]
     alone = functools.partial(operator, use_qk_l2norm_in_kernel=False, cu_seqlens=None)
     return delta_rule(alone, tensors, tokens.pieces, comm=tokens.where["comm"])[0]

@@ -20,6 +20,7 @@ from ..ops.halo import halo, halo_of_ends
 from ..scan.two_way import outgoing
 from ..tokens.packing import Tables, TokenRange, apart, together
 from ..tokens.partition import cached_table
+from .softmax import reject
 
 
 @dynamo_disabled
@@ -157,6 +158,13 @@ def delta_rule(
     if has_tangents(tensors):
         with comm.call(False, "a delta rule", tensors):  # which rejects them
             pass
+    if comm.invariant:
+        name = getattr(getattr(operator, "func", operator), "__name__", "a function of its own")
+        reject(
+            comm,
+            f"invariant={comm.invariant} of the communicator is of zeco_kda and zeco_gated_delta_rule: neither takes "
+            f"the place of {name}, whose results depend on where the ranks cut the sequence",
+        )
     q, k, v, g, beta = (t.resolve_neg() for t in tensors)  # whose kernels see the memory alone
     (batch, _, HV, V), K, halves = v.shape, k.shape[-1], _halves(pieces)
     zeros = torch.zeros(batch, HV, K, V + K, dtype=torch.float32, device=v.device)

@@ -60,8 +60,8 @@ def sequence_parallel(
 
     Recurrent layers call the functions that they would have called, once, from zero: what the state before this rank's
     tokens adds is linear in it. For delta rules values get K columns more, which give how outputs and the last state
-    depend on the first; where the function is fla's, on GPUs, it is ``allscan.zeco_kda`` or
-    ``allscan.zeco_gated_delta_rule`` instead. On CPU ranks it is transformers' own in torch, also where fla is
+    depend on the first; on GPUs, and with ``invariant`` of ``comm``, it is ``allscan.zeco_kda`` or
+    ``allscan.zeco_gated_delta_rule`` instead. On CPU ranks it is transformers' own in torch else, also where fla is
     installed, whose kernels need a GPU. Mamba2's layers call ``allscan.zeco_ssd`` around theirs. The
     tokens that short convolutions look back at come from the ranks before. Softmax layers gather keys and values, of
     Kimi-Linear the latents, of all ranks. With "sdpa" as the model's attention function, for whole sequences without a

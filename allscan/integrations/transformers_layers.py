@@ -173,12 +173,14 @@ def in_torch(function: Callable[..., Any]) -> Callable:
     return call
 
 
-def ours(function: Callable[..., Any], device: torch.device, options: Any) -> Callable | None:
-    """All-Scan's operator in place of a model's delta rule on a GPU, or None where it is not the same: it is where that
-    is fla's, or transformers' own in torch, and ours knows all options that it would be given."""
+def ours(function: Callable[..., Any], device: torch.device, options: Any, anywhere: bool = False) -> Callable | None:
+    """All-Scan's operator in place of a model's delta rule on a GPU, or ``anywhere``; None where it is not the same: it
+    is where that is fla's, or transformers' own in torch, and ours knows all options that it would be given."""
     theirs: Any = of_package(function) or inspect.unwrap(function)
     found: Any = OURS.get(getattr(theirs, "__name__", ""))
-    if found is None or not theirs.__module__.startswith(("fla.", "transformers.")) or not on_gpu(device):
+    if found is None or not theirs.__module__.startswith(("fla.", "transformers.")):
+        return None
+    if not (anywhere or on_gpu(device)):
         return None
     known, taken = (inspect.signature(f).parameters for f in (found, theirs))
     return found if all(name in known for name in options if name in taken) else None
@@ -211,7 +213,8 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated DeltaNet and KDA."""
-    operator, tensors = ours(original, value.device, options), _own(sequence, query, key, value, g, beta)
+    operator = ours(original, value.device, options, sequence.comm.invariant > 0)
+    tensors = _own(sequence, query, key, value, g, beta)
     if operator is not None and (of_package(original) is not None or _fit(query, key, value, g)):
         taken = inspect.signature(operator).parameters
         o, state = operator(

@@ -127,6 +127,34 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
     return F.silu(y[..., : x.shape[2]])
 
 
+def torchs_rule_case(group, tokens):
+    """(o of Megatron's own rule of torch over a communicator with invariant=, its error) of this rank's tokens."""
+    from megatron.core.ssm.gated_delta_net import gdn
+
+    from allscan.integrations import megatron
+    from allscan.tokens.packing import TokenRange
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (F.normalize(torch.randn(1, sum(tokens), 2, 16, generator=generator), dim=-1) for _ in range(3))
+    g = -torch.rand(1, sum(tokens), 2, generator=generator) / 8
+    given = q, k, v, g, g.exp()
+    with allscan.Communicator(group, invariant=64) as comm:
+        begin = sum(tokens[: comm.rank])
+        mine = slice(begin, begin + tokens[comm.rank])
+        of_rank = megatron._Tokens([TokenRange.of(0, tokens[comm.rank], begins=comm.rank == 0)], dict(comm=comm))
+        operator = gdn.torch_chunk_gated_delta_rule
+        o = megatron._rule(operator, of_rank, *(x[:, mine] for x in given))
+        comm.barrier()
+    wanted = operator(*given, use_qk_l2norm_in_kernel=False)[0]
+    return o, relative(o, wanted[:, mine])
+
+
+def test_the_same_bits_of_torchs_rule(run, size=2):
+    answers = [run(len(tokens), torchs_rule_case, tokens) for tokens in ([200], [64, 136])]
+    one, two = (torch.cat([o for o, _ in parts], 1) for parts in answers)
+    assert torch.equal(one, two) and max(error for parts in answers for _, error in parts) < 1e-5
+
+
 def packages_case(group):
     from megatron.core.ssm import mamba_mixer
 

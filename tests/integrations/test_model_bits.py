@@ -1,0 +1,111 @@
+"""transformers' models over a communicator with invariant=: logits with the same bits for every number of ranks, where
+all that is between the recurrences is a function of one token alone."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from test_transformers import VOCABULARY, made
+from torch.overrides import TorchFunctionMode
+
+import allscan
+from support.segments import bits
+from support.values import place, raised
+
+pytest.importorskip("transformers", minversion="5.18", reason="needs transformers")
+pytestmark = pytest.mark.cpu
+
+S = 64
+LINEAR = dict(layer_types=["linear_attention"] * 2)
+FAMILIES = dict(
+    qwen3_5=LINEAR,
+    kimi_linear=LINEAR | dict(first_k_dense_replace=2),
+    nemotron_h=dict(layers_block_type=["linear_attention", "mlp", "linear_attention"]),
+)
+CUTS = {1: [5 * S - 7], 2: [S, 4 * S - 7], 3: [2 * S, S, 2 * S - 7]}  # of each rank
+PRELOAD = ["allscan.integrations.transformers", *(f"transformers.models.{f}.modeling_{f}" for f in FAMILIES)]
+
+
+class Alike(TorchFunctionMode):
+    """A library's choice by the number of tokens, as of a vector's last elements, changes no bit of these: they are
+    made in float64 and rounded."""
+
+    NAMES = "linear matmul __matmul__ conv1d silu softplus sigmoid exp rsqrt mean sum log_softmax".split()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") not in self.NAMES:
+            return function(*args, **(kwargs or {}))
+        found = function(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+        return found.float() if found.dtype == torch.float64 else found
+
+
+def wide(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+
+
+def logits_case(group, family, tokens, invariant, layout):
+    """(which tokens this rank has, their logits)."""
+    from allscan.integrations.transformers import sequence_parallel
+
+    with allscan.Communicator(group, invariant=invariant) as comm:
+        model = made(family, **FAMILIES[family])
+        torch.manual_seed(1)
+        whole, mine = torch.randint(1, VOCABULARY, (2, sum(tokens))), place(comm, tokens, layout == "zigzag")
+        sequence_parallel(model, comm=comm, layout=layout)
+        with Alike(), torch.no_grad():
+            logits = model(input_ids=whole[:, mine], use_cache=False).logits
+        comm.barrier()
+        return torch.arange(sum(tokens))[mine], logits
+
+
+def logits(run, family, tokens, invariant=S, layout="contiguous"):
+    parts = run(len(tokens), logits_case, family, tokens, invariant, layout)
+    return torch.cat([x for _, x in parts], 1)[:, torch.cat([mine for mine, _ in parts]).argsort()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_logits_have_the_same_bits(run, family, size):
+    one = logits(run, family, CUTS[1])
+    assert torch.equal(bits(one), bits(logits(run, family, CUTS[size])))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_zigzag(run, family, size=2):
+    one = logits(run, family, [4 * S])
+    assert torch.equal(bits(one), bits(logits(run, family, [2 * S] * size, layout="zigzag")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_it_bits_differ(run, family, size=2):
+    """The control."""
+    one, two = (logits(run, family, CUTS[n], 0) for n in (1, size))
+    assert (bits(one) != bits(two)).float().mean() > 0.2
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def other_rule(query, key, value, **options):
+    raise AssertionError("not to be called")
+
+
+def rejected_case(group):
+    """What is raised where a rule of the model is none that ours takes the place of, on this rank."""
+    from allscan.integrations import fla_cp, transformers_layers
+
+    tensors = [torch.randn(1, S, 1, 16) for _ in range(3)]
+    rest = -torch.rand(1, S, 1), torch.rand(1, S, 1)
+    with allscan.Communicator(group, invariant=S) as comm:
+        sequence = mock.Mock(comm=comm, T=S, cut=list)
+        with mock.patch.object(transformers_layers, "_own", lambda sequence, *given: given):
+            found = raised(transformers_layers._delta_rule, other_rule, sequence, *tensors, *rest)
+        comm.barrier()
+        return found, raised(fla_cp.context_parallel, comm)
+
+
+def test_other_rules_are_rejected_on_all_ranks(run, size=2):
+    pytest.importorskip("fla.ops", reason="needs flash-linear-attention")
+    for problems in run(size, rejected_case):
+        assert all(kind == "ValueError" and f"invariant={S}" in text for kind, text in problems), problems
+        assert "other_rule" in problems[0][1]
