@@ -28,6 +28,7 @@ from bench import (
     host,
     hybrid,
     local,
+    megatron,
     model,
     packed,
     plots,
@@ -241,6 +242,17 @@ def test_every_method_trains_the_hybrid_alike(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line[23:45].rstrip() for line in lines] == ["allscan", "allscan, zigzag", "heads", "gathered"] * 3
     assert [line[:22].rstrip() for line in lines[::4]] == ["kimi_linear, MLA 128", "kimi_linear, MLA 192", "qwen3_next"]
+    assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
+
+
+@pytest.mark.cpu
+def test_every_method_trains_megatrons_hybrid_alike(capsys, monkeypatch):
+    for name in ("megatron", "fla", "transformers"):
+        pytest.importorskip(name)
+    monkeypatch.setattr(sys, "argv", ["megatron"])
+    assert megatron.main() == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line[:22].rstrip() for line in lines] == [*megatron.METHODS]
     assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
 
 

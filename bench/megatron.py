@@ -1,0 +1,308 @@
+"""Training Megatron-core's hybrids of Mamba2, Gated DeltaNet, softmax attention and MLPs over several GPUs.
+
+    python -m bench.megatron            # all GPUs of this machine; writes bench/results/megatron.csv; needs fla
+    python -m bench.megatron --pattern "MG*-MG*-" --tokens 8192
+
+HybridModel of megatron-core, layers by their letters in --hybrid-layer-pattern (M: Mamba2, G: Gated DeltaNet,
+*: softmax attention, -: MLP), width 2,048, a vocabulary of 8,192, random weights, bfloat16, T tokens a rank, torch's
+DistributedDataParallel and AdamW, called from Python. Beside each other:
+
+* allscan, zigzag: allscan.integrations.megatron; two states are sent; Megatron's own layout;
+* allscan: the same in consecutive tokens; one state;
+* all-to-all: Megatron's own mixers under context parallelism, which turn tokens into heads and back;
+* data parallel: a sequence of T tokens a rank, by the ordinary model: 100 %. Its softmax layers look back at less.
+
+Stand-ins, the same for all methods, since neither mamba_ssm nor Transformer Engine needs to be there (column
+``stand_ins``; see tests/support/megatron.py): for mamba_ssm's chunk scan transformers' in torch, in float32; for its
+gated norm and Transformer Engine's norm ones of torch's; for Transformer Engine's attention that of
+allscan.integrations.attention, which gathers keys, also beside Megatron's all-to-all. Gated delta rules of a rank alone
+are All-Scan's operator on one rank: fla rejects their backward on Hopper before Triton 3.7.1. What Megatron would
+compile with torch.compile runs as it is.
+
+The methods take turns, step by step, in another order each time; a time is the median step of the slowest rank. They
+are checked first on a small model: loss and gradients against one rank with the whole sequence; and proven afterwards
+by the kernels of one more step, allscan also by its counted scans (column ``proof``, of rank 0). Without GPUs only the
+check runs, on 2 CPU ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import random
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import allscan
+from allscan.tools.ranks import Ranks, on_first
+from allscan.zigzag import zigzag_positions
+from bench.harness import ROOT, Table, results
+from bench.hybrid import communicators, freed, kill
+from bench.model import text, training_rows
+from bench.proof import kernels, ran
+
+STEPS, CHECKED, VOCABULARY = 7, 512, 8192  # measured; tokens of a rank in the check
+PATTERNS = "MG*-MG*-", "GGGG", "MMMM"
+COLUMNS = (
+    "pattern",
+    "method",
+    "stand_ins",
+    "ranks",
+    "T",
+    "parameters",
+    "step_ms",
+    "tokens_per_s_per_gpu",
+    "percent_of_data_parallel",
+    "peak_gib",
+    "max_error",
+    "proof",
+    "gpu",
+    "torch",
+    "triton",
+    "sources",
+)
+METHODS = ("allscan, zigzag", "allscan", "all-to-all")
+STAND_INS = {"M": "chunk scan, gated norm", "G": "rule of a rank alone", "*": "core attention"}
+STATES = {"M": (64, 128), "G": (128, 128)}  # rows and columns, by which scans are told apart
+
+
+class Shape(NamedTuple):
+    """Of a model; the widths of a head are those of STATES but on CPUs."""
+
+    pattern: str
+    width: int = 2048
+    heads: int = 16
+    cpu: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Of Megatron's configuration."""
+        (P, N), (K, V) = ((4, 6), (8, 8)) if self.cpu else (STATES["M"], STATES["G"])
+        sizes = dict(
+            hidden_size=self.width,
+            num_attention_heads=self.heads,
+            kv_channels=16 if self.cpu else 128,
+            ffn_hidden_size=4 * self.width,
+            linear_num_key_heads=self.heads,
+            linear_num_value_heads=2 * self.heads,
+            linear_key_head_dim=K,
+            linear_value_head_dim=V,
+            mamba_num_heads=2 * self.heads,
+            mamba_head_dim=P,
+            mamba_state_dim=N,
+            mamba_num_groups=2,
+            deterministic_mode=False,
+        )
+        return sizes | ({} if self.cpu else dict(bf16=True, params_dtype=torch.bfloat16))
+
+    def stand_ins(self) -> str:
+        return "; ".join(["norms", *(what for letter, what in STAND_INS.items() if letter in self.pattern)])
+
+
+def support():
+    """tests/support/megatron.py."""
+    path = os.path.join(ROOT, "tests")
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    from support import megatron
+
+    return megatron
+
+
+def chunk_scan(x, dt, A, B, C, chunk_size, D=None, dt_bias=None, seq_idx=None, return_final_states=False, **options):
+    """In place of mamba_ssm's: transformers' in torch. seq_idx: of both halves of the zigzag layout."""
+    from transformers.models.mamba2 import modeling_mamba2
+
+    own = modeling_mamba2.mamba2_chunk_scan
+    own, batch = getattr(own, "__wrapped__", own), x.shape[0]
+    if seq_idx is not None:
+        x, dt, B, C = (t.unflatten(1, (2, -1)).flatten(0, 1) for t in (x, dt, B, C))
+    options = {name: value for name, value in options.items() if name in ("dt_softplus", "dt_limit")}
+    y, final = own(x, dt, A, B, C, min(chunk_size, 128), D=D, dt_bias=dt_bias, return_final_states=True, **options)
+    y = y.to(x.dtype)
+    if seq_idx is not None:
+        y, final = y.unflatten(0, (batch, 2)).flatten(1, 2), final.unflatten(0, (batch, 2))[:, 1]
+    return (y, final) if return_final_states else y
+
+
+@contextlib.contextmanager
+def stand_ins():
+    from megatron.core.ssm import mamba_mixer
+
+    with support().stand_ins(), mock.patch.object(mamba_mixer, "mamba_chunk_scan_combined", chunk_scan):
+        yield
+
+
+def rule_alone(one, q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    """In place of fla's chunk_gated_delta_rule where a rank has all tokens of some heads."""
+    tensors = [x.contiguous() for x in (q, k, v, g, beta)]
+    return allscan.zeco_gated_delta_rule(*tensors, comm=one, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+
+def made(name, shape, comm, one):
+    """The model as that method has it, the same weights for all."""
+    from allscan.integrations.megatron import sequence_parallel
+
+    megatron, alone = support(), name == "data parallel"
+    layout = "contiguous" if name == "allscan" else "zigzag"
+    spec = megatron.specification(attention=dict(comm=None if alone else comm, layout=layout))
+    if name.startswith("allscan"):
+        spec = sequence_parallel(spec, layout=layout, comm=comm)
+    group = None if alone else comm.group
+    model = megatron.model(spec, group, pattern=shape.pattern, vocabulary=VOCABULARY, **shape.options())
+    if not name.startswith("allscan"):
+        for module in model.modules():
+            if hasattr(module, "gated_delta_rule"):
+                module.gated_delta_rule = functools.partial(rule_alone, one)
+    return model
+
+
+def scans(comm) -> tuple[int, int]:
+    """How many of states All-Scan has made on this rank, forward and reverse."""
+    counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) in STATES.values()]
+    there, back = map(sum, zip((0, 0), *counted))
+    return there, back
+
+
+def prove_scans(name, shape, made_now) -> None:
+    """AssertionError unless a step made those of the method: see bench.hybrid."""
+    layers = sum(letter in STATES for letter in shape.pattern)
+    wanted = layers * {"allscan": 1, "allscan, zigzag": 2}.get(name, 0)
+    if made_now != (wanted, wanted):
+        raise AssertionError(f"{name}: All-Scan made {made_now} scans of states in a step, {wanted} each are its own")
+
+
+def seen(shape) -> dict:
+    """Of each method what a step must run, and what it must not."""
+    gathers = {"AllGather": None, "ReduceScatter": None} if "*" in shape.pattern else {}
+    of_scans = "scan_kernel|gated_segments_kernel" if "M" in shape.pattern else "delta_states_kernel"
+    no_gathers = () if gathers else ("AllGather", "ReduceScatter")
+    return {
+        "allscan, zigzag": ({of_scans: None, **gathers}, ("SendRecv", *no_gathers)),
+        "allscan": ({of_scans: None, **gathers}, ("SendRecv", *no_gathers)),
+        "all-to-all": ({"SendRecv": None, **gathers}, no_gathers),
+        "data parallel": ({"AllReduce": None}, ("SendRecv", "AllGather", "ReduceScatter")),
+    }
+
+
+def check(group, shape, names, T) -> dict:
+    """{method: largest relative error of the loss and of each weight's gradient} of a small model against one rank with
+    the whole sequence."""
+    with communicators(group) as (comm, one), stand_ins():
+        limit = 1e-4 if shape.cpu else 0.2  # of the worst of many weights in bfloat16; without a state it is 0.6
+        whole = text(T * comm.size, VOCABULARY, comm.device, 0)
+        tokens, labels = whole[:, :-1], whole[:, 1:]
+        errors, expected = {}, None
+        for name in ("data parallel", *names):
+            model = made(name, shape, comm, one)
+            mine = torch.arange(comm.rank * T, (comm.rank + 1) * T, device=comm.device)
+            mine = mine if name == "allscan" else zigzag_positions(T, comm=comm)
+            mine = slice(None) if expected is None else mine
+            loss = model(tokens[:, mine], None, None, labels=labels[:, mine]).float().sum() / labels.numel()
+            loss.backward()
+            grads = [p.grad.float() for p in model.parameters() if p.ndim > 1]  # others are sums that cancel
+            found = [loss.detach().float(), *grads]
+            if expected is None:
+                expected = found
+                continue
+            for x in found:
+                dist.all_reduce(x, group=comm.group)
+            errors[name] = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True))
+            if not errors[name] < limit:
+                raise AssertionError(f"{name} is wrong by {errors[name]}")
+        comm.barrier()
+        return errors
+
+
+def measure(group, shape, names, T, steps) -> dict:
+    """{method: (seconds of a step, peak GiB, parameters, proof)}."""
+    with communicators(group) as (comm, one), stand_ins():
+        names, models = (*names, "data parallel"), {}
+        whole = text(T, VOCABULARY, comm.device, comm.rank)
+        data, labels = whole[:, :-1], whole[:, 1:]
+        for name in names:
+            model = made(name, shape, comm, one)
+            wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
+            models[name] = wrapped, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        others = torch.cuda.memory_allocated() * (len(names) - 1) / len(names)  # models of the other methods
+        times: dict[str, list[float]] = {name: [] for name in names}
+        peaks, proofs = {}, {}
+
+        def step(name):
+            wrapped, optimizer = models[name]
+            wrapped(data, None, None, labels=labels).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+
+        for turn in range(steps + 2):
+            for name in random.Random(turn).sample(names, len(names)):
+                before = scans(comm)
+                torch.cuda.reset_peak_memory_stats()
+                comm.barrier()
+                start = time.perf_counter()
+                step(name)
+                times[name].append(time.perf_counter() - start)
+                peaks[name] = torch.cuda.max_memory_allocated()
+                prove_scans(name, shape, tuple(now - then for now, then in zip(scans(comm), before, strict=True)))
+                if turn == 0:  # its moments are there from now on
+                    others += sum(2 * p.nbytes for p in models[name][0].parameters()) * (len(names) - 1) / len(names)
+        for name in names:
+            comm.barrier()
+            proofs[name] = ran(name, kernels(functools.partial(step, name)), *seen(shape)[name])
+        parameters = sum(p.numel() for p in models[names[0]][0].parameters())
+        return {
+            name: (statistics.median(times[name][2:]), (peaks[name] - others) / (1 << 30), parameters, proofs[name])
+            for name in names
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, help="default all GPUs; must divide the heads")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="of each rank")
+    parser.add_argument("--pattern", nargs="+", default=PATTERNS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, help="beside data parallel")
+    parser.add_argument("--csv", default=results("megatron.csv"))
+    arguments = parser.parse_args()
+    names, count = tuple(arguments.only), arguments.ranks or torch.cuda.device_count()
+    if torch.cuda.device_count() < 2:
+        print("No two GPUs here: a check of every method on 2 CPU ranks.")
+        with Ranks(2, "cpu") as ranks:
+            for name, error in ranks.run(check, None, Shape("MG*-", 32, 2, True), names, 24)[0].items():
+                print(f"{name:22} error {error:.1e}")
+        return 0
+    failed, ranks = False, Ranks(count, "cuda")
+    with Table(arguments.csv, COLUMNS) as table:
+        for shape in map(Shape, arguments.pattern):
+            try:
+                small = shape._replace(width=256)
+                errors = ranks.run(on_first, count, check, small, names, CHECKED, timeout=570.0)[0]
+                print(shape.pattern, "errors", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
+                for T in arguments.tokens:
+                    answers = ranks.run(on_first, count, measure, shape, names, T, arguments.steps, timeout=570.0)
+                    for row in training_rows(answers, T):
+                        row |= dict(pattern=shape.pattern, stand_ins=shape.stand_ins())
+                        table.write(row | dict(max_error=errors.get(row["method"], "")))
+                    ranks.run(freed)
+            except RuntimeError as error:  # of its ranks, of which some may wait for others
+                failed = True
+                print(f"{shape.pattern}: {error}", file=sys.stderr, flush=True)
+                kill(ranks)
+                ranks = Ranks(count, "cuda")
+    ranks.close()
+    print(f"wrote {arguments.csv}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
