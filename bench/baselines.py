@@ -202,8 +202,8 @@ class Ring:
         return self.out
 
 
-# What carries the state, whether the kernels that need nothing remote run beside it, and what the names of its kernels
-# of NCCL, or of its copies, contain
+# What carries the state, whether the kernels that need nothing remote are overlapped with it, and what the names of its
+# kernels of NCCL, or of its copies, contain
 METHODS = {
     "all_gather": (AllGather, False, "AllGather"),
     "all_gather overlapped": (AllGather, True, "AllGather"),

@@ -3,8 +3,8 @@
     operands_kernel   q_in, k_out and A as in forward, unless they were kept
     state_kernel      REVERSE: the gradient of the state over each segment alone
     carry_kernel      REVERSE: over this rank's segments; then scan_kernel (scan.py) in reverse, over the ranks
-    state_kernel      of every chunk: S[n]; needs no remote gradient and runs beside the scan, on a stream of its own
-    da_kernel         dA = scale * do v^T; likewise beside the scan, on the caller's stream
+    state_kernel      of every chunk: S[n]; needs no remote gradient: overlapped with the scan, on a stream of its own
+    da_kernel         dA = scale * do v^T; likewise overlapped, on the caller's stream
     output_kernel     REVERSE: D[n];  dv = A^T do + k_out D;  what passes from state to state (below). K above 128:
                       state_kernel, REVERSE and of every chunk, and for dv value_grad_kernel
     grad_kernel       dq = scale * exp(gates up to) * (do S^T) + what dA gives

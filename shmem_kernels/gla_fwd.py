@@ -6,7 +6,7 @@ The tokens of this rank are cut into segments, and those into chunks of BT token
                       q_in: every query decayed from the beginning of its chunk;
                       A[t, s] = scale * sum_k q_t k_s exp(g_{s+1} + ... + g_t), s <= t in one chunk
     keys_kernel       in its place where the scan takes long: k_out and the sum alone; operands_kernel then makes the
-                      rest beside the scan
+                      rest, overlapped with the scan
     state_kernel      each segment alone, from a zero state: what it leaves, and the sum of its gates
     carry_kernel      each segment's incoming state from this rank's own tokens; the rank's local state
     scan_kernel       (scan.py) All-Scan of that over the ranks: this rank's incoming state

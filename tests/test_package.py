@@ -212,7 +212,7 @@ def test_no_circle_of_imports():
 
 def test_import_is_quick_and_needs_no_gpu():
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=ROOT)
-    # beside torch alone, for which some machines need over 2 s; the processor's time, since other tests run beside it
+    # beside torch alone, for which some machines need over 2 s; the processor's time, since other tests run at once
     code = "import time, torch; start = time.process_time(); import allscan; print(time.process_time() - start)"
     times = []
     for _ in range(2):  # the first reads from the disk

@@ -11,6 +11,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # What is not to be found, and what to write instead
 WORDS = {
+    r"\bin the whole (this|that|of)\b": "in the global sequence",
+    r"\b(runs?|launched|recorded) beside\b(?! (the kernel|kernels|NCCL))": "overlapped with, on a side stream",
     r"\b(class|->|:) (Kept|Room)\b|\b(Kept|Room)\(|\b(kept_for|_kept_here)\b": "SavedStates; Scratch",
     r"\bkeeps(=|: bool)": "saves",
     r"\bBeside\b(?=[:(\]]| *[|,]|$)|\.beside\(|_beside\b": "SideStream, side_stream",

@@ -82,7 +82,8 @@ class Documents(Tables):
 
 
 class Seen(torch.autograd.Function):
-    """The keys that a rank's pieces see, of those of the whole [S, ...]. Gradients are added without atomics."""
+    """The keys that a rank's pieces see, of those of the global sequence [S, ...]. Gradients are added without
+    atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: Any, where: dict[str, Any]) -> torch.Tensor:
@@ -156,8 +157,8 @@ def packed_documents(
 
 
 def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
-    """(slots of ``softmax.Gather`` that a rank's queries see beside its own keys, [(these halves of the queries, see as
-    many of the slots, the last ones)]); in the contiguous layout there is one half."""
+    """(slots of ``softmax.Gather`` that a rank's queries see besides its own keys, [(these halves of the queries, see
+    as many of the slots, the last ones)]); in the contiguous layout there is one half."""
     if not zigzag:
         return [*range(rank)], [(range(1), rank)] if rank else []
     first = [*range(size, size + rank)]

@@ -72,7 +72,7 @@ class Gather:
     ranks slot i has the second half of rank i's tokens, slot P + i the first half, else slot i those of rank i. In
     backward each rank gets the sum over the ranks of its tokens' gradients. That is under way, by one group call again,
     when backward has passed ``read``, and waited for where the tensors came from: what the layer has computed
-    between the two, in forward, is computed beside it, in backward too. The sum is made in the tensors' dtype, for 8
+    between the two, in forward, is overlapped with it, in backward too. The sum is made in the tensors' dtype, for 8
     ranks and more in float32.
     """
 

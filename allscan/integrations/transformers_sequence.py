@@ -19,8 +19,8 @@ from .softmax import chunks
 
 
 class Part(NamedTuple):
-    """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the whole that begins with the token
-    ``begin``, and they end before ``last``. half: see TokenRange.state_index."""
+    """Tokens start .. end - 1 of this rank, consecutive ones of a sequence: in the global sequence that begins with the
+    token ``begin``, and they end before ``last``. half: see TokenRange.state_index."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class SplitSequence:
 
     @property
     def first(self) -> int:
-        """Where in the whole this rank's tokens begin."""
+        """Where in the global sequence this rank's tokens begin."""
         return sum(self.tokens[: self.comm.rank]) // (1 + self.zigzag)
 
     @property

@@ -51,7 +51,7 @@ def prefer_shared_memory_carveout(compiled: Any) -> None:
     """From the next launch on, give the multiprocessors where this kernel waits all the shared memory there is.
 
     A multiprocessor divides its memory into cache and shared memory for the first program on it, and holds to that
-    until it is empty: programs that wait would keep away the kernels that are to run beside them.
+    until it is empty: programs that wait would keep away the kernels that are to be overlapped with them.
 
     compiled: as Triton returns it from a launch. Raises RuntimeError for a CUDA error.
     """
@@ -76,7 +76,7 @@ class Launch:
 
     kernel: a triton.jit function, or one of ``with_nvshmem``.
     fixed: all parameters of the kernel but tensors and channels, which a call gives in their order: numbers, constants,
-        None; and launch options (num_warps, num_stages), beside those of ``OPTIONS``.
+        None; and launch options (num_warps, num_stages), besides those of ``OPTIONS``.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:

@@ -196,7 +196,7 @@ class Plan:
         self._add(lambda run: run.leave(), lambda builder: builder.leave())
 
     def join(self) -> None:
-        """From here on the current stream has what was recorded beside it."""
+        """From here on the current stream has what was recorded on side streams."""
         self._add(lambda run: run.join(), lambda builder: builder.join())
 
     def run(self, context: Any, *inputs: Tensor) -> list[Tensor]:
@@ -224,7 +224,7 @@ class Plan:
             build(builder)
 
     def _launch(self, *args: Any) -> None:
-        """Should a step raise, what runs beside is joined first: it uses memory that is given back then."""
+        """Should a step raise, side streams are joined first: it uses memory that is given back then."""
         run = PlanExecution(self, *args)
         try:
             for step in self._steps:

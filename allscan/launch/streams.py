@@ -80,7 +80,7 @@ class Streams:
             self._last, self.last_number = stream, number
 
     def peek(self, words: torch.Tensor) -> list[Any]:
-        """What is in this rank's ``words`` now, beside whatever its streams are doing."""
+        """What is in this rank's ``words`` now, whatever its streams are doing."""
         if not self.cuda:
             return words.tolist()
         if self._looking is None:

@@ -87,8 +87,8 @@ def allscan(
             E_{P-1} = R_P, E_{p-1} = decay'_p * E_p + state'_p. Not with reverse or out. For gradients every rank uses a
             result, or both in one backward pass.
         async_op: return an ``allscan.Work`` at once, whose ``wait()`` returns R_p: the scan runs on the
-            communicator's own stream, beside what is launched next on the current one. The scan of the backward pass is
-            not asynchronous. For torch tensors in the contiguous layout.
+            communicator's own stream, overlapped with what is launched next on the current one. The scan of the
+            backward pass is not asynchronous. For torch tensors in the contiguous layout.
 
     Returns:
         R_p, like state and of the same kind of array; in the zigzag layout (R_p, E_p).

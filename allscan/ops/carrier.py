@@ -1,4 +1,4 @@
-"""What brings the state of an operator from rank to rank: All-Scan, or another method that bench/ sets beside it."""
+"""What brings the state of an operator from rank to rank: All-Scan, or another method that bench/ compares with it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StateCarrier(Protocol):
         quicker."""
 
     def expected_us(self, words: int, zigzag: bool) -> float:
-        """About how long ``carry`` takes with states of so many words in all, if it runs beside others: where that is
+        """About how long ``carry`` takes with states of so many words in all, if it is overlapped: where that is
         long, forward leaves more for this time."""
 
     def pending(self, prepared: Any, zigzag: bool) -> list[PendingBackward]:
@@ -256,7 +256,8 @@ def check_invariant(comm: Communicator, invariant: object, zigzag: int) -> int:
 
 
 def check_cut(comm: Communicator, T: int, invariant: int, zigzag: int) -> None:
-    """Raise ValueError unless this rank's T tokens end at a multiple of ``invariant``, or the whole with them."""
+    """Raise ValueError unless this rank's T tokens end at a multiple of ``invariant``, or the global sequence with
+    them."""
     tokens = T // 2 if zigzag else T
     if invariant and tokens % invariant and (zigzag or comm.rank < comm.size - 1):
         what = "half of T" if zigzag else "T, but on the last rank,"

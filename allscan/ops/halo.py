@@ -1,4 +1,5 @@
-"""halo(): the tokens beside a cut, for short convolutions, token shifts and labels; a neighbour shift of AllScan."""
+"""halo(): the tokens next to a shard boundary, for short convolutions, token shifts and labels; a neighbour shift of
+AllScan."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ class Options(NamedTuple):
     T: int | None = None
 
     def alike(self, dtypes: str, widths: Sequence[int]) -> tuple:
-        """What is the same on all ranks beside (B, n, words of a token)."""
+        """What is the same on all ranks besides (B, n, words of a token)."""
         kinds = ("dtypes", dtypes), ("words of a token in each x", tuple(widths))
         n, reverse, cu_seqlens, first_token, layout, per_document, _ = self
         are_none = ("cu_seqlens is None", cu_seqlens is None), ("first_token is None", first_token is None)

@@ -405,7 +405,7 @@ class AllScan:
             out: like state, contiguous; may be ``state`` itself, but share no memory with it or another argument
                 otherwise.
             channel: what ``self.channel(reverse, ...)`` has returned, to be used instead of ``self.channel(reverse)``.
-            async_op: return a ``Work`` at once; the scan runs on the communicator's own stream, beside what is
+            async_op: return a ``Work`` at once; the scan runs on the communicator's own stream, overlapped with what is
                 launched next on the current one; in a CUDA graph's capture on the current one.
 
         Returns:

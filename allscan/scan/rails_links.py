@@ -78,7 +78,7 @@ class Rails:
             self.links = [(SENTINEL if all(mapped) else PUT).value]
         else:
             self.links = [(SENTINEL if yes else PUT).value for yes in mapped]
-        # arguments of the kernel beside the channel of the node, forward and reverse
+        # arguments of the kernel besides the channel of the node, forward and reverse
         self.further: list[tuple[Any, ...]] = []
         self._nodes: list[Channel] = []  # forward and reverse
         self._channels: list[list[Channel]] = [[], []]  # of the rails

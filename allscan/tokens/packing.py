@@ -282,7 +282,7 @@ CUTS = cut, zigzag_cut, document_cut  # by checks.zigzag_of
 
 
 def document_places(lengths: Sequence[int], rank: int, size: int) -> list[tuple[int, int]]:
-    """(first token, end) in the whole of each piece of document_cut."""
+    """(first token, end) in the global sequence of each piece of document_cut."""
     places = []
     for a, b in itertools.pairwise(lengths):
         n = (b - a) // (2 * size)

@@ -56,8 +56,8 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
 def partition_start(
     comm: Communicator, lengths: tuple[int, ...], T: int, first_token: int | None = None, zigzag: int = False
 ) -> int:
-    """Where in the whole this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the first with
-    these ``lengths`` is collective, and the partition that it finds is kept, alike on every rank.
+    """Where in the global sequence this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the
+    first with these ``lengths`` is collective, and the partition that it finds is kept, alike on every rank.
     Where the caller says it, ``first_token``, no other rank is asked, but in debug mode.
 
     Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first

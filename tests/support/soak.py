@@ -8,8 +8,8 @@ A small GLA language model (a short convolution over allscan.halo, allscan.zeco_
 start on the same data: by all ranks with the sequences cut over them, and then by the first rank alone with whole ones.
 The first training has
 
-* DistributedDataParallel, whose all-reduces run beside the scans of backward; layers that are computed again in
-  backward (activation checkpointing), others in each step;
+* DistributedDataParallel, whose all-reduces are overlapped with the scans of backward; layers that are computed again
+  in backward (activation checkpointing), others in each step;
 * two communicators: the layers', and one on a stream of its own that brings each rank's last label from the next rank;
 * sequences that are packed differently in every step, with ``first_token`` or without, or not packed, and cut in other
   places every time;

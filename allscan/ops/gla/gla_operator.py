@@ -96,9 +96,9 @@ def zeco_gla(
             again when torch has counted a write to it: do not change it in other ways (``.data``, other code's kernels,
             a CUDA graph's replay), and not at all if made in torch.inference_mode; debug mode compares. In a CUDA
             graph's capture it must be a list or on the CPU.
-        first_token: with cu_seqlens, where in the whole this rank's tokens begin, on every rank or on none. Then a new
-            cu_seqlens asks no other rank on the host, and need not come with the same partition again. That the ranks'
-            tokens follow one another is the caller's word; debug mode compares it.
+        first_token: with cu_seqlens, where in the global sequence this rank's tokens begin, on every rank or on none.
+            Then a new cu_seqlens asks no other rank on the host, and need not come with the same partition again. That
+            the ranks' tokens follow one another is the caller's word; debug mode compares it.
         layout: "zigzag" where the row is cut into 2P chunks and rank r has chunk r in the first half of its T tokens
             and chunk 2P - 1 - r in the second, as trainers have it that balance causal softmax attention. T is even.
             Two states are sent instead of one: that of the first halves in ascending order of ranks, then that of the

@@ -201,8 +201,8 @@ class GLAPlan(Plan):
         return self.scratch(*self.by_chunks, self.K, self.V, dtype=dtype, **options)
 
     def keys_apart(self, carrier: StateCarrier) -> bool:
-        """Whether forward makes keys in a kernel of their own, and q_in and A beside the scan: where the scan takes
-        longer than that costs."""
+        """Whether forward makes keys in a kernel of their own, and q_in and A overlapped with the scan: where the scan
+        takes longer than that costs."""
         shape = self.shape
         if shape.invariant:
             return False
@@ -304,13 +304,14 @@ class GLAPlan(Plan):
         fwd_epoch: Buffer,
         long: Callable[[], Any] | None = None,
     ) -> Any:
-        """Through the segments (carry_kernel), then over the ranks, beside what is recorded until ``join_carry``.
+        """Through the segments (carry_kernel), then over the ranks, overlapped with what is recorded until
+        ``join_carry``.
 
         Then ``states`` and ``gates`` are each segment's incoming state, ``prev`` [states, H, K, V] this rank's,
         ``final`` the ends of the sequences.
 
-        Forward has little to run beside the scan: operands_kernel where keys are made apart, otherwise nothing. So the
-        last rank, which sends to nobody, begins its scan first and goes through its segments while that waits. The
+        Forward has little to overlap the scan with: operands_kernel where keys are made apart, otherwise nothing. So
+        the last rank, which sends to nobody, begins its scan first and goes through its segments while that waits. The
         first rank, which waits for nobody, does not wait for its own scan either, until ``end``.
 
         ``long``: records kernels of few long programs, which need the results of neither carry_kernel nor the scan.
@@ -370,7 +371,7 @@ class GLAPlan(Plan):
             if long:
                 self.join()
         if first:
-            zero_incoming_state()  # beside the scan, for which all other ranks wait
+            zero_incoming_state()  # overlapped with the scan, for which all other ranks wait
         if last:
             segments()
         return outputs
@@ -623,11 +624,11 @@ def backward_plan(
     """For runs with these ``tensors``: q, k, v, g, do, dfinal, dinitial, saved_buffer, of which dfinal and
     dinitial may be None. Makes dv, dq, dk, dg.
 
-    Two kernels need nothing remote and run beside the carry. da_kernel, on the caller's stream, has many short
+    Two kernels need nothing remote and are overlapped with the carry. da_kernel, on the caller's stream, has many short
     programs: where they end, the scan gets its room, and then state_kernel, on the stream LONG, which has few long
     ones. The rest of da_kernel's programs fill what state_kernel leaves free. At 1 x 16384 x 16 x 128 x 128 a scan that
-    waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run beside
-    them; with nothing beside them they would be a round of their own.
+    waits takes the places of 10 to 40 of state_kernel's 512 programs. Those begin later, and da_kernel's run with
+    them; by themselves they would be a round of their own.
     """
     plan = GLAPlan(carrier, shape, scale, layout, True)
     buffers: list[Any] = [None if t is None else plan.input(t) for t in tensors]
