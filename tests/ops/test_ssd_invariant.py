@@ -8,7 +8,7 @@ import torch
 import allscan
 from allscan.reference import ssd_reference
 from support.segments import bits
-from support.values import place
+from support.values import place, raised
 
 S, H, G, P, N, CHUNK = 64, 4, 2, 6, 10, 16
 OPTIONS = dict(dt_softplus=True, dt_limit=(0.0, 1.5))
@@ -87,15 +87,43 @@ def test_the_law_in_float64(run, packed, size=2):
         assert ((ours - expected).abs().max() / expected.abs().max()).item() < 2e-5, name
 
 
-@pytest.mark.parametrize("size, tokens", [(2, [S, 3 * S + 21]), (3, [2 * S, 0, 2 * S + 21])])
+@pytest.mark.parametrize(
+    "size, tokens", [(2, [S, 3 * S + 21]), (3, [2 * S, 0, 2 * S + 21]), (8, [S, 0, S, 0, S, S, 0, 21])]
+)
 @pytest.mark.parametrize("packed, dtype", [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
 def test_contiguous(run, packed, dtype, size, tokens):
     assert differing(found(run, [4 * S + 21], packed, False, dtype), found(run, tokens, packed, False, dtype)) == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_zigzag(run, packed, size=2):
-    assert differing(found(run, [4 * S], packed, False), found(run, [2 * S] * 2, packed, True)) == []
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_zigzag(run, packed, size):
+    assert differing(found(run, [8 * S], packed, False), found(run, [8 * S // size] * size, packed, True)) == []
+
+
+def _rejected(group):
+    """What is raised where rank 0 alone is wrong."""
+    with allscan.Communicator(group) as comm:
+
+        def call(T, **options):
+            x, B = torch.randn(1, T, H, P, device=comm.device), torch.randn(1, T, G, N, device=comm.device)
+            dt, A = x[..., 0].sigmoid(), -torch.ones(H, device=comm.device)
+            return raised(lambda: allscan.zeco_ssd(x, dt, A, B, B, CHUNK, comm=comm, **options))
+
+        one = comm.rank == 0
+        texts = [
+            call(S + 32 if one else S, invariant=S),
+            call(S, invariant=S if one else 0),
+            call(S, invariant=100 if one else S),
+        ]
+        comm.barrier()
+    return texts
+
+
+@pytest.mark.cpu
+def test_what_is_not_possible_is_rejected_on_all_ranks(run, size=2):
+    for texts in zip(*run(size, _rejected)):
+        assert all(texts) and all("invariant" in text for _, text in texts), texts
 
 
 def test_without_it_bits_differ(run, size=2):
