@@ -208,6 +208,31 @@ def hybrid() -> str:
     return _table(["", *(name for told in found for name in (told, "of data parallel"))], rows)
 
 
+def megatron() -> str:
+    """docs/integrations/megatron.md: its hybrids, by bench.megatron."""
+    if not (ROOT / "bench" / "results" / "megatron.csv").exists():
+        return "Not measured yet: `python -m bench.megatron`.\n"
+    names = {
+        "data parallel": "data parallel, a sequence as long as a rank's part on each",
+        "allscan, zigzag": "**`integrations.megatron`, zigzag**",
+        "allscan": "the same, contiguous",
+        "all-to-all": "Megatron's own: all-to-all",
+    }
+    patterns = list(dict.fromkeys(row["pattern"] for row in _rows("megatron")))
+    rows = []
+    for method, told in names.items():
+        rows.append([told])
+        for pattern in patterns:
+            row = _find("megatron", pattern=pattern, method=method)
+            rows[-1].append(f"{_number(row['step_ms'], 1)} ({_number(row['percent_of_data_parallel'], 1)} %)")
+    rows.append(["stand-ins"])
+    for pattern in patterns:
+        rows[-1].append(_find("megatron", pattern=pattern, method="allscan")["stand_ins"])
+    row = _rows("megatron")[0]
+    head = f"ms of a training step, {row['ranks']} x {row['gpu']}, {int(row['T']):,} tokens a rank"
+    return _table([head, *(f"`{pattern}`" for pattern in patterns)], rows)
+
+
 HYBRIDS = {
     "kimi_linear, MLA 128": "heads of 128",
     "kimi_linear, MLA 192": "Kimi's own, 192 / 128",
@@ -407,7 +432,7 @@ def last_run() -> str:
 
 
 _MEASURED = headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory, alternatives
-_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, chain, hop, invariant, last_run
+_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, chain, hop, invariant, last_run, megatron
 TABLES = {f.__name__: f for f in _MEASURED}
 
 
