@@ -5,8 +5,8 @@
 
 Each rank is a process from scratch; the first time Triton's cache is an empty directory, the second time it is that of
 the first. Seconds of the slowest rank, one after another: ``import_s``, torch and allscan; ``start_s``, NCCL's process
-group, the first CUDA call and a Communicator; ``first_s``, until the GPU has ended the first zeco_gla, forward and
-backward; ``second_s``, another one. Without GPUs one rank runs in the interpreter, and nothing is timed.
+group, the first CUDA call and a Communicator; ``first_s``, until the GPU has ended the operator's first forward and
+backward pass; ``second_s``, another one. Without GPUs one rank runs in the interpreter, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import tempfile
 import time
 
 T, H, D = 2048, 16, 128
+OPERATORS = "zeco_gla", "zeco_kda", "zeco_gated_delta_rule"
 PARTS = "import_s", "start_s", "first_s", "second_s"
 
 
-def rank_main(tokens: int, heads: int, width: int) -> None:
+def rank_main(operator: str, tokens: int, heads: int, width: int) -> None:
     """In a process that is one rank: print what each part took."""
     at = [time.perf_counter()]
     import torch
@@ -46,11 +47,14 @@ def rank_main(tokens: int, heads: int, width: int) -> None:
 
     dtype = torch.bfloat16 if cuda else torch.float32
     leaves = [torch.randn(1, tokens, heads, width, device=comm.device, dtype=dtype).requires_grad_() for _ in "qkv"]
-    leaves.append(torch.full((1, tokens, heads, width), -0.01, device=comm.device).requires_grad_())
+    of_gates = (1, tokens, heads) if operator == "zeco_gated_delta_rule" else (1, tokens, heads, width)
+    leaves.append(torch.full(of_gates, -0.01, device=comm.device).requires_grad_())
+    if operator != "zeco_gla":
+        leaves.append(torch.full((1, tokens, heads), 0.5, device=comm.device).requires_grad_())
     for _ in range(2):
         synchronize()
         begin = time.perf_counter()
-        o, _ = allscan.zeco_gla(*leaves, comm=comm)
+        o, _ = getattr(allscan, operator)(*leaves, comm=comm)
         torch.autograd.grad(o, leaves, o.detach())
         synchronize()
         at.append(time.perf_counter() - begin)
@@ -60,7 +64,7 @@ def rank_main(tokens: int, heads: int, width: int) -> None:
         dist.destroy_process_group()
 
 
-def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]:
+def start(ranks: int, sources: str, cache: str, operator: str, *sizes: int) -> dict[str, float]:
     """One job of ``ranks`` processes with Triton's cache in ``cache``; each part's seconds, of the slowest rank. No
     ranks: one in the interpreter."""
     count = max(1, ranks)
@@ -76,7 +80,7 @@ def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]
     )
     # not by its path, which would put bench/ before the standard library, and its operator.py before that of Python
     program = f"import runpy, sys; runpy.run_path({os.path.abspath(__file__)!r}, run_name='__main__')"
-    command = [sys.executable, "-c", program, "--rank", *map(str, sizes)]
+    command = [sys.executable, "-c", program, "--rank", operator, *map(str, sizes)]
     jobs = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=cache)
         for rank in range(count)
@@ -99,7 +103,7 @@ def start(ranks: int, sources: str, cache: str, *sizes: int) -> dict[str, float]
 
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(*map(int, sys.argv[2:]))
+        rank_main(sys.argv[2], *map(int, sys.argv[3:]))
         return 0
     import torch
 
@@ -107,25 +111,27 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sources", help="directory of another checkout, whose allscan is taken")
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS[:2])
     parser.add_argument("--repeats", type=int, default=1, help="how often, each time with an empty cache")
     parser.add_argument("--csv", default=results("cold.csv"))
     arguments = parser.parse_args()
     ranks = min(2, torch.cuda.device_count())
     if not ranks:
-        with tempfile.TemporaryDirectory() as cache:
-            start(0, ROOT, cache, 70, 2, 16)
+        for operator in arguments.operators:
+            with tempfile.TemporaryDirectory() as cache:
+                start(0, ROOT, cache, operator, 70, 2, 16)
         print("No GPU here: the first step ran in the interpreter.")
         return 0
-    columns = "kept", "ranks", "T", "H", "D", *PARTS, "gpu", "torch", "triton", "sources"
+    columns = "operator", "kept", "ranks", "T", "H", "D", *PARTS, "gpu", "torch", "triton", "sources"
     sources = os.path.abspath(arguments.sources or ROOT)
     with Table(os.devnull if arguments.sources else arguments.csv, columns) as table:
-        for _ in range(arguments.repeats):
+        for operator in [*arguments.operators] * arguments.repeats:
             with tempfile.TemporaryDirectory() as cache:
                 for kept in ("nothing", "compiled kernels"):
-                    row = start(ranks, sources, cache, T, H, D)
-                    table.write(dict(kept=kept, ranks=ranks, T=T, H=H, D=D) | row)
+                    row = start(ranks, sources, cache, operator, T, H, D)
+                    table.write(dict(operator=operator, kept=kept, ranks=ranks, T=T, H=H, D=D) | row)
                     times = ", ".join(f"{part} {seconds:.2f}" for part, seconds in row.items())
-                    print(f"{kept} kept, {ranks} rank(s): {times}", flush=True)
+                    print(f"{operator}, {kept} kept, {ranks} rank(s): {times}", flush=True)
     return 0
 
 
