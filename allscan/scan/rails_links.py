@@ -257,8 +257,9 @@ class Rails:
             spaces = [(offsets[rank] + layouts[rank][f"rail {i}"][0], layout) for rank in line]
             distance = self.distances[i // 2] if self.distances else 1
             links = self.links * len(line) if self.distances else self.links
-            channel = make_channel(owners, spaces, message, links, step * distance)
             there = self.node - step * distance, self.node + step * distance
+            recv, send = (links[min(n, self.node)] if 0 <= n < len(line) else NONE.value for n in there)
+            channel = make_channel(owners, spaces, message, (recv, send), step * distance)
             prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
             channel.info.copy_(self._info(prev, following))
             self._channels[direction].append(channel)

@@ -104,7 +104,8 @@ class Chain:
             links = [(SENTINEL if yes else PUT).value for yes in mapped]
         else:
             links = [PROTOCOLS[spec.protocol]] * len(mapped)
-        self.links = links  # [p]: of ranks p and p + 1
+        recv, send = [NONE.value, *links, NONE.value][line.rank : line.rank + 2]
+        self._links = (recv, send), (send, recv)  # [direction]: from the rank before this one, and to the next
         of_kind = [workspace_layout(spec, put) for put in (False, True)]
         puts = [PUT.value in links[max(0, p - 1) : p + 1] for p in range(len(line.pes))]
         self._parts = [of_kind[put][0] for put in puts]  # of each rank
@@ -113,8 +114,7 @@ class Chain:
     def fill(self, offsets: Sequence[int]) -> bool:
         # before the others know of it: nobody sends before every inbox is filled
         line = self.line
-        for offset, step in zip(offsets, (1, -1), strict=True):
-            recv, _ = _links_of(line, self.links, step)
+        for offset, (recv, _) in zip(offsets, self._links, strict=True):
             for name, (first, numel, dtype) in self._parts[line.rank].items():
                 words = line.memory.heap.local(line.pes[line.rank], offset + first, numel, dtype)
                 words.fill_(-0.0 if name == "inbox" and recv == SENTINEL.value else 0)
@@ -126,10 +126,10 @@ class Chain:
                 self.line,
                 [(of_rank[direction], parts) for of_rank, parts in zip(offsets, self._parts, strict=True)],
                 self.spec,
-                self.links,
+                links,
                 step,
             )
-            for direction, step in enumerate((1, -1))
+            for direction, (links, step) in enumerate(zip(self._links, (1, -1)))
         )
         return forward, reverse._replace(backwards=forward.backwards)
 
@@ -181,50 +181,39 @@ def make_workspace(comm: Communicator, spec: Spec, layout: Layout, max_ctas: int
     return Workspace(channels, tuple(offsets), min(ctas))
 
 
-def _links_of(line: Line, links: list[int], step: int) -> tuple[int, int]:
-    """The links from the rank before this one and to the next, ``step`` places on; links: [p]: of p and p + 1."""
-    prev, next_, size = line.rank - step, line.rank + step, len(line.pes)
-    recv = links[min(prev, line.rank)] if 0 <= prev < size else NONE.value
-    send = links[min(next_, line.rank)] if 0 <= next_ < size else NONE.value
-    return recv, send
-
-
 def make_channel(
-    line: Line, workspaces: Sequence[tuple[int, Parts]], spec: Spec, links: list[int], step: int
+    line: Line, workspaces: Sequence[tuple[int, Parts]], spec: Spec, links: tuple[int, int], step: int
 ) -> Channel:
-    """The channel to the rank ``step`` places on. workspaces: (offset in its arena, _layout) of every rank."""
-    prev, next_, memory = line.rank - step, line.rank + step, line.memory
-    recv, send = _links_of(line, links, step)
-
-    def words(name: str, rank: int = line.rank, link: int = NONE.value) -> torch.Tensor:
-        """Of this rank, or of one that a link goes to."""
-        there = rank if link != NONE.value else line.rank
-        base, layout = workspaces[there]
-        offset, numel, dtype = layout[name]
-        found: torch.Tensor
+    """The channel to the rank ``step`` places on. workspaces: (offset in its arena, parts) of every rank. links: from
+    the rank before this one, and to the next."""
+    (prev, next_), (recv, send) = (line.rank - step, line.rank + step), links
+    memory, heap = line.memory, line.memory.heap
+    offset, parts = workspaces[line.rank]
+    words = {
+        name: heap.local(line.pes[line.rank], offset + first, numel, dtype)
+        for name, (first, numel, dtype) in parts.items()
+    }
+    if send != PUT.value:
+        words["outbox"] = words["inbox"]
+    for field, name, rank, link in (
+        ("next_inbox", "inbox", next_, send),
+        ("next_arrived", "arrived", next_, send),
+        ("prev_freed", "freed", prev, recv),
+    ):
         if link == NONE.value:
-            found = memory.heap.local(line.pes[there], base + offset, numel, dtype)
-        elif link == PUT.value:
-            found = memory.heap.symmetric(base + offset, dtype)
+            words[field] = words[name]
+            continue
+        offset, parts = workspaces[rank]
+        first, numel, dtype = parts[name]
+        if link == PUT.value:
+            words[field] = heap.symmetric(offset + first, dtype)
         else:
-            found = memory.heap.view(line.pes[there], base + offset, numel, dtype)
-        return found
-
+            words[field] = heap.view(line.pes[rank], offset + first, numel, dtype)
     pes = [line.pes[rank] if link != NONE.value else -1 for rank, link in ((prev, recv), (next_, send))]
     info = info_words(line, (prev, next_), pes)
     return Channel(
-        inbox=words("inbox"),
-        next_inbox=words("inbox", next_, send),
-        outbox=words("outbox" if send == PUT.value else "inbox"),
-        arrived=words("arrived"),
-        next_arrived=words("arrived", next_, send),
-        freed=words("freed"),
-        prev_freed=words("freed", prev, recv),
-        epoch=words("epoch"),
-        clock=words("clock"),
-        backwards=words("backwards"),
+        **words,
         step=memory.step,
-        fwd_epoch=words("fwd_epoch"),
         info=memory.keep(info.to(memory.device)),
         **constants(spec, spec.num_tiles, recv, send),
     )
