@@ -76,7 +76,7 @@ class Kernel:
     """
 
     def __init__(self, fn: Any) -> None:
-        self.fn = fn
+        self.fn, self.arg_names = fn, fn.arg_names
         functools.update_wrapper(cast(Any, self), fn.fn if hasattr(fn, "fn") else fn)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:

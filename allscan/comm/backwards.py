@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,19 @@ from typing import Any
 import torch
 
 from ..bindings.torch_compat import in_backward
+from .call_order import Order
 from .communicator import Communicator, communicator_of
 
 recomputing = in_backward  # calls in a backward pass are activation checkpointing's, whose nodes are not run
 
 
+@dataclasses.dataclass(eq=False)
 class Backwards:
     """Of one AllScan on this rank."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.order = comm.order
-        self.made = 0  # adjoint launches, as the host has made them
-        self.dropped = [False, False]  # [reverse]: a forward launch in that direction had no backward on this rank
+    order: Order
+    dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
+    made: int = 0  # adjoint launches, as the host has made them
 
 
 class PendingBackward:

@@ -1,4 +1,4 @@
-"""What is asked of a communicator around each call and before each launch: is it broken, are the ranks in step."""
+"""What is asked of a communicator around each call: is it broken, are the ranks in step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..base.checks import has_tangents
-from ..bindings.torch_compat import current_stream_of, forward_ad, transforms_active
+from ..bindings.torch_compat import forward_ad, transforms_active
 from ..launch.streams import Streams
 from ..shmem_kernels.wait import RECORD_SET
 from .call_order import Order
@@ -19,7 +19,7 @@ _SET = RECORD_SET.value
 
 
 class Calls:
-    """The part of a Communicator that calls and launches go through."""
+    """The part of a Communicator that calls go through."""
 
     debug: bool
     order: Order
@@ -34,17 +34,6 @@ class Calls:
         ``what`` is called, with which ``inputs``: tensors, or tuples of them, among others. Raises NotImplementedError
         for those with forward-mode derivatives, and inside of torch.func's transforms."""
         return _INSIDE if self.order.inside else _Call((self, bool(reverse), what, inputs))
-
-    def _before_launch(self, describe: Callable[..., str], *what: object) -> None:
-        """Raise if broken or closed; in debug mode compare what is launched, ``describe(*what)``; order it behind what
-        was launched on another stream."""
-        if self._closed or self.host_record[_SET] or self.order.lost is not None:
-            self.check()
-        if self.debug:
-            self.order.compare_launch(describe(*what))
-        streams = self.streams
-        if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
-            streams.follow()
 
     def _look_for_nan(self, what: str, **results: torch.Tensor | None) -> None:
         """Debug mode, outside of captures: RuntimeError on every rank if ``results`` of a call have NaN on one. Waits

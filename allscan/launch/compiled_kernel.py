@@ -81,10 +81,9 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
         self.kernel, self.grid, self.fixed = kernel, grid, OPTIONS | fixed
-        names = parameter_names(kernel)
-        self._arguments = [i for i, name in enumerate(names) if name not in fixed]  # places of a call's arguments
+        self._names: Sequence[str] = kernel.arg_names
+        self._arguments = [i for i, name in enumerate(self._names) if name not in fixed]  # places of a call's arguments
         self._first = self._arguments == list(range(len(self._arguments)))  # these are the first ones
-        self._names = names
         self.ready = False  # whether there is a compiled kernel, which ``at`` launches with addresses for tensors and
         self.at: Callable[[Sequence[Any]], Any] = _not_compiled  # tuples of addresses and constants for channels
         self._compiled: Any = None
@@ -127,12 +126,6 @@ class Launch:
         grid, device = (*self.grid, 1, 1)[:3], torch.cuda.current_device()
         self.at = launcher(compiled, grid, arguments, self._arguments, current_stream_of, device)  # type: ignore[arg-type]
         self.ready, self._compiled = True, compiled
-
-
-def parameter_names(kernel: Any) -> Sequence[str]:
-    """Of a triton.jit function, or of one of ``with_nvshmem``."""
-    names: Sequence[str] = getattr(kernel, "arg_names", None) or kernel.fn.arg_names
-    return names
 
 
 def _not_compiled(addresses: Sequence[Any]) -> NoReturn:

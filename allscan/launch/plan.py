@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..bindings.triton_compat import launchable
-from .compiled_kernel import Launch, parameter_names
+from .compiled_kernel import Launch
 from .graph_cache import Builder, Graphs
 from .streams import Side
 
@@ -125,7 +125,7 @@ class Plan:
         pointers that the kernel does without."""
         if 0 in grid:
             return
-        nothing = {name: None for name, x in zip(parameter_names(kernel), args) if x is None}
+        nothing = {name: None for name, x in zip(kernel.arg_names, args) if x is None}
         launch = Launch(kernel, grid, **nothing, **fixed)
         self.launch_with(launch, [x for x in args if x is not None], launch)
 

@@ -16,7 +16,7 @@ from ..base.errors import DeferredError
 from ..base.tiling import transition_tile
 from ..comm.backwards import PendingBackward, pending_backwards
 from ..comm.communicator import Communicator, communicator_of
-from ..launch.compiled_kernel import Launch, parameter_names
+from ..launch.compiled_kernel import Launch
 from ..launch.plan import Buffer, Plan
 from ..launch.streams import SCANS
 from ..scan.agreement import ScanVariant, get_or_create_scan
@@ -204,7 +204,7 @@ class InOrderCarrier(AllScanCarrier):
         scan = self.prepare(given[-2].shape)
         launcher, tiles = scan.launcher, scan.spec.num_tiles
         kernel = launcher.linked(kernel)
-        fixed |= {name: None for name, x in zip(parameter_names(kernel), buffers) if x is None}
+        fixed |= {name: None for name, x in zip(kernel.arg_names, buffers) if x is None}
         if self._dense:
             fixed |= dense_blocks(scan.tile[0])
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ..base.checks import ScanInputs, Shift, check_scan, decay_rows, decay_strides, plain
 from ..base.tiling import transition_blocks, transition_tile
+from ..bindings.torch_compat import current_stream_of
 from ..bindings.triton_compat import launchable
 from ..comm.backwards import Backwards
 from ..comm.communicator import Communicator
@@ -25,6 +26,7 @@ from ..shmem_kernels.links import PUT
 from ..shmem_kernels.rails import rails_kernel
 from ..shmem_kernels.scan import scan_kernel, shift_rows_kernel
 from ..shmem_kernels.transition import transition_kernel
+from ..shmem_kernels.wait import RECORD_SET
 from .dropped import look_for_backwards
 from .rails_links import Rails
 from .work import Work
@@ -33,6 +35,7 @@ from .workspace import Spec, Workspace, reset
 _STEP = Channel._fields.index("step")  # with fwd_epoch behind it: what a channel has of a call
 _BEHIND = _STEP + 2
 _STAMPS = STAMPS.value
+_SET = RECORD_SET.value
 
 
 class Variant(NamedTuple):
@@ -66,18 +69,19 @@ class Launcher:
         self.comm, self.spec, self.rails, self.closed = comm, spec, rails, False
         self.shape, (self.K, self.V) = spec.shape, spec.shape[-2:]
         self._max_ctas, self._least_ctas = max_ctas, workspace.max_ctas
-        self.backwards = Backwards(comm)
+        self.backwards = Backwards(comm.order, [False, False])
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
-        # by ADJOINT and direction: what kernels take before and behind the addresses of step and of the forward epoch
-        self._addresses: list[list[tuple[tuple[Any, ...], tuple[Any, ...]]]] = [[], []]
-        if rails is None:
-            for adjoint, channels in enumerate((self.channels, self._adjoint_channels)):
-                addresses = [channel_addresses(channel) for channel in channels]
-                self._addresses[adjoint] = [(x[:_STEP], x[_BEHIND:]) for x in addresses]
         self._steps = comm.memory.steps.data_ptr()
         self._launches: dict[tuple[Variant, bool], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
+
+    @cached_property
+    def _addresses(self) -> list[list[tuple[tuple[Any, ...], tuple[Any, ...]]]]:
+        """By ADJOINT and direction: what compiled kernels take before and behind the addresses of step and of the
+        forward epoch."""
+        of_both = self.channels, self._adjoint_channels
+        return [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
 
     def reset(self) -> None:
         """As if no scan had been made. While no kernel of any rank uses the channels."""
@@ -108,9 +112,17 @@ class Launcher:
         return with_nvshmem(kernel) if puts and self.comm.streams.cuda else kernel
 
     def before_launch(self, kernel: Any, reverse: bool) -> None:
+        """Raise if broken or closed; in debug mode compare what is launched; order it behind what was launched on
+        another stream; see whether backward passes were dropped."""
+        comm, streams = self.comm, self.comm.streams
         if self.closed:
             raise RuntimeError("this AllScan is closed")
-        self.comm._before_launch(self._description, kernel, reverse)
+        if comm._closed or comm.host_record[_SET] or comm.order.lost is not None:
+            comm.check()
+        if comm.debug:
+            comm.order.compare_launch(self._description(kernel, reverse))
+        if streams.cuda and (current_stream_of(streams.index) != streams.last_number or streams.later):
+            streams.follow()
         if self.backwards.dropped[reverse]:
             look_for_backwards(self, reverse)
 

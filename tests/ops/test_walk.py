@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import allscan
-from allscan.comm import calls
 from allscan.launch import compiled_kernel, graph_cache, streams
+from allscan.scan import launcher
 from allscan.tokens import packing
 
 pytestmark = pytest.mark.cpu
@@ -79,7 +79,7 @@ def as_on_a_gpu(comm):
             found.ready, found.at = True, nothing
         elif issubclass(type(found), packing.Tables):
             found._streams = {0}  # has been read there
-    for module in (calls, graph_cache, streams, compiled_kernel, packing):
+    for module in (launcher, graph_cache, streams, compiled_kernel, packing):
         for name, value in {"capturing": False, "current_stream_of": 0, "current_device": -1}.items():
             if hasattr(module, name):
                 setattr(module, name, lambda *_, value=value: value)
