@@ -77,14 +77,7 @@ class Order:
         self.lost: str | None = None  # why this rank is desynchronized for certain
         self._told = False  # the others, that this rank makes no further calls
 
-    def check(self) -> None:
-        """Raise AllScanTimeout if a wait has timed out so far, AllScanOutOfStep if this rank is desynchronized."""
-        if self._record[_SET]:
-            raise self._found()
-        if self.lost is not None:
-            raise AllScanOutOfStep(self.lost)
-
-    def _found(self) -> Exception:
+    def error_of_record(self) -> Exception:
         """What the fault record says; the others hear of it."""
         others = self.rejections_of_others()
         kind, *found = (int(self._record[i]) for i in range(wait.RECORD_KIND.value, wait.RECORD_SEEN.value + 1))
@@ -96,7 +89,7 @@ class Order:
 
     def unsaid(self) -> Exception | None:
         """What the fault record says, if this rank has raised nothing of it."""
-        return self._found() if self._record[_SET] and not self._told else None
+        return self.error_of_record() if self._record[_SET] and not self._told else None
 
     @property
     def has_rejected(self) -> bool:
@@ -236,7 +229,7 @@ class Order:
             raise  # this rank rejects the call, too
         except AllScanOutOfStep as problem:  # at different calls: this rank may not go on as if it had made its own
             error = self.raised_everywhere(self.desynchronized(self.lost or self._explained(problem)))
-            raise (self._found() if self._record[_SET] else error) from None  # the former says more
+            raise (self.error_of_record() if self._record[_SET] else error) from None  # the former says more
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise

@@ -261,7 +261,10 @@ class Communicator(Calls):
         """
         if self._closed:
             raise RuntimeError("this Communicator is closed")
-        self.order.check()
+        if self.host_record[_SET]:
+            raise self.order.error_of_record()
+        if self.order.lost is not None:
+            raise AllScanOutOfStep(self.order.lost)
 
     def step(self) -> None:
         """Say that an iteration begins. Once an iteration on every rank, before anything in it that may raise.

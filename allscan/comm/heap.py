@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,27 +24,15 @@ from ..bindings.triton_compat import interpreting
 from ..shmem_kernels.scan import scan_kernel
 from .host_exchange import StoreExchange
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _heap: SymmetricHeap | None = None
 _job: dist.ProcessGroup | None = None  # torch.distributed's default group when the heap was made
 _users: weakref.WeakSet[Any] = weakref.WeakSet()  # communicators that were made since
 _deserted = False  # whether one of them has ended without all of its ranks, of which some may be gone
 
 
-def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which makes tensors that later calls use. Those made in torch.inference_mode could neither be
-    written outside of it nor be saved for a backward pass."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **options)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **options)
-
-    return call
+# Of functions that make tensors that later calls use: those made in torch.inference_mode could neither be written
+# outside of it nor be saved for a backward pass
+outside_inference_mode = torch.inference_mode(False)
 
 
 @outside_inference_mode

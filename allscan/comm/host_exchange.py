@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -79,6 +79,7 @@ class StoreExchange:
     timeout = 0.0  # of the communicator: a rank that its kernels would wait for is waited for here, too
 
     def __init__(self, ranks: Iterable[int], name: str = "") -> None:
+        global _world
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.name = name or hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
@@ -88,6 +89,11 @@ class StoreExchange:
         if self.size > 1:
             self.rank, self._world = self.ranks.index(dist.get_rank()), dist.group.WORLD
             self._job_store = default_store()
+            if _world is not self._world:  # torch.distributed was restarted
+                _world = self._world
+                _exchanges.clear()
+                _absent.clear()
+        self._counts = _exchanges
 
     def private(self, token: str) -> StoreExchange:
         """Another one of the same ranks, whose exchanges meet no others', with a ``token`` that is alike on all of them
@@ -96,17 +102,15 @@ class StoreExchange:
         other.timeout = self.timeout
         return other
 
-    def _next_topic(self, store: dist.Store, what: str) -> str:
+    def _next_topic(self, store: dist.Store) -> str:
         """The number of the next exchange that has not failed yet."""
-        counts = self._counts()
-        with _store_errors(what):
-            while True:
-                number = counts[self.name] = counts.get(self.name, 0) + 1
-                base = f"{self._prefix}{number}/"
-                failed = store.check([f"{base}decision"])
-                if not failed or store.get(f"{base}decision").decode().startswith(_DONE):
-                    return str(number)
-                self._read(store, base)
+        while True:
+            number = self._counts[self.name] = self._counts.get(self.name, 0) + 1
+            base = f"{self._prefix}{number}/"
+            decided = store.check([f"{base}decision"])
+            if not decided or store.get(f"{base}decision").decode().startswith(_DONE):
+                return str(number)
+            self._read(store, base)
 
     def exchange(
         self, value: Any, what: str, excuse: Excuse | None = None, last: str = "", within: float | None = None
@@ -121,18 +125,24 @@ class StoreExchange:
         if self.size == 1:
             return [value]
         store = self._store()
-        base = f"{self._prefix}{last or self._next_topic(store, what)}/"
         try:
-            word = json.dumps((what, value))
-            with _store_errors(what):
+            base = f"{self._prefix}{last or self._next_topic(store)}/"
+            try:
+                word = json.dumps((what, value))
                 store.set(f"{base}{self.rank}", word)
                 decision = self._decision(store, base, excuse, within)
-        except BaseException as error:
-            why = f"was interrupted by {type(error).__name__}"
-            self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
-            self._read(store, base, bool(last))
-            raise
-        self._read(store, base, bool(last))
+            except BaseException as error:
+                why = f"was interrupted by {type(error).__name__}"
+                self._decide(store, base, f"{FAILED}rank {self.ranks[self.rank]} (global) {why}")
+                self._read(store, base, bool(last))
+                raise
+        except dist.DistError as error:
+            raise StoreGone(
+                f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
+            ) from error
+        # the first rank of the job has the store, as a rule, and may end next
+        keeps_store = decision.startswith(_DONE) and (bool(last) or self.ranks[self.rank] == 0)
+        self._read(store, base, bool(last), until_all=keeps_store)
         for prefix, error_of in ((ABANDONED, Abandoned), (REJECTED, AllScanRejected), (LOST, AllScanOutOfStep)):
             if decision.startswith(prefix):
                 raise error_of(f"{what}: {decision.removeprefix(prefix)}")
@@ -143,8 +153,6 @@ class StoreExchange:
         answers = _as_tuples(json.loads(decision.removeprefix(_DONE)))
         if json.dumps(answers[self.rank]) != word:
             raise RuntimeError(f"{what}: the answer is of another exchange, {answers[self.rank]} instead of {word}")
-        if last or self.ranks[self.rank] == 0:  # which has the store, as a rule
-            self._until_read(store, base)
         names, values = zip(*answers, strict=True)
         if len(set(names)) > 1:
             raise AllScanOutOfStep("the ranks are at different calls: " + by_rank(names))
@@ -198,22 +206,17 @@ class StoreExchange:
         with contextlib.suppress(dist.DistError):
             store.compare_set(f"{base}decision", "", decision)
 
-    def _read(self, store: dist.Store, base: str, last: bool = False) -> None:
-        """This rank has read the decision; the last one removes what was written, behind the last exchange all."""
+    def _read(self, store: dist.Store, base: str, last: bool = False, until_all: bool = False) -> None:
+        """This rank has read the decision; the last one removes what was written, behind the last exchange all.
+        until_all: return when all ranks have read it, GRACE_S later at the latest."""
         with contextlib.suppress(dist.DistError):
             if store.add(f"{base}read", 1) == self.size:
                 if last:
                     self.forget_fault()
                 for key in (*range(self.size), "read", "decision"):
                     store.delete_key(f"{base}{key}")
-
-    @staticmethod
-    def _until_read(store: dist.Store, base: str) -> None:
-        """Return when all ranks have read the decision, GRACE_S later at the latest: this process may have the store,
-        and end next."""
-        deadline, pause = time.monotonic() + GRACE_S, 1e-4
-        with contextlib.suppress(dist.DistError):
-            while store.check([f"{base}decision"]) and time.monotonic() < deadline:
+            deadline, pause = time.monotonic() + GRACE_S, 1e-4
+            while until_all and store.check([f"{base}decision"]) and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(2 * pause, 5e-3)
 
@@ -275,27 +278,7 @@ class StoreExchange:
         store: dist.Store = self._job_store
         return store
 
-    @staticmethod
-    def _counts() -> dict[str, int]:
-        """_exchanges, of torch.distributed's present default group."""
-        global _world
-        if dist.is_initialized() and dist.group.WORLD is not _world:
-            _world = dist.group.WORLD
-            _exchanges.clear()
-            _absent.clear()
-        return _exchanges
-
 
 def _as_tuples(value: object) -> Any:
     """What JSON has made of tuples, as it was."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-@contextlib.contextmanager
-def _store_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError as error:
-        raise StoreGone(
-            f"{what}: the store of torch.distributed does not answer; the process that has it may have ended"
-        ) from error

@@ -897,7 +897,7 @@ def names_case(group):
     for _ in range(2):
         with allscan.Communicator(group) as comm:
             names.append(comm.order.store_exchange.name)
-            comm.order.store_exchange._counts().clear()  # as where torch.distributed is restarted over the same store
+            comm.order.store_exchange._counts.clear()  # as where torch.distributed is restarted over the same store
     return names
 
 

@@ -74,14 +74,11 @@ class ThreadRank(StoreExchange):
 
     def __init__(self, rank, size, store):
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
-        self.name, self.store, self.counts = "name", store, {}
+        self.name, self.store, self._counts = "name", store, {}
         self._prefix = "allscan/name/"
 
     def _store(self):
         return self.store
-
-    def _counts(self):
-        return self.counts
 
 
 def together(ranks, *functions):
@@ -137,7 +134,7 @@ def test_an_exchange_fails_on_all_ranks_or_on_none(monkeypatch):
 
     answers = together(ranks, late, early, late)
     assert answers == [[("mine", 0), "second", ("mine", 2)]] * 3
-    assert [rank.counts["name"] for rank in ranks] == [2, 2, 2] and not store.words
+    assert [rank._counts["name"] for rank in ranks] == [2, 2, 2] and not store.words
 
 
 @pytest.mark.quick
@@ -192,7 +189,8 @@ def test_what_is_read_executes_nothing():
 
 
 @pytest.mark.quick
-def test_an_answer_without_ones_own_word_is_rejected():
+def test_an_answer_without_ones_own_word_is_rejected(monkeypatch):
+    monkeypatch.setattr(host_exchange, "GRACE_S", 0.1)
     store = Store()
     store.words["allscan/name/1/decision"] = b'done [["what", "another"], ["what", 5]]'
     with pytest.raises(RuntimeError, match="the answer is of another exchange"):
