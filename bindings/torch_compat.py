@@ -16,6 +16,7 @@ from torch._C import _are_functorch_transforms_active as transforms_active  # vm
 from torch._C._functorch import unwrap_if_dead  # of a tensor that such a transform has left; Function.apply does it
 from torch.autograd import forward_ad  # _current_level: whether forward-mode derivatives are under way, in one look
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves  # of what operators return, which torch has nothing public for
 
 __all__ = [
     "TorchDispatchMode",
@@ -37,6 +38,7 @@ __all__ = [
     "operator",
     "stops_recomputation",
     "transforms_active",
+    "tree_leaves",
     "unsafe_view",
     "unwrap_if_dead",
     "version_of",

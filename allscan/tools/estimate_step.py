@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..bindings.torch_compat import TorchDispatchMode, tree_leaves
 from ..integrations import needing
 from .estimate import Cut, Peak, Recurrent, line_of, peak
 
