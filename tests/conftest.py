@@ -179,10 +179,12 @@ def pool(request):
 
 @pytest.fixture
 def run(pool, request):
-    """run(size, function, *arguments): function(group, *arguments) on the first ``size`` ranks; results by rank."""
+    """run(size, function, *arguments, **named): function(group, *arguments, **named) on the first ``size`` ranks;
+    results by rank."""
 
-    def run(size, function, *arguments, timeout=240.0):
+    def run(size, function, *arguments, timeout=240.0, **named):
         device_for(size, request.config)
+        function = functools.partial(function, **named) if named else function
         return pool.run(ranks.on_first, size, function, *arguments, timeout=timeout)[:size]
 
     return run

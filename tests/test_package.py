@@ -134,6 +134,18 @@ def _test_of(module):
     return folder, f"test_{name}.py"
 
 
+@pytest.mark.quick
+def test_cases_name_their_arguments():
+    """A call of the fixture ``run`` has the number of ranks, the case, and at most four of its arguments
+    without name."""
+    bare = []
+    for path in python_files("tests"):
+        for node in ast.walk(ast.parse(open(path, encoding="utf-8").read())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "run" and len(node.args) > 6:
+                bare.append(f"{path}:{node.lineno}")
+    assert not bare, "\n".join(bare)
+
+
 # Whose loops, or lists of arguments, are alike: a kernel's code cannot be shared without being compiled to another one
 ALIKE = "gla_strong.py", "delta_chunks_bwd.py", "rails.py"
 

@@ -74,7 +74,7 @@ def test_deterministic_algorithms():
 @pytest.mark.parametrize("kind", ["128", "128 in groups", "latents of 192"])
 def test_over_the_gpus(run, kind, layout, size=2):
     """Gathers and sums by NCCL."""
-    for ours, alone in run(size, attention_case, kind, layout, 1, "plain", torch.bfloat16, 1024):
+    for ours, alone in run(size, attention_case, kind, layout, batch=1, dtype=torch.bfloat16, length=1024):
         assert all(ours[name] < 1.6 * alone[name] for name in ours), (ours, alone)
 
 

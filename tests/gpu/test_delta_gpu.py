@@ -69,7 +69,7 @@ def beside_fla_case(group, tokens, kind, dtype, cuts, beta, chunk="fla"):
 def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
     """10 %: what the summaries' products in bfloat16 may add to what all of the operator rounds."""
     tokens = [(700, 1000, 130, 600)[rank] for rank in range(size)]
-    for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta):
+    for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta=beta):
         wrong = {name: pair for name, pair in errors.items() if not pair[0] <= 1.1 * pair[1] + 1e-5}
         assert not wrong, wrong
 
@@ -84,7 +84,7 @@ def test_kda_is_as_near_as_flas(run, size, kind, dtype, cuts, beta):
 def test_own_chunks_are_near_flas(run, size, kind, dtype, cuts):
     """Chunk kernels of our own; the same bits again, beside stragglers."""
     tokens = [(700, 1000)[rank] for rank in range(size)]
-    for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, None, "allscan"):
+    for errors in run(size, beside_fla_case, tokens, kind, dtype, cuts, beta=None, chunk="allscan"):
         for name, (ours, theirs) in errors.items():
             assert ours <= 1.5 * theirs + 1e-5, (name, ours, theirs)
 
@@ -120,7 +120,9 @@ GATED += [("weak", BF16, "packed"), ("weak", BF16, "documents"), ("weak", F32, "
 @pytest.mark.kernels
 def test_gated_delta_rule(run, size, kind, dtype, cuts):
     """Whose backward fla rejects on Hopper with Triton before 3.7.1: gradients are held against float64 alone."""
-    for ours, theirs in run(size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, "fla"):
+    for ours, theirs in run(
+        size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, chunk="fla"
+    ):
         assert all(ours[name] <= 1.1 * theirs[name] + 1e-5 for name in NAMES[:2]), (ours, theirs)
         assert max(ours.values()) < (1.2e-2 if dtype == BF16 else 2e-3), ours
 
@@ -130,7 +132,9 @@ def test_gated_delta_rule(run, size, kind, dtype, cuts):
 @pytest.mark.kernels
 def test_own_chunks_of_the_gated_delta_rule(run, size, kind, dtype, cuts):
     """The same by chunk kernels of our own; the same bits again, beside stragglers."""
-    for ours, _ in run(size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, "allscan"):
+    for ours, _ in run(
+        size, gated_case, [(700, 1000)[rank] for rank in range(size)], kind, dtype, cuts, chunk="allscan"
+    ):
         assert max(ours.values()) < (1.2e-2 if dtype == BF16 else 2e-3), ours
 
 

@@ -44,7 +44,7 @@ def test_10000_epochs_with_a_straggler(run, size):
 @pytest.mark.parametrize("kind", ["transitions", "hops"])
 @pytest.mark.kernels
 def test_2000_epochs_of(run, size, protocol, kind):
-    assert max(run(size, long_case, 2_000, protocol, 3, size - 1, kind)) < 1e-5
+    assert max(run(size, long_case, 2_000, protocol, depth=3, straggler=size - 1, kind=kind)) < 1e-5
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -65,23 +65,23 @@ def whole_of(parts):
 @pytest.mark.parametrize("S, gates", [(2048, 1e-4), (1024, 0.0), (1024, 1.0), (2048, 100.0)])
 def test_zeco_gla(run, gates, S, size=2):
     """Of an H100's two, one rank against two: even, uneven, zigzag; and graphs."""
-    one = whole_of(run(1, gla_case, S, gates, [T], False, False, 2))
+    one = whole_of(run(1, gla_case, S, gates, [T], zigzag=False, graph=False, times=2))
     for tokens, zigzag, graph in (([S, T - S], False, False), ([T // 2] * 2, False, True), ([T // 2] * 2, True, False)):
-        two = whole_of(run(2, gla_case, S, gates, tokens, zigzag, graph, 4))
+        two = whole_of(run(2, gla_case, S, gates, tokens, zigzag, graph=graph, times=4))
         assert [torch.equal(a, b) for a, b in zip(one, two, strict=True)] == [True] * 5, (tokens, zigzag, graph)
 
 
 def test_a_thousand_times(run, size=2):
     """With stragglers, replayed."""
-    one = whole_of(run(1, gla_case, 2048, 1e-4, [T], False, False, 1))
-    two = whole_of(run(2, gla_case, 2048, 1e-4, [T // 2] * 2, False, True, 1000))
+    one = whole_of(run(1, gla_case, S=2048, gates=1e-4, tokens=[T], zigzag=False, graph=False, times=1))
+    two = whole_of(run(2, gla_case, S=2048, gates=1e-4, tokens=[T // 2] * 2, zigzag=False, graph=True, times=1000))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def test_without_it_bits_differ(run, size=2):
     """The control."""
-    one = whole_of(run(1, gla_case, 0, 1e-4, [T], False, False, 1))
-    two = whole_of(run(2, gla_case, 0, 1e-4, [T // 2] * 2, False, False, 1))
+    one = whole_of(run(1, gla_case, S=0, gates=1e-4, tokens=[T], zigzag=False, graph=False, times=1))
+    two = whole_of(run(2, gla_case, S=0, gates=1e-4, tokens=[T // 2] * 2, zigzag=False, graph=False, times=1))
     assert not any(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 

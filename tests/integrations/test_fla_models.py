@@ -155,7 +155,7 @@ def test_models(run, choice, size, layout):
     kind = choice.split(",")[0]
     tokens = [2 * DOCUMENTS[-1]] * size if layout == "documents" else (EVEN if layout == "zigzag" else TOKENS)[size]
     packed = size == 4 or layout == "documents"
-    for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], packed, layout):
+    for of_recurrence, *of_fla in run(size, model_case, tokens, kind, CHOICES[choice], packed, layout=layout):
         assert max(of_recurrence) < (5e-3 if kind != "gla" and torch.cuda.is_available() else 1e-5), of_recurrence
         assert all(max(errors) < 5e-3 for errors in of_fla)  # its products are in tf32
 
@@ -166,7 +166,16 @@ def test_models(run, choice, size, layout):
 def test_how_attention_runs(run, layout, attention, size=2):
     """By one kernel over keys in the order of the sequence; in steps of limited memory."""
     tokens = (EVEN if layout == "zigzag" else TOKENS)[size]
-    for errors, *_ in run(size, model_case, tokens, "gla", dict(attn=SOFTMAX), False, layout, attention):
+    for errors, *_ in run(
+        size,
+        model_case,
+        tokens,
+        kind="gla",
+        choices=dict(attn=SOFTMAX),
+        packed=False,
+        layout=layout,
+        attention=attention,
+    ):
         assert max(errors) < 1e-5, errors
 
 

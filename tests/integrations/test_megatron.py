@@ -116,7 +116,7 @@ FEW = dict(linear_num_key_heads=1, linear_num_value_heads=2, mamba_num_heads=2, 
     ],
 )
 def test_a_model(run, layout, tokens, lengths, options, params):
-    for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params):
+    for errors in run(len(tokens), model_case, layout, tokens, lengths, options, params=params):
         assert len(errors) > 20 and max(errors.values()) < 2e-5, errors
 
 

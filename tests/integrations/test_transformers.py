@@ -355,7 +355,7 @@ def test_few_tokens(run, family, inner, layout, size=3):
     ],
 )
 def test_models_in_zigzag(run, family, size, given, inner):
-    for errors, unused in run(size, model_case, family, given, inner, False, "zigzag"):
+    for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="zigzag"):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
 
@@ -374,7 +374,7 @@ def test_models_in_zigzag(run, family, size, given, inner):
 def test_models_of_cut_documents(run, family, size, given, inner):
     """per_document=True: logits, loss and gradients of every parameter, with documents of no tokens and of one for each
     piece, whose labels the layout keeps apart."""
-    for errors, unused in run(size, model_case, family, given, inner, False, "documents"):
+    for errors, unused in run(size, model_case, family, given, inner, keep=False, layout="documents"):
         assert max(errors.values()) < 1e-5, {k: v for k, v in errors.items() if not v < 1e-5}
         assert all("experts" in name or "gate" in name for name in unused), unused
 
@@ -446,7 +446,9 @@ def test_cut_documents_and_what_is_rejected(run, size=2):
 )
 def test_how_attention_runs(run, family, size, layout, attention):
     """By one kernel over keys in the order of the sequence; in steps of limited memory."""
-    for errors, _ in run(size, model_case, family, None, "sdpa", False, layout, attention):
+    for errors, _ in run(
+        size, model_case, family, packed=None, inner="sdpa", keep=False, layout=layout, attention=attention
+    ):
         assert max(errors.values()) < 2e-5, {k: v for k, v in errors.items() if not v < 2e-5}
 
 

@@ -209,15 +209,17 @@ SHORT = [((8, 8, 8, 8), 5), ((8, 2, 8, 1), 9), ((0, 1, 1, 8), 3), ((8, 1, 0, 1),
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_halo(run, size, reverse, packed):
     for n in (1, 3):
-        run(size, halo_case, n, SHORT, reverse, packed, "contiguous")
-    run(size, halo_case, 20, SHORT, reverse, packed, "contiguous")  # more than several ranks have
+        run(size, halo_case, n, SHORT, reverse, packed, layout="contiguous")
+    run(
+        size, halo_case, n=20, batches=SHORT, reverse=reverse, packed=packed, layout="contiguous"
+    )  # more than several ranks have
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_halo_in_zigzag(run, size, reverse, packed):
-    run(size, halo_case, 3, [*IN_ZIGZAG, ((4,) * 4, 3)], reverse, packed, "zigzag")
+    run(size, halo_case, n=3, batches=[*IN_ZIGZAG, ((4,) * 4, 3)], reverse=reverse, packed=packed, layout="zigzag")
 
 
 def tiles_case(group, depth, protocol, reverse):

@@ -101,12 +101,12 @@ def case(group, tokens, cuts, layout, strong, scan):
 @pytest.mark.kernels
 def test_values_and_gradients(run, size, cuts, layout):
     tokens = {"zigzag": EVEN[size], "contiguous": TOKENS[size], "documents": [16] * size}[layout]
-    for errors in run(size, case, tokens, cuts, layout, False, None):
+    for errors in run(size, case, tokens, cuts, layout, strong=False, scan=None):
         assert set(errors) == {"y", "final", *NAMES} and max(errors.values()) < 1e-5, errors
 
 
 def test_decays_that_leave_nothing(run, size=2):
-    for errors in run(size, case, TOKENS[size], "asked", "contiguous", True, None):
+    for errors in run(size, case, TOKENS[size], cuts="asked", layout="contiguous", strong=True, scan=None):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -140,7 +140,7 @@ def token_by_token(x, dt, A, B, C, chunk_size, D, seq_idx, return_final_states):
 
 
 def test_another_chunk_scan(run, size=2):
-    for errors in run(size, case, TOKENS[size], "asked", "contiguous", False, token_by_token):
+    for errors in run(size, case, TOKENS[size], cuts="asked", layout="contiguous", strong=False, scan=token_by_token):
         assert max(errors.values()) < 1e-5, errors
 
 

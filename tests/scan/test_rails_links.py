@@ -288,7 +288,7 @@ def test_ranks_ahead_of_a_straggler(run, algorithm, nodes, sleeper):
     """As far as the slots reach, no further. Members that own a slice wait for each other in each call; one that owns
     none may be ahead of its owner, if it is the first of all, or behind it, if it is the last."""
     for protocol, depth in (("sentinel", 1), ("put", 2)):
-        assert max(run(sum(nodes), ahead_case, nodes, algorithm, protocol, depth, sleeper)) < 1e-6
+        assert max(run(sum(nodes), ahead_case, nodes, algorithm, protocol, depth, sleeper=sleeper)) < 1e-6
 
 
 def underflow_case(group, algorithm):
