@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,16 +72,12 @@ class Launcher:
         self.backwards = Backwards(comm.order, [False, False])
         self.channels = workspace.channels
         self._adjoint_channels = tuple(c._replace(ADJOINT=tl.constexpr(True)) for c in self.channels)
+        # by ADJOINT and direction: what kernels take before and behind the addresses of step and of the forward epoch
+        of_both = self.channels, self._adjoint_channels
+        self._addresses = [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
         self._steps = comm.memory.steps.data_ptr()
         self._launches: dict[tuple[Variant, bool], Any] = {}
         self._prepared: dict[tuple[object, ...], PreparedScan] = {}
-
-    @cached_property
-    def _addresses(self) -> list[list[tuple[tuple[Any, ...], tuple[Any, ...]]]]:
-        """By ADJOINT and direction: what compiled kernels take before and behind the addresses of step and of the
-        forward epoch."""
-        of_both = self.channels, self._adjoint_channels
-        return [[(x[:_STEP], x[_BEHIND:]) for x in map(channel_addresses, channels)] for channels in of_both]
 
     def reset(self) -> None:
         """As if no scan had been made. While no kernel of any rank uses the channels."""
