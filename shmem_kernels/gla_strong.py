@@ -11,6 +11,8 @@ the strong chunks in turn.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,18 +20,46 @@ from .blocks import cast, dot_split, exp2, load, load_gates, lower, rows, sums_o
 from .gla_blocks import from_states, load_da, load_passed, pair_decays
 
 
+class Pointers(NamedTuple):
+    """What strong_decay_grad_kernel hands on, see its parameters."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    do: Any
+    da: Any
+    diagonal: Any
+    states: Any
+    dstates: Any
+    dq: Any
+    dk: Any
+    dg: Any
+
+
 @triton.jit
-def _flags(p_strong, first, N, LOOK: tl.constexpr):
-    """Flags first .. first + LOOK of N, 1 where a chunk is strong."""
+def _begin():
+    """(number of the next strong chunk that is this program's, first of the flags that it looks at, how many strong
+    chunks there are before these)."""
+    number = tl.program_id(0)
+    return number, number * 0, number * 0
+
+
+@triton.jit
+def _flags(p_strong, first, before, N, LOOK: tl.constexpr):
+    """(flags first .. first + LOOK of N, 1 where a chunk is strong; how many strong chunks there are up to these)."""
     i = first + tl.arange(0, LOOK)
-    return (tl.load(p_strong + i, mask=i < N, other=0) != 0).to(tl.int32)
+    b_strong = (tl.load(p_strong + i, mask=i < N, other=0) != 0).to(tl.int32)
+    return b_strong, before + tl.sum(b_strong, 0)
 
 
 @triton.jit
-def _strong_chunk(b_strong, number, LOOK: tl.constexpr):
-    """Where in these flags strong chunk ``number`` is, counted from 0."""
+def _strong_chunk(p_chunks, b_strong, first, number, H: tl.constexpr, LOOK: tl.constexpr):
+    """(number of the chunk, head, first token, end) of strong chunk ``number`` of these flags, counted from 0."""
     mine = (b_strong != 0) & (tl.cumsum(b_strong, 0) == number + 1)
-    return tl.sum(tl.where(mine, tl.arange(0, LOOK), 0), 0)
+    chunk = first + tl.sum(tl.where(mine, tl.arange(0, LOOK), 0), 0)
+    n, h = chunk // H, chunk % H
+    return n, h, tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -55,16 +85,11 @@ def strong_decay_kernel(
 ):
     """q_in, k_out and A of the strong-decay chunks, by sub-blocks of BC tokens. Program p takes strong chunks p, p +
     programs, ..., counted in the order of their flags, of which there are N."""
-    number = tl.program_id(0)  # of the next strong chunk that is this program's
-    first = number * 0  # of the flags that it looks at, before which there are ``before`` strong chunks
-    before = first
+    number, first, before = _begin()
     while first < N:
-        b_strong = _flags(p_strong, first, N, LOOK)
-        behind = before + tl.sum(b_strong, 0)
+        b_strong, behind = _flags(p_strong, first, before, N, LOOK)
         if number < behind:
-            chunk = first + _strong_chunk(b_strong, number - before, LOOK)
-            n, h = chunk // H, chunk % H
-            start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+            n, h, start, end = _strong_chunk(p_chunks, b_strong, first, number - before, H, LOOK)
             for i in range(BT // BC):
                 _rows(p_q, p_k, p_g, p_q_in, p_k_out, p_a, h, start, end, i, scale, H, K, BT, BC, BK, BS, PRECISION)
             number += tl.num_programs(0)
@@ -173,47 +198,14 @@ def strong_decay_grad_kernel(
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dg of the strong-decay chunks, by sub-blocks of BC tokens. Programs as in strong_decay_kernel."""
-    number = tl.program_id(0)
-    first = number * 0
-    before = first
+    number, first, before = _begin()
     while first < N:
-        b_strong = _flags(p_strong, first, N, LOOK)
-        behind = before + tl.sum(b_strong, 0)
+        b_strong, behind = _flags(p_strong, first, before, N, LOOK)
         if number < behind:
-            chunk = first + _strong_chunk(b_strong, number - before, LOOK)
-            n, h = chunk // H, chunk % H
-            start, end = tl.load(p_chunks + 2 * n), tl.load(p_chunks + 2 * n + 1)
+            n, h, start, end = _strong_chunk(p_chunks, b_strong, first, number - before, H, LOOK)
+            p = Pointers(p_q, p_k, p_v, p_g, p_do, p_da, p_diagonal, p_states, p_dstates, p_dq, p_dk, p_dg)
             for i_s in range(BK // BS):
-                _grad_columns(
-                    p_q,
-                    p_k,
-                    p_v,
-                    p_g,
-                    p_do,
-                    p_da,
-                    p_diagonal,
-                    p_states,
-                    p_dstates,
-                    p_passed,
-                    p_dq,
-                    p_dk,
-                    p_dg,
-                    n,
-                    h,
-                    start,
-                    end,
-                    i_s,
-                    scale,
-                    H,
-                    K,
-                    V,
-                    BT,
-                    BC,
-                    BV,
-                    BS,
-                    PARTS,
-                    PRECISION,
-                )
+                _grad_columns(p, p_passed, n, h, start, end, i_s, scale, H, K, V, BT, BC, BV, BS, PARTS, PRECISION)
             number += tl.num_programs(0)
         else:
             first += LOOK
@@ -222,19 +214,8 @@ def strong_decay_grad_kernel(
 
 @triton.jit
 def _grad_columns(
-    p_q,
-    p_k,
-    p_v,
-    p_g,
-    p_do,
-    p_da,
-    p_diagonal,
-    p_states,
-    p_dstates,
+    p,
     p_passed,
-    p_dq,
-    p_dk,
-    p_dg,
     n,
     h,
     start,
@@ -255,46 +236,18 @@ def _grad_columns(
     # From the last sub-block: the sums of what later tokens give to dg
     b_later = load_passed(p_passed, n, h, i_s * BS + tl.arange(0, BS), H, K, PARTS)
     for i in range(BT // BC):
-        b_later = _grad_rows(
-            p_q,
-            p_k,
-            p_v,
-            p_g,
-            p_do,
-            p_da,
-            p_diagonal,
-            p_states,
-            p_dstates,
-            p_dq,
-            p_dk,
-            p_dg,
-            b_later,
-            n,
-            h,
-            start,
-            end,
-            BT // BC - 1 - i,
-            i_s,
-            scale,
-            H,
-            K,
-            V,
-            BT,
-            BC,
-            BV,
-            BS,
-            PRECISION,
-        )
+        i_sub = BT // BC - 1 - i
+        b_later = _grad_rows(p, b_later, n, h, start, end, i_sub, i_s, scale, H, K, V, BT, BC, BV, BS, PRECISION)
     # From the first: of what earlier ones give by way of the state
-    tl.debug_barrier()  # other threads read what is in p_dg
+    tl.debug_barrier()  # other threads read what is in p.dg
     b_earlier = tl.zeros([BS], tl.float32)
     for i in range(BT // BC):
         own, inside = rows(h, start + i * BC, end, H, K, BC, BS, i_s)
-        b_k = load(p_k, own, inside).to(tl.float32)
-        b_dk = _grad_from_state(p_v, p_g, p_dstates, n, h, start, end, i, i_s, H, K, V, BT, BC, BV, BS, PRECISION)
-        b_dg = load(p_dg, own, inside).to(tl.float32) + b_earlier[None, :]
+        b_k = load(p.k, own, inside).to(tl.float32)
+        b_dk = _grad_from_state(p.v, p.g, p.dstates, n, h, start, end, i, i_s, H, K, V, BT, BC, BV, BS, PRECISION)
+        b_dg = load(p.dg, own, inside).to(tl.float32) + b_earlier[None, :]
         b_dg += sums_of(lower(BC, 1), b_k * b_dk, PRECISION)
-        tl.store(p_dg + own, cast(b_dg, p_dg.dtype.element_ty), mask=inside)
+        tl.store(p.dg + own, cast(b_dg, p.dg.dtype.element_ty), mask=inside)
         b_earlier += tl.sum(b_k * b_dk, 0)
 
 
@@ -332,18 +285,7 @@ def _grad_from_state(
 
 @triton.jit
 def _grad_rows(
-    p_q,
-    p_k,
-    p_v,
-    p_g,
-    p_do,
-    p_da,
-    p_diagonal,
-    p_states,
-    p_dstates,
-    p_dq,
-    p_dk,
-    p_dg,
+    p,
     b_later,
     n,
     h,
@@ -367,12 +309,12 @@ def _grad_rows(
     """
     start = chunk_start + i_sub * BC
     own, inside = rows(h, start, end, H, K, BC, BS, i_s)
-    b_q = load(p_q, own, inside).to(tl.float32)  # [BC, BS]
-    b_k = load(p_k, own, inside).to(tl.float32)
-    b_g = load_gates(p_g, own, inside)
+    b_q = load(p.q, own, inside).to(tl.float32)  # [BC, BS]
+    b_k = load(p.k, own, inside).to(tl.float32)
+    b_g = load_gates(p.g, own, inside)
 
     # Its own sub-block, every pair by itself
-    b_pairs = pair_decays(b_g, BC) * _load_da(p_da, h, start, end, i_sub, H, BT, BC, PRECISION)[:, :, None]
+    b_pairs = pair_decays(b_g, BC) * _load_da(p.da, h, start, end, i_sub, H, BT, BC, PRECISION)[:, :, None]
     b_dq = tl.sum(b_pairs * b_k[None, :, :], 1)  # [BC, BS]
     b_dk = tl.sum(b_pairs * b_q[:, None, :], 0)
 
@@ -383,14 +325,14 @@ def _grad_rows(
     j = i_sub - 1
     while j >= 0:
         at, whole = rows(h, chunk_start + j * BC, end, H, K, BC, BS, i_s)
-        b_gj = load_gates(p_g, at, whole)
+        b_gj = load_gates(p.g, at, whole)
         b_kj = exp2(sums_of(upper(BC, 1), b_gj, PRECISION) + b_between[None, :])
-        b_kj *= load(p_k, at, whole).to(tl.float32)
-        b_far = dot_split(_load_da(p_da, h, start, end, j, H, BT, BC, PRECISION), b_kj, b_far, PRECISION)
+        b_kj *= load(p.k, at, whole).to(tl.float32)
+        b_far = dot_split(_load_da(p.da, h, start, end, j, H, BT, BC, PRECISION), b_kj, b_far, PRECISION)
         b_between += tl.sum(b_gj, 0)
         j -= 1
     b_gates = sums_of(lower(BC, 0), b_g, PRECISION)
-    b_state = from_states(p_do, p_states, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION) * scale
+    b_state = from_states(p.do, p.states, n, h, start, end, i_s, H, K, V, BC, BS, BV, PRECISION) * scale
     b_dq += b_far * exp2(b_gates) + b_state * exp2(b_gates + b_between[None, :])
 
     # Later sub-blocks give dk
@@ -399,26 +341,26 @@ def _grad_rows(
     i = i_sub + 1
     while i < BT // BC:
         at, inside_i = rows(h, chunk_start + i * BC, end, H, K, BC, BS, i_s)
-        b_gi = load_gates(p_g, at, inside_i)
+        b_gi = load_gates(p.g, at, inside_i)
         b_qi = exp2(sums_of(lower(BC, 0), b_gi, PRECISION) + b_between[None, :])
-        b_qi *= load(p_q, at, inside_i).to(tl.float32)
-        b_da = _load_da(p_da, h, chunk_start + i * BC, end, i_sub, H, BT, BC, PRECISION)
+        b_qi *= load(p.q, at, inside_i).to(tl.float32)
+        b_da = _load_da(p.da, h, chunk_start + i * BC, end, i_sub, H, BT, BC, PRECISION)
         b_far = dot_split(tl.trans(b_da), b_qi, b_far, PRECISION)
         b_between += tl.sum(b_gi, 0)
         i += 1
     b_dk += b_far * exp2(sums_of(upper(BC, 1), b_g, PRECISION))
     b_dg = b_q * b_dq - b_k * b_dk
     tl.store(
-        p_dg + own, cast(sums_of(upper(BC, 0), b_dg, PRECISION) + b_later[None, :], p_dg.dtype.element_ty), mask=inside
+        p.dg + own, cast(sums_of(upper(BC, 0), b_dg, PRECISION) + b_later[None, :], p.dg.dtype.element_ty), mask=inside
     )
 
     b_dk += _grad_from_state(
-        p_v, p_g, p_dstates, n, h, chunk_start, end, i_sub, i_s, H, K, V, BT, BC, BV, BS, PRECISION
+        p.v, p.g, p.dstates, n, h, chunk_start, end, i_sub, i_s, H, K, V, BT, BC, BV, BS, PRECISION
     )
     t = start + tl.arange(0, BC)
-    b_diagonal = tl.load(p_diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
-    tl.store(p_dq + own, cast(b_dq + b_diagonal * b_k, p_dq.dtype.element_ty), mask=inside)
-    tl.store(p_dk + own, cast(b_dk + b_diagonal * b_q, p_dk.dtype.element_ty), mask=inside)
+    b_diagonal = tl.load(p.diagonal + t.to(tl.int64) * H + h, mask=t < end, other=0.0)[:, None]
+    tl.store(p.dq + own, cast(b_dq + b_diagonal * b_k, p.dq.dtype.element_ty), mask=inside)
+    tl.store(p.dk + own, cast(b_dk + b_diagonal * b_q, p.dk.dtype.element_ty), mask=inside)
     return b_later + tl.sum(b_dg, 0)
 
 
