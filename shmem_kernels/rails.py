@@ -14,6 +14,7 @@ has members.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -57,21 +58,9 @@ class Member(NamedTuple):
     begun: Any
 
 
-class Round(NamedTuple):
-    """Addresses, as in a Link; whether there is somebody to send to this rank, and somebody to send to; the offset of
-    the round's words in node.info."""
-
-    inbox: Any
-    next_inbox: Any
-    outbox: Any
-    arrived: Any
-    next_arrived: Any
-    freed: Any
-    prev_freed: Any
-    receives: Any
-    sends: Any
-    info: Any
-
+# inbox to prev_freed: addresses, as in a Link; receives, sends: whether there is somebody to send to this rank, and
+# somebody to send to; info: the offset of the round's words in node.info.
+Round = namedtuple("Round", "inbox next_inbox outbox arrived next_arrived freed prev_freed receives sends info")
 
 TABLE = tl.constexpr(Table(*range(len(Table._fields))))
 TABLE_WORDS = tl.constexpr(len(Table._fields))
@@ -112,24 +101,19 @@ class Inputs(NamedTuple):
     HAS_INITIAL: tl.constexpr
 
 
-class Link(NamedTuple):
+_Link = namedtuple(
+    "_Link",
+    "inbox next_inbox outbox arrived next_arrived freed prev_freed clock info num_tiles BK BV DEPTH RECV SEND",
+)
+
+
+class Link(_Link):
     """What links.py must know of a link; see Channel."""
 
-    inbox: Any
-    next_inbox: Any
-    outbox: Any
-    arrived: Any
-    next_arrived: Any
-    freed: Any
-    prev_freed: Any
-    clock: Any
-    info: Any
-    num_tiles: tl.constexpr
-    BK: tl.constexpr
-    BV: tl.constexpr
-    DEPTH: tl.constexpr
-    RECV: tl.constexpr
-    SEND: tl.constexpr
+
+def _constants(node, num_tiles, BV, LINK) -> tuple[Any, ...]:
+    """Of a Link, what is known when a kernel is compiled."""
+    return num_tiles, node.BK, BV, node.DEPTH, LINK, LINK
 
 
 class Outlet(Link):
@@ -147,12 +131,7 @@ class Outlet(Link):
             node.freed,
             node.clock,
             node.info,
-            num_tiles,
-            node.BK,
-            BV,
-            node.DEPTH,
-            LINK,
-            LINK,
+            *_constants(node, num_tiles, BV, LINK),
         )
 
 
@@ -170,12 +149,7 @@ class Inlet(Link):
             node.freed,
             clock,
             info,
-            num_tiles,
-            node.BK,
-            BV,
-            node.DEPTH,
-            LINK,
-            LINK,
+            *_constants(node, num_tiles, BV, LINK),
         )
 
 
@@ -184,23 +158,8 @@ class RoundLink(Link):
 
     def __new__(cls, node, own, words, BV) -> Link:  # type: ignore[misc]
         inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, info = words
-        return Link(
-            inbox,
-            next_inbox,
-            outbox,
-            arrived,
-            next_arrived,
-            freed,
-            prev_freed,
-            node.clock,
-            info,
-            own.SLICE,
-            node.BK,
-            BV,
-            node.DEPTH,
-            own.ROUND_LINK,
-            own.ROUND_LINK,
-        )
+        fixed = _constants(node, own.SLICE, BV, own.ROUND_LINK)
+        return Link(inbox, next_inbox, outbox, arrived, next_arrived, freed, prev_freed, node.clock, info, *fixed)
 
 
 @triton.jit

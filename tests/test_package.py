@@ -146,10 +146,6 @@ def test_cases_name_their_arguments():
     assert not bare, "\n".join(bare)
 
 
-# Whose loops, or lists of arguments, are alike: a kernel's code cannot be shared without being compiled to another one
-ALIKE = "gla_strong.py", "delta_chunks_bwd.py", "rails.py"
-
-
 def statements(path):
     """(number, text) of lines, without blank ones, comments, docstrings, imports and signatures."""
     with open(path, encoding="utf-8") as file:
@@ -173,7 +169,7 @@ def test_no_six_lines_come_twice():
     imports, signatures."""
     seen, twice = {}, []
     for path in sorted(python_files("allscan")):
-        lines = [*statements(path)] if os.path.basename(path) not in ALIKE else []
+        lines = [*statements(path)]
         for i in range(len(lines) - 5):
             place = f"{os.path.relpath(path, ROOT)}:{lines[i][0]}"
             first = seen.setdefault(tuple(text for _, text in lines[i : i + 6]), place)
