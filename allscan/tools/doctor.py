@@ -31,7 +31,7 @@ def main() -> int:
         print(f"allscan {__version__}")
         return 0
     if sys.argv[1:2] == ["estimate"] and not versions.rejection(*versions.ALL):
-        from .estimate import main as estimate
+        from .estimate_command import main as estimate
 
         return estimate(sys.argv[2:])
     if sys.argv[1:] != ["doctor"]:

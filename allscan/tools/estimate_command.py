@@ -1,0 +1,50 @@
+"""The command ``allscan estimate``: what its arguments are, and its report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from ..base.tiling import H100_MULTIPROCESSORS
+from .estimate import Cut, layers_of, report
+
+USAGE = """usage: allscan estimate CONFIG --tokens T --ranks P [--step]
+                        [--batch B] [--layout zigzag] [--depth 3] [--puts]
+
+CONFIG: config.json of a model of transformers (Kimi-Linear, Qwen3-Next, Qwen3.5) or of flash-linear-attention (GLA,
+KDA, Gated DeltaNet). T: tokens of the whole sequence. bfloat16, gates float32. --step: also the memory of
+a training step of the whole model, one of transformers', which it needs."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the report; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="allscan estimate", usage=USAGE.removeprefix("usage: "))
+    parser.add_argument("config")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="contiguous")
+    for name in ("--puts", "--step"):
+        parser.add_argument(name, action="store_true")
+    for name, default in (("tokens", None), ("ranks", None), ("batch", 1), ("depth", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default, required=default is None)
+    parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
+    given = parser.parse_args(arguments)
+    cut = Cut(given.tokens, given.ranks, given.batch, given.layout == "zigzag", given.depth, given.puts)
+    cut = cut._replace(multiprocessors=given.multiprocessors)
+    try:
+        if min(cut.tokens, cut.ranks, cut.batch, cut.depth, cut.multiprocessors) < 1 or cut.own < 1:
+            raise ValueError("tokens, ranks, batch, depth and multiprocessors must be positive, tokens at least ranks")
+        if cut.zigzag and cut.tokens % (2 * cut.ranks):
+            raise ValueError(f"with zigzag tokens must be a multiple of {2 * cut.ranks}, twice the ranks")
+        with open(given.config, encoding="utf-8") as file:
+            config = json.load(file)
+        lines = [report(layers_of(config), cut)]
+        if given.step:
+            from .estimate_step import report_of_step  # which needs transformers
+
+            lines.append(report_of_step(config, cut))
+        print(*lines, sep="\n")
+    except (ImportError, OSError, ValueError) as error:
+        print(f"allscan estimate: {error}", file=sys.stderr)
+        return 2
+    return 0
