@@ -32,7 +32,10 @@ def documented():
     """Public classes and functions of the host: those that the pages show."""
     for page in sorted(pathlib.Path(ROOT, "docs").rglob("*.md")):
         for name in re.findall(r"^<!-- generated: api (\S+)", page.read_text(), re.MULTILINE):
-            found = pkgutil.resolve_name(re.sub(r"^(allscan(?:\.[a-z_]+)*)\.(\w+)$", r"\1:\2", name))
+            try:
+                found = pkgutil.resolve_name(re.sub(r"^(allscan(?:\.[a-z_]+)*)\.(\w+)$", r"\1:\2", name))
+            except ImportError:  # as in the matrix, which has not all packages of integrations
+                continue
             if inspect.isfunction(found) or (inspect.isclass(found) and "__init__" in vars(found)):
                 yield name, found
 
@@ -97,6 +100,7 @@ def test_its_examples_run():
 @pytest.mark.quick
 def test_generated_parts_are_those_of_their_sources():
     """Tables of bench/results, docstrings, programs that two pages have."""
+    pytest.importorskip("griffe", reason="needs griffe")
     python("docs/generate.py", "--check")
 
 
