@@ -172,8 +172,8 @@ def made(name, shape, comm, one):
 def scans(comm) -> tuple[int, int]:
     """How many of states All-Scan has made on this rank, forward and reverse."""
     counted = [scan.epochs for scan in comm.collectives if tuple(scan.shape[-2:]) in STATES + STATES_ON_CPU]
-    there, back = map(sum, zip((0, 0), *counted))
-    return there, back
+    ascending, descending = map(sum, zip((0, 0), *counted))
+    return ascending, descending
 
 
 def prove_scans(name, shape, comm, before) -> None:

@@ -32,7 +32,7 @@ WORDS = {
     r"\bout of step\b|out_of_step": "desynchronized",
     r"\blate ranks?\b|late_rank": "straggler",
     r"\b[Ww]hat (enters|leaves)\b|\bwhat precedes\b": "incoming state; local state, outgoing state",
-    r"there[ _]and[ _]back": "ascending and descending scan",
+    r"there[ _]and[ _]back|\bthere, back\b(?! = launcher)|way back begins": "ascending and descending scan",
     r"\btravel": "is sent",
 }
 NAMES_OF_OTHERS = r"_symmetric_memory\.rendezvous|rdzv|_symm.*rendezvous|symm_mem.*rendezvous"

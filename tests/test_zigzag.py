@@ -195,7 +195,7 @@ def received_case(group):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_receives_two_states(run, size):
-    """One on the way there, one on the way back; the first rank and the last one only one of them."""
+    """One by the ascending scan, one by the descending; the first rank and the last one only one of them."""
     nbytes = 4 * 3 * 16 * 64
     assert run(size, received_case) == [nbytes, *[2 * nbytes] * (size - 2), nbytes]
 
@@ -205,8 +205,10 @@ def one_gradient_case(group):
     with allscan.Communicator(group, timeout=5) as comm:
         learned = torch.full((1, 4, 4), 2.0, device=comm.device, requires_grad=True)
         state = torch.ones(1, 4, 4, device=comm.device)
-        there, back = allscan.allscan((state, state), (0.5, 0.5), comm=comm, initial_state=learned, layout="zigzag")
-        (there.sum() + back.sum()).backward()
+        ascending, descending = allscan.allscan(
+            (state, state), (0.5, 0.5), comm=comm, initial_state=learned, layout="zigzag"
+        )
+        (ascending.sum() + descending.sum()).backward()
         gradient = learned.grad.clone()
     with allscan.Communicator(group, timeout=5) as comm:
         given = ((state, state), "zigzag") if comm.rank else (state, "contiguous")
@@ -225,14 +227,16 @@ def of_one_input_case(group):
     a decay of each and the initial state, and how far they are from those of one backward pass."""
     with allscan.Communicator(group, timeout=5) as comm:
         generator = torch.Generator().manual_seed(comm.rank)
-        there, back = (torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2))
+        ascending, descending = (
+            torch.randn(2, 4, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)
+        )
         decays = [torch.rand(2, 4, generator=generator).to(comm.device).requires_grad_() for _ in range(2)]
         initial = torch.ones(2, 4, 4, device=comm.device, requires_grad=True)
-        inputs = there, back, *decays, initial
+        inputs = ascending, descending, *decays, initial
 
         def loss():
             given = dict(comm=comm, initial_state=initial, layout="zigzag")
-            return sum(x.square().sum() for x in allscan.allscan((there, back), decays, **given))
+            return sum(x.square().sum() for x in allscan.allscan((ascending, descending), decays, **given))
 
         loss().backward()
         return [error(torch.autograd.grad(loss(), [x])[0], x.grad) for x in inputs]

@@ -147,11 +147,11 @@ def _or_fla(name: str, ours: Callable[..., Any]) -> Callable:
     """What stands for fla's function ``name``: ``ours`` where a communicator carries the states of its context."""
 
     @functools.wraps(_fla[name])
-    def call(*, context: Any = None, use_graph: bool = False, **given: Any) -> object:
+    def call(*, context: Any = None, use_graph: bool = False, **operands: Any) -> object:
         comm = _carrier(context, use_graph)
         if comm is None:
-            return _fla[name](context=context, use_graph=use_graph, **given)
-        return ours(comm, context, **given)
+            return _fla[name](context=context, use_graph=use_graph, **operands)
+        return ours(comm, context, **operands)
 
     return call
 
@@ -178,11 +178,11 @@ def _communicator(group: Any) -> Communicator | None:
 
 def _convolution(name: str, reverse: bool) -> Callable:
     """What stands for fla's exchange of the tokens that a short convolution looks back at, or of their gradients."""
-    given = inspect.signature(_fla[name])
+    signature = inspect.signature(_fla[name])
 
     @functools.wraps(_fla[name])
     def call(*arguments: Any, **named: Any) -> torch.Tensor:
-        x, group = given.bind(*arguments, **named).args
+        x, group = signature.bind(*arguments, **named).args
         comm = _communicator(group)
         if comm is None:
             return _fla[name](x, group)
@@ -214,7 +214,7 @@ def _forward(
     cu_seqlens: Tensor,
     initial_state: Tensor | None = None,
     state_v_first: bool = False,
-    **given: Any,
+    **operands: Any,
 ) -> torch.Tensor:
     """The states that enter this rank's sequences [N, HV, K, V]: the incoming state of the first of a part, else
     zeros."""
@@ -223,18 +223,18 @@ def _forward(
     N = len(cu_seqlens) - 1
     parts, totals = _parts(context, N), []
     for part in parts:
-        state, transition = _summary(given["k"], given["u"])
+        state, transition = _summary(operands["k"], operands["u"])
         if not part.finishes:  # its last sequence goes on elsewhere
-            passes = _passes(comm, context, cu_seqlens, part.end - 1, given, given["k"], given["u"])
+            passes = _passes(comm, context, cu_seqlens, part.end - 1, operands, operands["k"], operands["u"])
             if passes is not None:
-                state, transition = passes.total(Between(given["k"], given["w"], given["u"], _gates(given)))
+                state, transition = passes.total(Between(operands["k"], operands["w"], operands["u"], _gates(operands)))
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.end - 1 : part.end + 1]
-                chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **given)
+                chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **operands)
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
         begun_here = part.starts or part.end - part.first > 1  # that sequence
         totals.append((state, transition, begun_here or part.finishes))
-    found = _scan(comm, totals, (context.layout, *given["k"].shape[:2]), reverse=False)
+    found = _scan(comm, totals, (context.layout, *operands["k"].shape[:2]), reverse=False)
     places = [(part.first, prev) for part, prev in zip(parts, found, strict=True) if not part.starts]
     return _states(found[0], places, N, state_v_first)
 
@@ -247,7 +247,7 @@ def _backward(
     dht: Tensor | None = None,
     initial_state: Tensor | None = None,
     state_v_first: bool = False,
-    **given: Any,
+    **operands: Any,
 ) -> tuple[torch.Tensor, None]:
     """(The gradients of the states that leave this rank's sequences: zeros but for the last of a part, None)."""
     if dht is not None:
@@ -255,35 +255,35 @@ def _backward(
     N = len(cu_seqlens) - 1
     parts, totals = _parts(context, N), []
     for part in parts:
-        state, transition = _summary(given["w"], given["do"])
+        state, transition = _summary(operands["w"], operands["do"])
         if not part.starts:  # its first sequence began elsewhere
-            passes = _passes(comm, context, cu_seqlens, part.first, given, given["q"], given["do"])
+            passes = _passes(comm, context, cu_seqlens, part.first, operands, operands["q"], operands["do"])
             if passes is not None:
-                q, k, w, do, dv = (given[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
-                between = Between(k, w, None, _gates(given), q)
-                state, transition = passes.total_back(between, OfOutput(do, dv), given["scale"])
+                q, k, w, do, dv = (operands[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
+                between = Between(k, w, None, _gates(operands), q)
+                state, transition = passes.total_back(between, OfOutput(do, dv), operands["scale"])
             else:
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.first : part.first + 2]
-                chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **given)
+                chunk_delta_h.chunk_cp_bwd_dh(dhm=both, cu_seqlens=own, **operands)
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
         ended_here = part.finishes or part.end - part.first > 1
         totals.append((state, transition, ended_here or part.starts))
-    found = _scan(comm, totals, (context.layout, *given["w"].shape[:2], given.get("scale")), reverse=True)
+    found = _scan(comm, totals, (context.layout, *operands["w"].shape[:2], operands.get("scale")), reverse=True)
     places = [(part.end - 1, after) for part, after in zip(parts, found, strict=True) if not part.finishes]
     return _states(found[0], places, N, state_v_first), None
 
 
-def _gates(given: Any) -> torch.Tensor | None:
-    gates = given.get("gk") if given.get("g") is None else given["g"]
+def _gates(operands: Any) -> torch.Tensor | None:
+    gates = operands.get("gk") if operands.get("g") is None else operands["g"]
     return None if gates is None else gates.contiguous()
 
 
 def _passes(
-    comm: Communicator, context: Any, cu_seqlens: Tensor, i: int, given: Any, k: Tensor, v: Tensor
+    comm: Communicator, context: Any, cu_seqlens: Tensor, i: int, operands: Any, k: Tensor, v: Tensor
 ) -> StatePass | None:
     """Of the tokens between cu_seqlens[i] and the next boundary; None for rules that shmem_kernels/delta.py does not
     have: without gates, with a gate of the keys, or chunks of another length."""
-    if _gates(given) is None or given.get("bg") is not None or given.get("chunk_size", 64) != CHUNK_TOKENS:
+    if _gates(operands) is None or operands.get("bg") is not None or operands.get("chunk_size", 64) != CHUNK_TOKENS:
         return None
     if context.cu_seqlens_cpu is None:
         begin, end = boundaries_on_host(cu_seqlens)[i:][:2]
@@ -294,7 +294,7 @@ def _passes(
     segment = delta_segment_length(end - begin, HV, multiprocessors(comm.device))
     middle = [TokenRange(begin, end, 0, 0, 0)]
     layout = cached_table(comm, ("fla_cp", begin, end, segment), lambda: Layout(middle, 1, segment, comm.device))
-    shape = DeltaShape(1, HV, k.shape[2], k.shape[3], V, k.dtype, given.get("gk") is None)
+    shape = DeltaShape(1, HV, k.shape[2], k.shape[3], V, k.dtype, operands.get("gk") is None)
     return layout.derived(shape, lambda: StatePass(comm, layout.tables(), shape))
 
 
@@ -317,8 +317,8 @@ def _scan(comm: Communicator, totals: Any, alike: Any, reverse: bool) -> list[to
         if len(states) == 1:
             return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
         order = slice(None, None, -1 if reverse else 1)  # backward, second halves go from the first rank to the last
-        there, back = [*map(ScanInputs, states, decays, transitions)][order]
-        found = two_way_scan(scan, there, back)
+        ascending, descending = [*map(ScanInputs, states, decays, transitions)][order]
+        found = two_way_scan(scan, ascending, descending)
         return list(found[order])
 
 

@@ -40,19 +40,19 @@ def by_triangles(backward: Callable, least: int) -> Callable:
         do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, more: Any, causal: bool, scale: float
     ) -> tuple[torch.Tensor, ...]:
         n = math.gcd(q.shape[2], k.shape[2])
-        given = do, q, k, v, o, lse, more
+        inputs = do, q, k, v, o, lse, more
         key = q.device, q.dtype, *(x.shape for x in (q, k, v))
         looks = key not in right
         if causal or n < least or not right.get(key, True) or (looks and q.is_cuda and capturing()):
-            return backward(*given, causal, scale)
+            return backward(*inputs, causal, scale)
         if not looks:
-            return _in_triangles(backward, n, given, scale)
-        plain = backward(*given, False, scale)
+            return _in_triangles(backward, n, inputs, scale)
+        plain = backward(*inputs, False, scale)
         size = sum(x.float().norm().item() for x in plain)
         if not math.isfinite(size) or size == 0.0:
             return plain  # of which nothing can be learned
         try:
-            found = _in_triangles(backward, n, given, scale)
+            found = _in_triangles(backward, n, inputs, scale)
             problem = _difference(found, plain)
         except torch.OutOfMemoryError:
             return plain
@@ -86,9 +86,11 @@ def _difference(found: Sequence[Tensor], plain: Sequence[Tensor]) -> str:
     return ""
 
 
-def _in_triangles(backward: Callable[..., Any], n: int, given: Sequence[Any], scale: float) -> tuple[torch.Tensor, ...]:
+def _in_triangles(
+    backward: Callable[..., Any], n: int, inputs: Sequence[Any], scale: float
+) -> tuple[torch.Tensor, ...]:
     """[dq, dk, dv] by squares of n, of which there are at most AT_ONCE in a call."""
-    do, q, k, v, o, lse, more = given
+    do, q, k, v, o, lse, more = inputs
 
     def call(*some: Any) -> tuple[torch.Tensor, ...]:
         return backward(*some, more, True, scale)
@@ -117,19 +119,19 @@ def _added(sums: Any, more: Any) -> list[torch.Tensor]:
 HIDDEN = 1e30  # log-sum-exp of the query that is to give its keys no weight
 
 
-def _triangles(backward: Callable[..., Any], n: int, given: Sequence[Any]) -> list[torch.Tensor]:
-    """[dq, dk, dv] where there are n queries or n keys. given: do, q, k, v, o, lse."""
-    *_, lse = given
-    B, many = lse.shape[0], max(x.shape[2] for x in given[:3]) // n
+def _triangles(backward: Callable[..., Any], n: int, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """[dq, dk, dv] where there are n queries or n keys. inputs: do, q, k, v, o, lse."""
+    *_, lse = inputs
+    B, many = lse.shape[0], max(x.shape[2] for x in inputs[:3]) // n
     shifts = n - 2, n - 2, n - 1, n - 1, n - 2
-    reverse_order = [reverse(x, n, shift, i == 0) for i, (x, shift) in enumerate(zip(given, shifts))]
+    reverse_order = [reverse(x, n, shift, i == 0) for i, (x, shift) in enumerate(zip(inputs, shifts))]
     hidden = lse.unflatten(2, (-1, n)).flip(3).roll(-1, 3)
     hidden[..., -1] = HIDDEN
     found = []
-    for *some, total in ((*given[:5], lse), (*reverse_order, hidden.flatten(2))):
+    for *some, total in ((*inputs[:5], lse), (*reverse_order, hidden.flatten(2))):
         squares = [_squares(x, n, many) for x in (*some, total[..., None])]
         found.append(backward(*squares[:5], squares[5][..., 0].contiguous()))
-    sizes = [(B, x.shape[2] // n) for x in given[1:4]]
+    sizes = [(B, x.shape[2] // n) for x in inputs[1:4]]
     return [fold(x, y, n, shift, size) for x, y, shift, size in zip(*found, (n - 2, n - 1, n - 1), sizes)]
 
 

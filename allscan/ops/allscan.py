@@ -208,8 +208,8 @@ def scan_zigzag(
 ) -> Any:
     """The same of pairs in the zigzag layout."""
     state, decay, transition, initial_state, out = inputs
-    there: Any
-    back: Any
+    ascending: Any
+    descending: Any
     deferred = None
     try:
         is_zigzag(layout)
@@ -218,15 +218,19 @@ def scan_zigzag(
             raise TypeError("state, and decay and transition if there are any, must be pairs in the zigzag layout")
         if reverse or out is not None or async_op:
             raise ValueError("the zigzag layout goes neither with reverse nor with out nor with async_op")
-        (there, back), decays, transitions = pairs
-        given = there, back, *decays, *transitions, initial_state
+        (ascending, descending), decays, transitions = pairs
+        given = ascending, descending, *decays, *transitions, initial_state
         key = call_key(given)
         known = "zigzag", part, key
         first = comm.debug or known not in comm.checked
         if first:
-            if not isinstance(there, Tensor) or not isinstance(back, Tensor) or there.shape != back.shape:
+            if (
+                not isinstance(ascending, Tensor)
+                or not isinstance(descending, Tensor)
+                or ascending.shape != descending.shape
+            ):
                 raise TypeError("both states must be tensors of one shape")
-            for half in zip((there, back), decays, transitions, (initial_state, None), strict=True):
+            for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
             check_saveable(given, given)
     except (TypeError, ValueError) as error:
@@ -235,21 +239,21 @@ def scan_zigzag(
         get_or_create_scan(comm, None, deferred=deferred)
     comm.order.stamp = comm.order.stamp or ZIGZAG  # of an operator, or this
     if first:
-        if part == "half":  # no rank does without the way back
-            _scan_of(comm, there.shape, transitions[0], ("zigzag", False, initial_state is None))
+        if part == "half":  # no rank does without the descending scan
+            _scan_of(comm, ascending.shape, transitions[0], ("zigzag", False, initial_state is None))
         comm.checked.remember(known)
     wanted = bool(key[-1])
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
         taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
         found = Together.apply(None, *taken)
-        there, back, *rest = (x if t is None else t for x, t in zip(given, found, strict=True))
+        ascending, descending, *rest = (x if t is None else t for x, t in zip(given, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
-    prev = scan_once(comm, ScanInputs(there, decays[0], transitions[0], initial_state), False, part=part)
+    prev = scan_once(comm, ScanInputs(ascending, decays[0], transitions[0], initial_state), False, part=part)
     handed = None
-    if comm.rank == comm.size - 1:  # where the way there ends, and the way back begins
-        handed = outgoing(ScanInputs(there, decays[0], transitions[0]), prev)
-    found = prev, scan_once(comm, ScanInputs(back, decays[1], transitions[1], handed), True, part=part)
+    if comm.rank == comm.size - 1:  # where the ascending scan ends, and the descending one begins
+        handed = outgoing(ScanInputs(ascending, decays[0], transitions[0]), prev)
+    found = prev, scan_once(comm, ScanInputs(descending, decays[1], transitions[1], handed), True, part=part)
     # the gradient of one result, or by one result, runs the same scans on the last rank as on the others
     return Together.apply(None, *found) if wanted else found
 

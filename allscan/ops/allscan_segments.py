@@ -180,10 +180,10 @@ def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any)
         found = Together.apply(None, *taken)
         *given, initial_state = [x if t is None else t for x, t in zip(given, found, strict=True)]
         parts = [Segments(*given[:3]), Segments(*given[3:])]
-    there, passed = _scan(scans, parts[0], initial_state, Direction())
+    ascending, passed = _scan(scans, parts[0], initial_state, Direction())
     handed = passed if scans.is_first(True) else None
-    back, left = _scan(scans, parts[1], handed, Direction(reverse=True))
-    results = (there, back, passed, left)
+    descending, left = _scan(scans, parts[1], handed, Direction(reverse=True))
+    results = (ascending, descending, passed, left)
     if wanted:
         results = Together.apply(None, *results)
     return results[:2], results[2:]

@@ -185,8 +185,8 @@ def _halo(x: Xs, comm: Communicator, options: Options) -> Any:
     if not zigzag:
         found = scan_once(comm, ScanInputs(edges[0], decay), reverse, part="hop")
     else:  # reverse: what goes from the first rank to the last are beginnings of second halves
-        there, back = edges[::-1] if reverse else edges
-        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), part="hop")
+        ascending, descending = edges[::-1] if reverse else edges
+        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part="hop")
         found = torch.cat(pair[::-1] if reverse else pair, 1)
     if inside is not None:
         found = torch.where(inside, found, 0.0)
@@ -314,8 +314,8 @@ def _of_documents(
     edges = edges.view(2, -1, n, widths)
     for size, _, states in groups:
         decay = _decay(size, n, reverse)
-        there, back = edges[:, at : at + states].contiguous().unbind()
-        pair = scan_zigzag(comm, ScanInputs((there, back), (decay, decay)), part="hop")
+        ascending, descending = edges[:, at : at + states].contiguous().unbind()
+        pair = scan_zigzag(comm, ScanInputs((ascending, descending), (decay, decay)), part="hop")
         found.append(torch.stack(pair))
         at += states
     together = found[0] if len(found) == 1 else torch.cat(found, 1)

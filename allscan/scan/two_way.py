@@ -1,4 +1,4 @@
-"""The two scans of the zigzag layout: over the ranks, and back from the last one."""
+"""The two scans of the zigzag layout: in ascending order of the ranks, then in descending order."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .collective import AllScan
 
 def two_way_scan(
     scan: AllScan,
-    there: ScanInputs,
-    back: ScanInputs,
+    ascending: ScanInputs,
+    descending: ScanInputs,
     *,
     adjoint: bool = False,
     channels: tuple[Channel, Channel] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of ``there`` over the ranks, then that of ``back`` from the last rank to the first, which begins with
-    what the first one leaves behind the last rank: both halves of the zigzag layout.
+    """The scan of ``ascending`` over the ranks, then that of ``descending`` from the last rank to the first, which
+    begins with the outgoing state of the former: both halves of the zigzag layout.
 
-        R_0 = initial_state (or 0),   R_{p+1} = decay_p R_p + there_p,
-        E_{P-1} = R_P,                E_{p-1} = decay'_p E_p + back_p
+        R_0 = initial_state (or 0),   R_{p+1} = decay_p R_p + ascending_p,
+        E_{P-1} = R_P,                E_{p-1} = decay'_p E_p + descending_p
 
-    initial_state: that of ``there``; ``back`` has none, nor have they an ``out``. adjoint: the transposed transitions.
-    channels: of the two. Returns (R_p, E_p). The adjoint is the same with the two exchanged. Deadlock-free: the scan
-    there depends on scans there of ranks before only, and the scan back, launched behind it, on scans there and on
-    scans back of the ranks behind.
+    initial_state: that of ``ascending``; ``descending`` has none, nor have they an ``out``. adjoint: the transposed
+    transitions. channels: of the two. Returns (R_p, E_p). The adjoint is the same with the two exchanged.
+    Deadlock-free: the ascending scan depends only on ascending scans of lower ranks; the descending one, launched
+    behind it, on ascending scans and on descending scans of higher ranks.
     """
-    for_there, for_back = channels or (None, None)
-    state, decay, transition, initial_state, _ = there
-    arguments = dict(transition=transition, adjoint=adjoint, channel=for_there)
+    for_ascending, for_descending = channels or (None, None)
+    state, decay, transition, initial_state, _ = ascending
+    arguments = dict(transition=transition, adjoint=adjoint, channel=for_ascending)
     prev = scan.scan(state, decay, initial_state=initial_state, **arguments)
     handed = None
     if scan.comm.rank == scan.comm.size - 1:
-        handed = outgoing(there, prev, adjoint)
-    state, decay, transition, *_ = back
-    arguments = dict(transition=transition, adjoint=adjoint, channel=for_back)
+        handed = outgoing(ascending, prev, adjoint)
+    state, decay, transition, *_ = descending
+    arguments = dict(transition=transition, adjoint=adjoint, channel=for_descending)
     return prev, scan.scan(state, decay, initial_state=handed, reverse=True, **arguments)
 
 

@@ -248,9 +248,9 @@ def own_bytes(comm):
     """What this rank has sent by scans, forward and in backward: a state each, to the next rank or the one before."""
     sent = 0
     for scan in comm.collectives:
-        there, back = scan.epochs
+        ascending, descending = scan.epochs
         state = 4 * torch.Size(scan.shape).numel()
-        sent += state * (there * (comm.rank < comm.size - 1) + back * (comm.rank > 0))
+        sent += state * (ascending * (comm.rank < comm.size - 1) + descending * (comm.rank > 0))
     return sent
 
 
@@ -304,8 +304,10 @@ def test_a_rank_sends_states(run, layout, size=4):
         config = configuration(**FEW)
     a_state = of_all_scan(config, 1, False)
     for rank, (forward, backward) in enumerate(run(size, bytes_case, layout)):
-        there, back = a_state * (rank < size - 1), a_state * (rank > 0)
-        assert (forward, backward) == ((there, back) if layout == "contiguous" else (there + back,) * 2)
+        ascending, descending = a_state * (rank < size - 1), a_state * (rank > 0)
+        assert (forward, backward) == (
+            (ascending, descending) if layout == "contiguous" else (ascending + descending,) * 2
+        )
 
 
 def bfloat16_case(group, layout):

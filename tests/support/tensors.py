@@ -80,9 +80,9 @@ def recurrent(comm, q, k, v, g, beta, layout="contiguous"):
     return delta_rule(other_rule, (q / 8, k / 8, v, -g.abs() / 8, beta.sigmoid()), pieces, comm=comm)[0]
 
 
-def zigzag_scan(comm, there, back, first, second, initial_state, dense=False):
+def zigzag_scan(comm, ascending, descending, first, second, initial_state, dense=False):
     pair = dict(transition=(first, second)) if dense else dict(decay=(first.sigmoid(), second.sigmoid()))
-    return allscan.allscan((there, back), comm=comm, initial_state=initial_state, layout="zigzag", **pair)
+    return allscan.allscan((ascending, descending), comm=comm, initial_state=initial_state, layout="zigzag", **pair)
 
 
 def scan(comm, state, factor, initial_state, dense=False, **options):
