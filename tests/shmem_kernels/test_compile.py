@@ -199,8 +199,10 @@ def test_a_tile_too_small_for_its_warps_is_rejected():
 @pytest.mark.quick
 def test_scan_over_nvshmem_links_the_device_library():
     compiled = compile_scan(PUT, PUT)
-    # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack
-    assert compiled.spilled_bytes <= (0 if number(nvshmem_version()) < (3, 6) else 144)
+    # from 3.6 on NVSHMEM's own functions have 80 to 136 bytes of stack, whose call ptxas 13.4 (Triton 3.9) spills 7
+    # registers for
+    bound = 0 if number(nvshmem_version()) < (3, 6) else 144 if VERSION < (3, 9) else 160
+    assert compiled.spilled_bytes <= bound
     assert "nvshmemi_device_state_d" in compiled.ptx
     assert compiled.count(r"acquire") >= 4  # credit and arrival, first look and loop
 
