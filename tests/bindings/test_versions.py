@@ -285,6 +285,12 @@ def test_the_documentation_has_the_table():
 
 def test_the_readme_says_which_versions():
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-        text = " ".join(file.read().split())
-    for name in ("torch", "Triton", "Python"):
-        assert re.search(rf"{name} {spans(versions.package(name).on_cpus)}\b", text), name
+        text = file.read()
+    packages = [versions.package(name) for name in ("Python", "torch", "Triton", "NVSHMEM")]
+    rows = [
+        ("tested on GPUs", *(spans(p.on_gpus) for p in packages)),
+        ("tested on CPUs", *(spans(p.on_cpus) for p in packages)),
+        ("rejected", *(f"before {p.least}" for p in packages)),
+    ]
+    rows = [f"| {' | '.join(row)} |" for row in rows]
+    assert not [row for row in rows if row not in text], "\n".join(rows)
