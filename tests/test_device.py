@@ -14,6 +14,7 @@ import triton.language as tl
 
 import allscan
 from allscan import device
+from support.segments import bits
 from support.values import error, late, raised
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -78,6 +79,52 @@ def tiles_kernel(p_state, p_out, channel):
 
 
 TILES = dict(shape=(4 * 2, 32), tile=(2, 32))
+
+
+@triton.jit
+def segments_kernel(p_states, p_decays, p_incoming, p_outgoing, channel, n, K: tl.constexpr, V: tl.constexpr):
+    """The incoming state of each of this rank's n segments, and the outgoing one, a tile of whole rows a program."""
+    tile = tl.program_id(0)
+    i, j = tile * channel.BK + tl.arange(0, channel.BK), tl.arange(0, V)
+    at = i[:, None] * V + j[None, :]
+    b_prev = recv(channel, tile, tl.zeros([channel.BK, V], tl.float32))
+    for s in range(n):
+        tl.store(p_incoming + s * K * V + at, b_prev)
+        b_prev = device.fold(tl.load(p_states + s * K * V + at), tl.load(p_decays + s * K + i)[:, None], b_prev)
+    send(channel, tile, b_prev)
+    tl.store(p_outgoing + at, b_prev)
+
+
+def segments_case(group, counts):
+    """Incoming states of segments and the outgoing one: [by an own kernel, by allscan_segments]."""
+    K, V = TILES["shape"]
+    with allscan.Communicator(group) as comm:
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(sum(counts), K, V, generator=generator)
+        decays = torch.rand(sum(counts), K, generator=generator)
+        states[torch.rand(states.shape, generator=generator) < 0.2] = -0.0
+        decays[torch.rand(decays.shape, generator=generator) < 0.2] = 0.0
+        begin, n = sum(counts[: comm.rank]), counts[comm.rank]
+        mine = [x[begin : begin + n].to(comm.device) for x in (states, decays)]
+        scan = allscan.AllScan(comm, **TILES)
+        found = [torch.full((many, K, V), float("nan"), device=comm.device) for many in (n, 1)]
+        for epoch in range(3):
+            late(epoch, comm.rank, 5)
+            scan.launch(segments_kernel, (scan.num_tiles,), *mine, *found, scan.channel(), n, K, V, num_warps=1)
+        comm.barrier()
+        expected = allscan.allscan_segments(*mine, comm=comm)
+        return [[bits(x) for x in some] for some in ((found[0], found[1][0]), expected)]
+
+
+@pytest.mark.parametrize("size, counts", [(1, [7]), (2, [3, 4]), (4, [1, 3, 2, 1])])
+def test_segments_in_an_own_kernel(run, size, counts):
+    """By the step of allscan_segments: its bits, on any number of ranks."""
+    [(_, whole)] = run(1, segments_case, [7])
+    parts = run(size, segments_case, counts)
+    for own, packages in parts:
+        assert all(torch.equal(a, b) for a, b in zip(own, packages, strict=True))
+    assert torch.equal(torch.cat([own[0] for own, _ in parts]), whole[0])
+    assert torch.equal(parts[-1][0][1], whole[1])
 
 
 def misuse_case(group):
