@@ -1,6 +1,8 @@
-"""Transport "ipc": one host's processes map each other's arenas by CUDA IPC. They may share GPUs, which NVSHMEM does
-not allow, so that one GPU is enough to test several ranks: kernels of different processes take turns there. (Not with
-CUDA's multi-process service, MPS, where one rank's waiting programs could keep another's off the GPU.)"""
+"""Transport "ipc": one host's processes map each other's arenas by CUDA IPC.
+
+They may share GPUs, which NVSHMEM does not allow, so that one GPU is enough to test several ranks: kernels of different
+processes take turns there. (Not with CUDA's multi-process service, MPS, where one rank's waiting programs could keep
+another's off the GPU.)"""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def high_half(b_x):
-    """float32 cut off to the 8 bits of a bfloat16; the rest, b_x - high_half(b_x), has another 16, of which 8 count."""
+    """float32 cut off to the 8 bits of a bfloat16; the rest of b_x has another 16, of which 8 count."""
     return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 

@@ -1,4 +1,6 @@
-"""Gated linear attention, backward. With S[n] entering chunk n and D[n] = dL/d(state leaving chunk n):
+"""Gated linear attention, backward.
+
+With S[n] the incoming state of chunk n and D[n] = dL/d(its outgoing state):
 
     operands_kernel   q_in, k_out and A as in forward, unless they were kept
     state_kernel      REVERSE: the gradient of the state over each segment alone

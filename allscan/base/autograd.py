@@ -163,7 +163,8 @@ def _without_budget(node: Any) -> None:
         raise NotImplementedError("region_activation_memory_budget() does not go with calls of allscan")
     if effects.memory_budget() < 1:
         warnings.warn(
-            "activation_memory_budget does not hold for compiled functions that call allscan: no call is made again"
+            "activation_memory_budget does not hold for compiled functions that call allscan: no call is made again",
+            stacklevel=2,
         )
         node.meta["memory_budget"] = 1.0  # the partitioner takes the first that it finds for that of the graph
 

@@ -359,9 +359,9 @@ class Communicator(Calls):
         self.order.exchange("barrier", "Communicator.barrier")
 
     def close(self) -> None:
-        """Give the workspaces back. Collective, unless the communicator is broken: then close() returns at once. Where
-        it is broken on any rank the memory stays taken on all, because a straggler may still write into it. So it does,
-        with a warning, where the ranks cannot hear of each other any more, because torch.distributed was ended.
+        """Give the workspaces back. Collective, unless the communicator is broken: then it returns at once. Where it is
+        broken on any rank the memory stays taken on all, because a straggler may still write into it. So it does, with
+        a warning, where the ranks cannot hear of each other any more, because torch.distributed was ended.
 
         After a fault that this rank knows of it waits no longer than ``timeout`` for the others.
 
@@ -442,7 +442,8 @@ class Communicator(Calls):
         if not getattr(self, "_closed", True):
             desert()
             self.memory.abandon()
-            warnings.warn("a Communicator was dropped without close(); its memory stays taken", ResourceWarning)
+            why = "a Communicator was dropped without close(); its memory stays taken"
+            warnings.warn(why, ResourceWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: object) -> Communicator:
         return self  # of modules that hold one

@@ -62,7 +62,7 @@ class StateCarrier(Protocol):
         ``pending`` takes."""
 
     def stream(self, priority: int = SCANS) -> AbstractContextManager[Callable[[], None]]:
-        """Where ``carry`` is called: ``with stream() as join``. What is launched on the current stream after join() has
+        """Where ``carry`` is called, by ``with ... as join``. What is launched on the current stream after join() has
         the result; what is launched before may run at the same time. Each priority has a stream of its own."""
 
     def carry(self, carried: Carried, reverse: bool, zigzag: bool) -> None:
