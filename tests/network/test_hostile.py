@@ -188,9 +188,13 @@ def test_a_receiver_that_takes_a_later_epoch_fails_there(wire):
 
     wire.set("bandwidth", 1 << 40)
     assert receive(wire, 60, later, word) == 0
-    ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
     wire.set("reorder", 300_000)
-    assert receive(wire, 60, later, word) > 0
+
+    def wrong():
+        ctypes.memset(wire.arrived, 0, ctypes.sizeof(wire.arrived))
+        return receive(wire, 60, later, word)
+
+    assert any(wrong() for _ in range(20))  # a machine that is busy may deliver 60 launches in order, not all of these
 
 
 def test_requests_of_several_blocks(wire):
