@@ -1,6 +1,6 @@
 """The scan over segments of a sequence, allscan_segments(), beside the scan of one state.
 
-    python -m bench.segments                    # two GPUs; writes bench/results/segments.csv
+    python -m bench.segments                    # two GPUs; writes bench/results/segments.csv. On CPU ranks checks alone
 
 States of 2 MiB (32 x 128 x 128), a decay for each row. Each call is checked against float64 first. ``p50_us``: from a
 barrier of the ranks to the end of the call on the slower rank, less the barrier alone; ``back_to_back_us``: of calls
@@ -10,7 +10,9 @@ back to back.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,16 +21,24 @@ from allscan.reference import allscan_reference
 from allscan.tools.ranks import Ranks
 from bench.harness import Table, group_of, results, stopwatches
 
-SHAPE, SEGMENTS = (32, 128, 128), (1, 2, 4, 8)
+SHAPE, SMALL, SEGMENTS = (32, 128, 128), (2, 16, 32), (1, 2, 4, 8)
 COLUMNS = ("method", "ranks", "segments", "p50_us", "back_to_back_us", "max_error", "gpu", "torch", "triton", "sources")
 
 
-def drawn(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states [8, 32, 128, 128], decays [8, 32, 128]) of a rank."""
+class Case(NamedTuple):
+    """method: a function of nothing, of ``segments`` segments of each rank, which gives their incoming states."""
+
+    method: str
+    segments: int
+    call: Callable[[], torch.Tensor]
+
+
+def drawn(rank: int, device: torch.device, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(states [8, ..., K, V], decays [8, ..., K]) of a rank."""
     generator = torch.Generator(device).manual_seed(rank)
     count = max(SEGMENTS)
-    state = torch.randn(count, *SHAPE, generator=generator, device=device)
-    return state, torch.rand(count, *SHAPE[:-1], generator=generator, device=device)
+    state = torch.randn(count, *shape, generator=generator, device=device)
+    return state, torch.rand(count, *shape[:-1], generator=generator, device=device)
 
 
 def segments(states: torch.Tensor, decays: torch.Tensor, comm: allscan.Communicator) -> torch.Tensor:
@@ -36,30 +46,40 @@ def segments(states: torch.Tensor, decays: torch.Tensor, comm: allscan.Communica
     return allscan.allscan_segments(states, decays, comm=comm)[0]
 
 
-def rows(size: int) -> list[dict]:
-    """Of this rank."""
+def cases(comm: allscan.Communicator, shape: tuple[int, ...]) -> list[Case]:
+    states, decays = drawn(comm.rank, comm.device, shape)
+    out = torch.empty_like(states[0])
+    scan = allscan.AllScan(comm, shape)
+    found = [Case("AllScan.scan", 1, lambda: scan.scan(states[0], decays[0], out=out))]
+    for n in SEGMENTS:
+        found.append(Case("allscan_segments", n, partial(segments, states[:n], decays[:n], comm)))
+    return found
+
+
+def check(comm: allscan.Communicator, shape: tuple[int, ...], case: Case) -> float:
+    """The largest error of this rank."""
+    n, made = case.segments, case.call()
+    of_all = [[x[:n].cpu() for x in drawn(rank, comm.device, shape)] for rank in range(comm.size)]
+    states, decays = ([x for some in of_all for x in some[i]] for i in range(2))
+    wanted = torch.stack([*allscan_reference(states, decays)][comm.rank * n : (comm.rank + 1) * n])
+    worst = (made.cpu().double() - wanted.view_as(made).double()).abs().max().item()
+    if not worst < 1e-4:
+        raise RuntimeError(f"{case.method} of {n} segments is wrong by {worst}")
+    return worst
+
+
+def rows(size: int, shape: tuple[int, ...]) -> list[dict]:
+    """Of this rank; on CPUs without times."""
     found = []
-    group = group_of(size)
-    latency, back_to_back = stopwatches(size)
-    with allscan.Communicator(group) as comm:
-        states, decays = drawn(comm.rank, comm.device)
-        out = torch.empty_like(states[0])
-        scan = allscan.AllScan(comm, SHAPE)
-        calls = {("AllScan.scan", 1): lambda: scan.scan(states[0], decays[0], out=out)}
-        for n in SEGMENTS:
-            calls["allscan_segments", n] = partial(segments, states[:n], decays[:n], comm)
-        for (method, n), call in calls.items():
-            of_all = [[x[:n].cpu() for x in drawn(rank, comm.device)] for rank in range(size)]
-            wanted = allscan_reference(
-                [x for states, _ in of_all for x in states], [x for _, decays in of_all for x in decays]
-            )
-            wanted, made = wanted[comm.rank * n : (comm.rank + 1) * n], call()
-            worst = (made.cpu().double() - torch.stack([*wanted]).view_as(made).double()).abs().max().item()
-            if not worst < 1e-4:
-                raise RuntimeError(f"{method} of {n} segments is wrong by {worst}")
+    with allscan.Communicator(group_of(size)) as comm:
+        latency, back_to_back = stopwatches(size) if comm.device.type == "cuda" else (None, None)
+        for case in cases(comm, shape):
+            row = dict(method=case.method, ranks=size, segments=case.segments, max_error=check(comm, shape, case))
             comm.barrier()
-            times = dict(p50_us=latency(call).median().item(), back_to_back_us=back_to_back(call).median().item())
-            found.append(dict(method=method, ranks=size, segments=n, max_error=worst, **times))
+            if latency is not None and back_to_back is not None:
+                row["p50_us"] = latency(case.call).median().item()
+                row["back_to_back_us"] = back_to_back(case.call).median().item()
+            found.append(row)
             comm.barrier()
     return found
 
@@ -69,9 +89,12 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--csv", default=results("segments.csv"))
     path, size = parser.parse_args(given).csv, torch.cuda.device_count()
     if size < 2:
-        raise SystemExit("bench.segments needs two GPUs")
+        with Ranks(2, "cpu") as ranks:
+            worst = max(row["max_error"] for found in ranks.run(rows, 2, SMALL) for row in found)
+        print(f"No two GPUs here: checked on CPU ranks, largest error {worst:.1e}.")
+        return
     with Ranks(size, "cuda") as ranks, Table(path, COLUMNS) as table:
-        for of_ranks in zip(*ranks.run(rows, size, timeout=120), strict=True):
+        for of_ranks in zip(*ranks.run(rows, size, SHAPE, timeout=120), strict=True):
             slowest = {name: max(row[name] for row in of_ranks) for name in ("p50_us", "back_to_back_us", "max_error")}
             row = of_ranks[0] | slowest
             table.write(row)

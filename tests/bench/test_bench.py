@@ -34,6 +34,7 @@ from bench import (
     plots,
     proof,
     scaling,
+    segments,
     timeline,
     transitions,
     tuning,
@@ -188,6 +189,27 @@ def test_calls_from_python_on_cpu_ranks(capsys, monkeypatch):
     assert host.main() == 0
     said = capsys.readouterr().out
     assert "AllScan.scan(out=)" in said and "zeco_gla, forward+backward" in said
+
+
+@pytest.mark.cpu
+def test_the_scan_over_segments_without_gpus(capsys):
+    segments.main([])
+    assert "checked on CPU ranks" in capsys.readouterr().out
+
+
+@pytest.mark.cpu
+def test_a_wrong_scan_over_segments_has_no_row(run):
+    assert run(1, wrong_segments_case) == [True]
+
+
+def wrong_segments_case(group):
+    with allscan.Communicator(group) as comm:
+        [_, one, *_] = segments.cases(comm, segments.SMALL)
+        wrong = one._replace(call=lambda: one.call() + 1e-3)
+        segments.check(comm, segments.SMALL, one)
+        with pytest.raises(RuntimeError, match="allscan_segments of 1 segments is wrong"):
+            segments.check(comm, segments.SMALL, wrong)
+    return True
 
 
 @pytest.mark.cpu
