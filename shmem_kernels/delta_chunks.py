@@ -153,7 +153,15 @@ def after_anchor(b_sums):
 
 
 @triton.jit
-def anchors_kernel(p_g, p_chunks, p_strong, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+def anchors_kernel(
+    p_g,  # [tokens, H, K], natural logarithms
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H]; in and out
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
     """In place of what is not 0 in p_strong [NC, H] the chunk's anchors, 8 bits each, BT for none: the first tokens of
     the stretches, and of the rest."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -250,22 +258,22 @@ def inverse(b_a, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def operands_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_g,
-    p_beta,
-    p_chunks,
-    p_strong,
-    p_weights,
-    p_scores,
-    p_solved,
-    p_w,
-    p_u,
-    p_kg,
-    p_qg,
-    p_sums,
-    scale,
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_v,  # [tokens, H, V]
+    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H]; out, with STRONG in
+    p_weights,  # bfloat16 [tables, BT, BT], see load_weights
+    p_scores,  # Aqk [tokens, H, BT]; out, with SOLVED in
+    p_solved,  # T [tokens, H, BT]; out, with SOLVED in
+    p_w,  # [tokens, H, K]; out
+    p_u,  # [tokens, H, V]; out
+    p_kg,  # [tokens, H, K]; out
+    p_qg,  # [tokens, H, K]; out
+    p_sums,  # float32 [NC, H, K]; out
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -371,19 +379,19 @@ def operands_kernel(
 
 @triton.jit
 def output_kernel(
-    p_qg,
-    p_kg,
-    p_w,
-    p_u,
-    p_scores,
-    p_sums,
-    p_segments,
-    p_incoming,
-    p_through,
-    p_prev,
-    p_o,
-    p_final,
-    scale,
+    p_qg,  # [tokens, H, K]
+    p_kg,  # [tokens, H, K]
+    p_w,  # [tokens, H, K]
+    p_u,  # [tokens, H, V]
+    p_scores,  # Aqk [tokens, H, BT]
+    p_sums,  # float32 [NC, H, K]
+    p_segments,  # int32 [NS, SEGMENT_WORDS]
+    p_incoming,  # float32 [NS, H, K, V]
+    p_through,  # float32 [NS, H, K, K]; None: nothing enters this rank
+    p_prev,  # float32 [B, H, K, V]; None without p_through
+    p_o,  # [tokens, H, V]; out
+    p_final,  # float32 [N, H, K, V]; out, or None
+    scale,  # float
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,

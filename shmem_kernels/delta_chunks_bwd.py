@@ -55,19 +55,19 @@ def sums_at(n, h, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def pairs_kernel(
-    p_v,
-    p_g,
-    p_beta,
-    p_chunks,
-    p_weights,
-    p_solved,
-    p_v_new,
-    p_do,
-    p_dv_new,
-    p_dv,
-    p_pairs,
-    p_parts,
-    scale,
+    p_v,  # [tokens, H, V]
+    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_weights,  # bfloat16 [tables, BT, BT], see load_weights
+    p_solved,  # T [tokens, H, BT]
+    p_v_new,  # [tokens, H, V]
+    p_do,  # [tokens, H, V]
+    p_dv_new,  # [tokens, H, V]; in dv_new, out r
+    p_dv,  # [tokens, H, V]; out
+    p_pairs,  # [NC, H, 2, BT, BT]; out
+    p_parts,  # float32 [NC, H, 2, BT]; out, see sums_at
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -147,25 +147,25 @@ def by_states(
 
 @triton.jit
 def gradient_kernel(
-    p_q,
-    p_k,
-    p_g,
-    p_beta,
-    p_chunks,
-    p_strong,
-    p_weights,
-    p_states,
-    p_dstates,
-    p_v_new,
-    p_do,
-    p_dv_new,
-    p_pairs,
-    p_parts,
-    p_dq,
-    p_dk,
-    p_dg,
-    p_dbeta,
-    scale,
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H], see anchors_kernel
+    p_weights,  # bfloat16 [tables, BT, BT], see load_weights
+    p_states,  # [NC, H, K, V], each chunk's incoming state
+    p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
+    p_v_new,  # [tokens, H, V]
+    p_do,  # [tokens, H, V]
+    p_dv_new,  # r [tokens, H, V]
+    p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
+    p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
+    p_dq,  # [tokens, H, K]; out
+    p_dk,  # [tokens, H, K]; out
+    p_dg,  # like p_g; out
+    p_dbeta,  # like p_beta; out
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -225,23 +225,23 @@ def gradient_kernel(
 
 @triton.jit
 def scalar_gradient_kernel(
-    p_q,
-    p_k,
-    p_g,
-    p_beta,
-    p_chunks,
-    p_states,
-    p_dstates,
-    p_v_new,
-    p_do,
-    p_dv_new,
-    p_pairs,
-    p_parts,
-    p_dq,
-    p_dk,
-    p_dg,
-    p_dbeta,
-    scale,
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_states,  # [NC, H, K, V], each chunk's incoming state
+    p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
+    p_v_new,  # [tokens, H, V]
+    p_do,  # [tokens, H, V]
+    p_dv_new,  # r [tokens, H, V]
+    p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
+    p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
+    p_dq,  # [tokens, H, K]; out
+    p_dk,  # [tokens, H, K]; out
+    p_dg,  # like p_g; out
+    p_dbeta,  # like p_beta; out
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
@@ -335,25 +335,25 @@ def as_earlier(pairs, tokens, factors, sums, DTYPE: tl.constexpr, PRECISION: tl.
 
 @triton.jit
 def strong_gradient_kernel(
-    p_q,
-    p_k,
-    p_g,
-    p_beta,
-    p_chunks,
-    p_strong,
-    p_weights,
-    p_states,
-    p_dstates,
-    p_v_new,
-    p_do,
-    p_dv_new,
-    p_pairs,
-    p_parts,
-    p_dq,
-    p_dk,
-    p_dg,
-    p_dbeta,
-    scale,
+    p_q,  # [tokens, HK, K]
+    p_k,  # [tokens, HK, K]
+    p_g,  # [tokens, H, K], natural logarithms; SCALAR: [tokens, H]
+    p_beta,  # [tokens, H]
+    p_chunks,  # int32 [NC, 2]
+    p_strong,  # int32 [NC, H], see anchors_kernel
+    p_weights,  # bfloat16 [tables, BT, BT], see load_weights
+    p_states,  # [NC, H, K, V], each chunk's incoming state
+    p_dstates,  # [NC, H, K, V], the gradient of its outgoing state
+    p_v_new,  # [tokens, H, V]
+    p_do,  # [tokens, H, V]
+    p_dv_new,  # r [tokens, H, V]
+    p_pairs,  # [NC, H, 2, BT, BT], of pairs_kernel
+    p_parts,  # float32 [NC, H, 2, BT], of pairs_kernel
+    p_dq,  # [tokens, H, K]; out
+    p_dk,  # [tokens, H, K]; out
+    p_dg,  # like p_g; out
+    p_dbeta,  # like p_beta; out
+    scale,  # float
     H: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,

@@ -26,7 +26,15 @@ def block_at(i, j, rows, W: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def normalize_kernel(p_x, p_y, p_factors, rows, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+def normalize_kernel(
+    p_x,  # [rows, D]
+    p_y,  # [rows, D]; out
+    p_factors,  # float32 [rows]; out
+    rows,  # int
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """p_factors float32 [rows]: 1 / sqrt(|x|^2 + 1e-6)."""
     at, inside = block_at(tl.program_id(0), 0, rows, D, ROWS, BD)
     b_x = load(p_x, at, inside).to(tl.float32)
@@ -37,7 +45,16 @@ def normalize_kernel(p_x, p_y, p_factors, rows, D: tl.constexpr, BD: tl.constexp
 
 
 @triton.jit(do_not_specialize=["rows"])
-def normalize_back_kernel(p_y, p_factors, p_dy, p_dx, rows, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+def normalize_back_kernel(
+    p_y,  # [rows, D]
+    p_factors,  # float32 [rows]
+    p_dy,  # [rows, D]
+    p_dx,  # [rows, D]; out
+    rows,  # int
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dx of dy."""
     at, inside = block_at(tl.program_id(0), 0, rows, D, ROWS, BD)
     b_y, b_dy = load(p_y, at, inside).to(tl.float32), load(p_dy, at, inside).to(tl.float32)
@@ -75,12 +92,12 @@ def sigmoid(b_x):
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_kernel(
-    p_x,
-    p_A_log,
-    p_dt_bias,
-    p_g,
-    rows,
-    bound,
+    p_x,  # [rows, W]
+    p_A_log,  # [W / K], or None
+    p_dt_bias,  # [W], or None
+    p_g,  # float32 [rows, W]; out
+    rows,  # int
+    bound,  # float; not read without BOUNDED
     W: tl.constexpr,
     K: tl.constexpr,
     BW: tl.constexpr,
@@ -104,14 +121,14 @@ def gate_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_back_kernel(
-    p_x,
-    p_A_log,
-    p_dt_bias,
-    p_dg,
-    p_dx,
-    p_parts,
-    rows,
-    bound,
+    p_x,  # [rows, W]
+    p_A_log,  # [W / K], or None
+    p_dt_bias,  # [W], or None
+    p_dg,  # float32 [rows, W]
+    p_dx,  # [rows, W]; out
+    p_parts,  # float32 [parts, 2, W]; out, or None
+    rows,  # int
+    bound,  # float; not read without BOUNDED
     W: tl.constexpr,
     K: tl.constexpr,
     BW: tl.constexpr,
@@ -151,10 +168,10 @@ def gate_back_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def sums_kernel(
-    p_parts,
-    p_dA_log,
-    p_ddt_bias,
-    parts,
+    p_parts,  # float32 [parts, 2, W]
+    p_dA_log,  # [W / K]; out, or None
+    p_ddt_bias,  # [W]; out, or None
+    parts,  # int
     W: tl.constexpr,
     K: tl.constexpr,
     BN: tl.constexpr,

@@ -164,11 +164,11 @@ class RoundLink(Link):
 
 @triton.jit
 def rails_kernel(
-    p_state,
-    p_decay,
-    p_initial,
-    p_out,
-    node,
+    p_state,  # float32 [G, K, V]
+    p_decay,  # float32, see Inputs
+    p_initial,  # float32 [G, K, V]
+    p_out,  # float32 [G, K, V]; out
+    node,  # Channel, see above
     rail,  # of an owner where the nodes are a chain; else without links
     own,  # Slice
     stride_g,

@@ -85,7 +85,7 @@ def scan_kernel(
 @triton.jit
 def shift_rows_kernel(
     p_state,  # float32 [G, K, V]
-    p_unused,
+    p_unused,  # in place of decays
     p_initial,  # float32 [G, K, V]; not read without HAS_INITIAL
     p_out,  # float32 [G, K, V], which is not p_state
     channel,

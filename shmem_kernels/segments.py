@@ -177,9 +177,9 @@ def _times(
 def dense_segments_kernel(
     p_states,  # float32 [n, G, K, V]
     p_transitions,  # float32 [n, G, K, K], element (m, i, j) at m * K * K + i * stride_i + j * stride_j
-    p_given,
-    p_incoming,
-    p_outgoing,
+    p_given,  # float32 [G, K, V]; see GIVEN
+    p_incoming,  # float32 [n, G, K, V]; out
+    p_outgoing,  # float32 [G, K, V]; out
     channel,
     n,
     stride_i,

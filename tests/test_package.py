@@ -475,6 +475,19 @@ def uncounted(path, tree):
     return names
 
 
+def test_kernels_say_what_each_pointer_is():
+    """Its dtype and shape, in the line of the parameter."""
+    bare = []
+    for path in python_files("shmem_kernels"):
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                lines = [(x.arg, text.splitlines()[x.lineno - 1]) for x in node.args.args if x.arg.startswith("p_")]
+                bare += [f"{path} {node.name}: {name}" for name, line in lines if "  # " not in line]
+    assert not bare, "\n".join(bare)
+
+
 @pytest.mark.quick
 def test_functions_take_few_parameters():
     """Not counted: what Triton compiles, public functions, functions of custom operators, and those in place of
