@@ -32,6 +32,8 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     wide = BK > 128 or fine
     columns = min(16 if fine else 32 if wide else 64, BV_max)
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
+    if not wide and BK == 128 and BV_max >= 128:  # of 64 columns, too, a multiprocessor has memory for one program
+        output |= dict(BV=128, num_warps=8)
     few = {} if fine else dict(maxnreg=168)  # three programs on a multiprocessor
     return dict(
         operands=both,
