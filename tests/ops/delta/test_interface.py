@@ -161,6 +161,7 @@ def point_case(group, rule, point):
         return relative_all(names, (o, final, *grads), (*expected, *wanted[8:]))
 
 
+@pytest.mark.quick("kda-closed gates in zigzag", "kda-a lower bound", "gated_delta_rule-raw gates")
 @pytest.mark.parametrize("rule, name", [(rule, name) for rule, name, _ in POINTS])
 def test_a_point_of_the_interface(run, rule, name, size=2):
     point = OF_KDA.get(name) or BOTH[name]

@@ -31,6 +31,7 @@ def test_the_chunked_form(rule, kind):
     assert max(errors.values()) < 1e-11, errors
 
 
+@pytest.mark.quick("GVA", "packed")
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize(
     "case",
