@@ -33,7 +33,7 @@ def pytest_configure(config):
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     if config.getoption("--gpu") and torch.cuda.device_count() > 1:
         choose_gpus(config, worker)
-    if worker and not config.getoption("--gpu"):  # whose threads would wait for cores that the other workers have
+    if worker:  # whose threads, and those of its ranks, would wait for cores that the other workers have
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
     if config.getoption("--share"):

@@ -126,7 +126,7 @@ def _traceable(
     xs: tuple[Tensor, ...], n: int, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None, layout: str
 ) -> bool:
     """Whether nothing has to be rejected, and the layout is contiguous."""
-    alike = bool(xs) and all(
+    alike = len(xs) > 0 and all(  # torch 2.11 does not trace bool() of a tuple
         isinstance(x, Tensor)
         and x.ndim >= 2
         and x.device == comm.device

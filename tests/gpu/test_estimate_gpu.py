@@ -33,15 +33,15 @@ def passes(operator, given, do, options):
 
     def forward():
         with torch.no_grad():
-            operator(*given, **SHAPE)
+            operator(*given, **options)
 
     def both():
-        torch.autograd.grad(operator(*given, **SHAPE)[0], given, do)
+        torch.autograd.grad(operator(*given, **options)[0], given, do)
 
     def chain():
         q = given[0]
         for _ in range(LAYERS):
-            q, _ = operator(q, *(x.detach() for x in given[1:]), **SHAPE)
+            q, _ = operator(q, *(x.detach() for x in given[1:]), **options)
         torch.autograd.grad(q, given[0], do)
 
     return forward, both, chain

@@ -82,7 +82,8 @@ def zeco_kda(
         A_log: [HV], optional where there is a lower_bound; with use_gate_in_kernel only, as dt_bias and lower_bound.
         dt_bias: HV * K numbers, optional.
         use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
-        safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with; ours look.
+        safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with; ours look. With
+            gates as they are lower_bound may say so, too, and has no effect.
         state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
         scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, comm: as in
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
@@ -105,7 +106,8 @@ def zeco_kda(
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
+    promised = safe_gate and not use_gate_in_kernel  # as fla takes it: of gates as they are
+    before = Before(*flags, None if promised else lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)

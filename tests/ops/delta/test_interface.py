@@ -81,6 +81,7 @@ OF_KDA = {
     "a lower bound alone": Point(dict(dtype=BF16), RAW | dict(lower_bound=-0.5)),
     "safe_gate": Point(dict(dtype=F16), BOUNDED | dict(safe_gate=True), gate=F16, A_log=True),
     "safe_gate of gates as they are": Point(options=dict(safe_gate=True)),
+    "safe_gate and a lower bound of gates as they are": Point(options=dict(safe_gate=True, lower_bound=-5.0)),
 }
 POINTS = [(rule, name, point) for rule in RULES for name, point in BOTH.items()]
 POINTS += [("kda", name, point) for name, point in OF_KDA.items()]
