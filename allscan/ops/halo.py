@@ -126,15 +126,18 @@ def _traceable(
     xs: tuple[Tensor, ...], n: int, comm: Communicator, cu_seqlens: Tensor | Sequence[int] | None, layout: str
 ) -> bool:
     """Whether nothing has to be rejected, and the layout is contiguous."""
-    alike = len(xs) > 0 and all(  # torch 2.11 does not trace bool() of a tuple
-        isinstance(x, Tensor)
-        and x.ndim >= 2
-        and x.device == comm.device
-        and x.shape[:2] == xs[0].shape[:2]
-        and x.layout == torch.strided
-        and not x.is_complex()
-        and x.dtype not in (torch.float64, torch.bool)
-        for x in xs
+    alike = (
+        len(xs) > 0
+        and all(  # torch 2.11 does not trace bool() of a tuple
+            isinstance(x, Tensor)
+            and x.ndim >= 2
+            and x.device == comm.device
+            and x.shape[:2] == xs[0].shape[:2]
+            and x.layout == torch.strided
+            and not x.is_complex()
+            and x.dtype not in (torch.float64, torch.bool)
+            for x in xs
+        )
     )
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
     return (
