@@ -91,6 +91,13 @@ def headline() -> str:
     def over(row: dict[str, str]) -> str:
         return f"{float(row['p50_us']) / float(row['one_rank_us']):.3f}"
 
+    alone = {
+        row["method"]: row for row in _rows("local_kda") if row["gates"] == "weak" and "packed" not in row["shape"]
+    }
+
+    def ms(row):
+        return f"{float(row['forward_backward_us']) / 1e3:.2f}"
+
     rows = [
         [
             "scan of 2 MiB, us, latency / back to back",
@@ -124,10 +131,11 @@ def headline() -> str:
             f"heads by all-to-all: {hybrid('heads')}",
         ],
         [
-            "GLA on one GPU, both passes",
-            f"1 GPU: {float(ours['forward_backward_us']) / 1e3:.2f} ms",
+            "GLA (16 heads); KDA (32 heads) on one GPU, both passes, ms",
+            f"1 GPU: {ms(ours)}; {ms(alone['zeco_kda, chunk=allscan'])}",
             "",
-            f"fla's `chunk_gla`: {float(fla['forward_backward_us']) / 1e3:.2f} ms",
+            f"fla's `chunk_gla`: {ms(fla)}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "
+            f"with `safe_gate` {ms(alone['fla chunk_kda, safe_gate'])}",
         ],
     ]
     return _table(["", "2 ranks", "4 ranks", "instead"], rows)
@@ -357,6 +365,25 @@ def _delta(rule: str, methods: dict[str, str] = _DELTA, sizes=((16384, 32), (163
     return _table(["T, heads", "", "forward, us", "over one rank", "both passes, us", "over one rank"], rows)
 
 
+def local_kda() -> str:
+    """docs/delta.md: KDA on one GPU, our own chunk kernels beside fla's."""
+    names = {
+        "zeco_kda, chunk=allscan": "**`zeco_kda`**",
+        "zeco_kda, chunk=fla": '`zeco_kda(chunk="fla")`',
+        "fla chunk_kda": "fla 0.6.0's `chunk_kda`",
+        "fla chunk_kda, safe_gate": "the same, `safe_gate`",
+        "fla chunk_kda, disable_recompute": "the same, `disable_recompute`",
+    }
+    rows = []
+    for method, told in names.items():
+        row = [told]
+        for gates in ("weak", "mild", "strong"):
+            found = _find("local_kda", shape="1x16384x32x128x128", method=method, gates=gates)
+            row.append(" / ".join(f"{float(found[x]) / 1e3:.2f}" for x in ("forward_us", "forward_backward_us")))
+        rows.append(row)
+    return _table(["forward / both passes", "weak", "mild", "strong"], rows)
+
+
 def kda() -> str:
     """docs/delta.md."""
     return _delta("kda")
@@ -432,7 +459,8 @@ def last_run() -> str:
 
 
 _MEASURED = headline, scan, operator, operator_h100, training, hybrid, zigzag, worth, worth_kda, memory, alternatives
-_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, chain, hop, invariant, last_run, megatron
+_MEASURED += dense, kda, gated_delta_rule, kda_cp, gated_delta_rule_cp, chain, hop, invariant, local_kda, last_run
+_MEASURED += (megatron,)
 TABLES = {f.__name__: f for f in _MEASURED}
 
 
