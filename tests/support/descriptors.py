@@ -2,8 +2,8 @@
 
 The ptxas of Triton 3.6 and 3.7 (12.8) computes some of the descriptors from a register that holds something else by
 then, seen in products of bfloat16 with 32 columns: they read outside of shared memory, or wrong numbers. Here a kernel
-is run with one program that has no data: an integer is known if it comes from constants and from where shared memory
-begins. Loops are gone through three times, branches ahead are not taken.
+is run with one thread that has no data: an integer is known if it comes from constants, from where shared memory begins
+and from the thread's number. Loops are gone through three times, branches ahead are not taken.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Follower:
     """known: how many operands of wgmma lie in shared memory; lost: those that do not, or of which that is not known
     (a pipelined loop's depend on how often it has run)."""
 
-    def __init__(self, lines: list[str], shared: int) -> None:
+    def __init__(self, lines: list[str], shared: int, thread: int = 0) -> None:
         self.code: list[Line] = []
+        self.thread = thread
         self.labels: dict[str, int] = {}
         self.shared, self.known = shared, 0
         self.lost: list[tuple[str, str, str]] = []
@@ -94,7 +95,7 @@ class Follower:
             for i in range(2):
                 self._set(line, self._next(x[0], i), 0 if x[1] == "SRZ" else None)
         elif kind in ("S2R", "S2UR"):
-            self._set(line, x[0], 0 if "CgaCtaId" in x[1] else None)
+            self._set(line, x[0], 0 if "CgaCtaId" in x[1] else self.thread if x[1] == "SR_TID.X" else None)
         elif operation == "UIADD3.64":
             total = self._pair(x[1]), self._pair(x[2]), self._pair(x[3])
             whole = None if None in total else sum(total)
@@ -117,6 +118,8 @@ class Follower:
             self._set(line, x[0], values[0] & (1 << values[1]) - 1 if known else None)
         elif operation in ("LEA", "ULEA") and not carries:
             self._set(line, x[0], (values[0] << values[2]) + values[1] if known else None)
+        elif operation in ("LEA.HI", "ULEA.HI") and not carries:
+            self._set(line, x[0], ((values[2] << 32 | values[0]) << values[3] >> 32) + values[1] if known else None)
         elif operation in ("LOP3.LUT", "ULOP3.LUT") and REGISTER.fullmatch(x[0]):
             self._set(line, x[0], _by_table(*values[:4]) if None not in values[:4] else None)
         else:

@@ -52,8 +52,9 @@ class Compiled(compiled.Compiled):
         assert parameters_in(self.cubin, self.name) == sizes, f"Triton hands {self.name} other parameters"
 
     def lost_operands(self) -> list[tuple[str, str, str]]:
-        """Products that read outside of shared memory, or it cannot be said from where; see descriptors.Follower."""
-        return Follower(self.instructions, self.shared).lost
+        """Products of either of up to two groups of 4 warps that read outside of shared memory, or it cannot be said
+        from where; see descriptors.Follower."""
+        return [lost for first in (0, 128) for lost in Follower(self.instructions, self.shared, first).lost]
 
     def spilled_beside_products(self) -> list[str]:
         """Instructions within innermost loops of products that read or write spilled registers."""

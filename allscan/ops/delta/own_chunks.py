@@ -34,6 +34,10 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
     output = dict(BV=columns, BJ=min(32, BK), num_warps=8 if wide else 4, num_stages=1 if wide else 2)
     if not wide and BK == 128 and BV_max >= 128:  # of 64 columns, too, a multiprocessor has memory for one program
         output |= dict(BV=128, num_warps=8)
+    # with more columns its code is wrong whatever num_stages is, where keys or values have no more
+    scalar_gradient = few_columns if fine else few_columns | dict(BV=32 if min(BK, BV_max) <= 32 else 128)
+    if not fine and BK == 128 and BV_max >= 128:
+        scalar_gradient = dict(BJ=128, BV=64, num_warps=8, num_stages=1)
     few = {} if fine else dict(maxnreg=168)  # three programs on a multiprocessor
     return dict(
         operands=both,
@@ -43,8 +47,7 @@ def chunk_blocks(BK: int, BV_max: int, dtype: torch.dtype) -> dict[str, dict[str
         pairs=both if fine else both | dict(BV=128),
         gradient=few_columns,
         strong_gradient=both,
-        # with more columns its code is wrong whatever num_stages is, where keys or values have no more
-        scalar_gradient=few_columns if fine else few_columns | dict(BV=32 if min(BK, BV_max) <= 32 else 128),
+        scalar_gradient=scalar_gradient,
     )
 
 
