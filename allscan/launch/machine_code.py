@@ -4,7 +4,8 @@ The ptxas of Triton 3.6 and 3.7 (12.8) makes such code of some matrix products f
 operands are in uniform registers that nothing has written, so they read anywhere in shared memory, or outside of it.
 Which products those are, differs with each constant of a kernel (widths, heads) and with how its loops are pipelined.
 So a kernel for Hopper with products is disassembled when it is first compiled on a machine, before its first launch,
-and is compiled with other ``num_stages`` where its code is wrong; these change no result otherwise.
+and is compiled with other ``num_stages`` where its code is wrong; these change no result otherwise, as long as no loop
+of such a kernel loads what an earlier turn of it has stored, since pipelined loads are issued turns ahead.
 """
 
 from __future__ import annotations
