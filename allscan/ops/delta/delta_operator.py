@@ -83,7 +83,7 @@ def zeco_kda(
         dt_bias: HV * K numbers, optional.
         use_beta_sigmoid_in_kernel: whether beta is raw: beta is sigmoid(beta), with allow_neg_eigval twice that.
         safe_gate: promises that no decay's logarithm is below -5, which fla's kernels are faster with; ours look. With
-            gates as they are lower_bound may say so, too, and has no effect.
+            gates as they are a lower_bound of at least -5 may say so, too, and has no effect.
         state_v_first: whether states are [.., V, K]; final_state is a transposed view then.
         scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, comm: as in
             ``allscan.zeco_gla``; states are [B or N, HV, K, V] float32.
@@ -106,8 +106,9 @@ def zeco_kda(
         Kimi Linear, arXiv 2510.26692; ZeCO, arXiv 2507.01004; docs/delta.md.
     """
     flags = use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    promised = safe_gate and not use_gate_in_kernel  # as fla takes it: of gates as they are
-    before = Before(*flags, None if promised else lower_bound, A_log, dt_bias, state_v_first, chunk)
+    if safe_gate and not use_gate_in_kernel and isinstance(lower_bound, (int, float)) and -5 <= lower_bound < 0:
+        lower_bound = None  # as fla takes it: a promise of gates as they are
+    before = Before(*flags, lower_bound, A_log, dt_bias, state_v_first, chunk)
     rule = "own_kda" if chunk == "allscan" else "safe_kda" if safe_gate else "kda"
     asked = Asked(scale, initial_state, output_final_state, cu_seqlens, first_token, layout, per_document, invariant)
     return _call(rule, before, Inputs(q, k, v, g, beta), comm, asked)

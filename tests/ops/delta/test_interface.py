@@ -15,7 +15,7 @@ import allscan
 from allscan.reference import delta_reference
 from support.delta import NAMES, DeltaCase, Whole, of_rank
 from support.gla import BF16, F16, F32
-from support.values import place, relative_all
+from support.values import place, raised, relative_all
 
 pytestmark = pytest.mark.cpu
 LIMIT = {F32: 3e-5, F16: 2e-3, BF16: 1.2e-2}
@@ -169,3 +169,22 @@ def test_a_point_of_the_interface(run, rule, name, size=2):
     limit = max(LIMIT.get(dtype, 0) for dtype in (point.case.get("dtype", F32), point.gate, point.beta))
     for errors in run(size, point_case, rule, point):
         assert max(errors.values()) < limit, errors
+
+
+def promise_case(group):
+    """What is raised where rank 0 alone gives safe_gate a lower_bound that is no promise of it."""
+    with allscan.Communicator(group) as comm:
+        whole, mine = Whole(DeltaCase("kda", [20, 20]), comm.device), place(comm, [20, 20])
+        inputs = [x[:, mine] for x in whole.tensors()]
+        found = []
+        for bound in (3.0, 0.0, -100.0, float("nan"), "-5"):
+            bound = -5.0 if comm.rank else bound
+            found.append(
+                raised(lambda bound=bound: allscan.zeco_kda(*inputs, comm=comm, safe_gate=True, lower_bound=bound))
+            )
+        return found
+
+
+def test_what_safe_gate_does_not_promise_is_rejected_on_all_ranks(run, size=2):
+    for problems in run(size, promise_case):
+        assert all(found and found[0] == "ValueError" and "lower_bound" in found[1] for found in problems), problems
