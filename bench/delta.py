@@ -240,8 +240,8 @@ def point(ranks, rule, T, H, gate, backward, names=None, chunk="fla") -> dict | 
                 extra[name] = extra_mib(call)
         calls = without(failed, calls, ranks)
         few = T // 8 if fla_runs(rule, backward, chunk) else min(T // 8, REFERENCE)
-        saved_states = {name: call for name, call in those(few).items() if name in calls}
-        errors = check(rule, comm, saved_states, few, H, gate, backward, failed, chunk)
+        checked = {name: call for name, call in those(few).items() if name in calls}
+        errors = check(rule, comm, checked, few, H, gate, backward, failed, chunk)
         calls = without(failed, calls, ranks)
         times: dict = {name: [] for name in calls}
         with said(comm, "timed"):

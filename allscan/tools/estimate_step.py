@@ -2,7 +2,7 @@
 
 The model's own code runs on torch's meta device, where tensors have shapes and no numbers, forward and backward, while
 the bytes of all living tensors are counted. Delta rules hold there what allscan.tools.estimate says of them, softmax
-layers what blocks of keys hold. tests/test_estimate.py compares it with measured peaks of whole models.
+layers what blocks of keys hold. tests/tools/test_estimate.py compares it with measured peaks of whole models.
 """
 
 from __future__ import annotations
