@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 import re
+import tokenize
 
 import pytest
 
@@ -35,6 +37,14 @@ WORDS = {
     r"there[ _]and[ _]back|\bthere, back\b(?! = launcher)|way back begins": "ascending and descending scan",
     r"\btravel": "is sent",
 }
+# Not to be found in names, as all of them or as a part between underscores; prose may use them
+PARTS_OF_NAMES = {
+    "given": "inputs, arguments, initial, requested ...",
+    "made": "outputs, results, counts, created ...",
+    "kept": "saved, cached, retained ...",
+}
+PACKAGES_OF_NAMES = ("allscan/base", "allscan/comm", "allscan/launch")
+PUBLIC_NAMES = {("allscan/launch/graph_cache.py", "kept")}  # GraphCounts.kept
 NAMES_OF_OTHERS = r"_symmetric_memory\.rendezvous|rdzv|_symm.*rendezvous|symm_mem.*rendezvous"
 
 
@@ -64,5 +74,29 @@ def test_words():
         if not re.search(NAMES_OF_OTHERS, line)
         for word, instead in WORDS.items()
         if re.search(word, line)
+    ]
+    assert not found, "\n".join(["", *found])
+
+
+def names_of(path):
+    """(Where, path inside the repository, name) of each name in the code of a file."""
+    inside = str(path.relative_to(ROOT))
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            yield f"{inside}:{token.start[0]}: {token.string}", inside, token.string
+
+
+@pytest.mark.quick
+@pytest.mark.cpu
+def test_names():
+    paths = [path for package in PACKAGES_OF_NAMES for path in sorted((ROOT / package).rglob("*.py"))]
+    assert len(paths) > len(PACKAGES_OF_NAMES)
+    found = [
+        f"{where}\n    say {instead}"
+        for path in paths
+        for where, inside, name in names_of(path)
+        if (inside, name) not in PUBLIC_NAMES
+        for part, instead in PARTS_OF_NAMES.items()
+        if part in name.lower().split("_")
     ]
     assert not found, "\n".join(["", *found])

@@ -23,7 +23,7 @@ from ..bindings.torch_compat import (
     unwrap_if_dead,
 )
 
-Made = Callable[..., tuple[Any, ...]]  # of tensors, numbers and None, of which it returns a tuple
+TupleFunction = Callable[..., tuple[Any, ...]]  # of tensors, numbers and None, of which it returns a tuple
 
 
 def wants_gradient(inputs: Iterable[object]) -> bool:
@@ -170,15 +170,15 @@ def _without_budget(node: Any) -> None:
 
 
 def _custom_operator(
-    name: str, function: Made, fake: Made, tags: Sequence[torch.Tag] = ()
+    name: str, function: TupleFunction, fake: TupleFunction, tags: Sequence[torch.Tag] = ()
 ) -> torch.library.CustomOpDef:
     """The custom operator of a ``function`` that returns a tuple, with one argument more, ``after``, and one result
     more, for ``after`` of the next call."""
     count = len(inspect.signature(function).parameters)
 
-    def extended(made: Made) -> Made:
+    def extended(run: TupleFunction) -> TupleFunction:
         def call(*inputs: Any) -> tuple[Tensor, ...]:
-            outputs = [inputs[0].new_empty(0) if x is None else x for x in made(*inputs[:count])]
+            outputs = [inputs[0].new_empty(0) if x is None else x for x in run(*inputs[:count])]
             return *outputs, inputs[0].new_empty(1, dtype=torch.int64)
 
         return call
@@ -198,14 +198,16 @@ def _custom_operator(
     return operator
 
 
-def ordered(name: str, function: Made, fake: Made) -> Made:
+def ordered(name: str, function: TupleFunction, fake: TupleFunction) -> TupleFunction:
     """A ``function`` of tensors that returns a tuple of them, as an operator whose results torch.compile neither makes
     again in backward nor has in a CUDA graph. ``fake``: the same on tensors without data."""
     operator = _custom_operator(name, function, fake, no_cuda_graph)
     return lambda *inputs: operator(*inputs)[:-1]
 
 
-def _with_packed(name: str, function: Made, fake: Made) -> tuple[list[torch.library.CustomOpDef], Made]:
+def _with_packed(
+    name: str, function: TupleFunction, fake: TupleFunction
+) -> tuple[list[torch.library.CustomOpDef], TupleFunction]:
     """(custom operators, what calls one of them). With cu_seqlens it is one that is not part of a CUDA graph of
     torch's, which would go on with the tables of the call that was captured."""
     operators, names = [_custom_operator(name, function, fake)], [*inspect.signature(function).parameters]
@@ -225,10 +227,10 @@ class Passes(NamedTuple):
     fake_backward: the same on tensors without data, without effect.
     """
 
-    forward: Made
-    fake: Made
-    backward: Made
-    fake_backward: Made
+    forward: TupleFunction
+    fake: TupleFunction
+    backward: TupleFunction
+    fake_backward: TupleFunction
 
 
 class CustomOperator:
@@ -240,7 +242,7 @@ class CustomOperator:
     *gradients of the outputs), returns those of the inputs, and calls ``backward`` once.
     """
 
-    def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: Made) -> None:
+    def __init__(self, name: str, passes: Passes, save: Callable[..., None], gradient: TupleFunction) -> None:
         operators, self.forward = _with_packed(name, passes.forward, passes.fake)
         _, self.backward = _with_packed(f"{name}_backward", passes.backward, passes.fake_backward)
         for operator in operators:
@@ -283,9 +285,9 @@ class Operator(CustomOperator):
         name: str,
         passes: Passes,
         save: Callable[..., None],
-        gradient: Made,
+        gradient: TupleFunction,
         pending: Callable[..., list[Any]],
-        backward: Made,
+        backward: TupleFunction,
     ) -> None:
         count = len(inspect.signature(passes.forward).parameters)
 
@@ -296,7 +298,7 @@ class Operator(CustomOperator):
             ctx.pending = pending(*inputs) if eager else []
             save(ctx, inputs, output)
 
-        def gradient_traced(run: Made, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        def gradient_traced(run: TupleFunction, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = gradient(run, ctx, *grads[:RESULTS])
             return *found, *[None] * (count - len(found))
 

@@ -253,8 +253,8 @@ def zigzag_of(layout: str, per_document: bool, cu_seqlens: object) -> int:
     if not per_document:
         return int(zigzag)
     if not zigzag or cu_seqlens is None:
-        given = "without" if cu_seqlens is None else "with"
-        raise ValueError(f'per_document=True is for layout="zigzag" with cu_seqlens, got {layout!r} {given} them')
+        presence = "without" if cu_seqlens is None else "with"
+        raise ValueError(f'per_document=True is for layout="zigzag" with cu_seqlens, got {layout!r} {presence} them')
     return PER_DOCUMENT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-KEPT = 256  # partitions of cu_seqlens, calls that were checked
+CACHE_SIZE = 256  # partitions of cu_seqlens, calls that were checked
 
 
 class Agreement(dict[Hashable, Any]):
@@ -50,8 +50,8 @@ class Agreed:
 
     def __init__(self, *local: dict[Hashable, Any]) -> None:
         self.scans: dict[Hashable, Any] = {}
-        self.arguments = Agreement(16 * KEPT, *local)
-        self.partitions = Agreement(KEPT)
+        self.arguments = Agreement(16 * CACHE_SIZE, *local)
+        self.partitions = Agreement(CACHE_SIZE)
 
     def resync(self) -> None:
         """Every rank asks again at its next first calls: one that missed calls, or was interrupted between the answers

@@ -22,7 +22,7 @@ class Backwards:
 
     order: Order
     dropped: list[bool]  # [reverse]: a forward launch in that direction had no backward on this rank
-    made: int = 0  # adjoint launches, as the host has made them
+    adjoint_launches: int = 0  # as the host has made them
 
 
 class PendingBackward:
@@ -36,7 +36,7 @@ class PendingBackward:
         is put back.
     """
 
-    __slots__ = "_of", "_reverse", "_made", "generation", "_fwd_epoch", "_fwd_epochs"
+    __slots__ = "_of", "_reverse", "_adjoint_launches", "generation", "_fwd_epoch", "_fwd_epochs"
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PendingBackward:
         fwd_epoch: Any = None,
         fwd_epochs: list[torch.Tensor] | None = None,
     ) -> None:
-        self._of, self._reverse, self._made = weakref.ref(backwards), reverse, backwards.made
+        self._of, self._reverse, self._adjoint_launches = weakref.ref(backwards), reverse, backwards.adjoint_launches
         self.generation = backwards.order.generation
         self._fwd_epoch, self._fwd_epochs = fwd_epoch, fwd_epochs
 
@@ -56,7 +56,7 @@ class PendingBackward:
             raise RuntimeError("the AllScan of this call is gone")
         if backwards.order.generation != self.generation:
             raise RuntimeError("this call was made before Communicator.resync(): its backward cannot be run any more")
-        backwards.made += 1
+        backwards.adjoint_launches += 1
 
     def __del__(self) -> None:
         if self._fwd_epochs is not None:
@@ -64,7 +64,7 @@ class PendingBackward:
         backwards = self._of()
         if backwards is None or backwards.order.generation != self.generation:
             return
-        if backwards.made == self._made:
+        if backwards.adjoint_launches == self._adjoint_launches:
             backwards.dropped[self._reverse] = True
 
 

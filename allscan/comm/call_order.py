@@ -61,7 +61,7 @@ class Order:
         # fail again before a call that is a first one again: the others wait for it as their kernels would
         self._patience = self._timeout + GRACE_S if self.generation >= 0 else None
         self.generation += 1
-        self.made = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
+        self.call_counts = [0, 0]  # calls in the two directions, forward and reverse, counted as they are entered
         self.steps = 0  # calls of Communicator.step(), of which those in CUDA graphs are counted on the device only
         self.missed_steps = 0  # those that have raised, which the device has not counted
         self.launches = 0  # in debug mode
@@ -98,10 +98,10 @@ class Order:
 
     def stamp_in(self, reverse: bool) -> int:
         """Of a launch in the present call that is no part of a plan."""
-        return int((self.stamp + self.made[not reverse]) % STAMPS.value)
+        return int((self.stamp + self.call_counts[not reverse]) % STAMPS.value)
 
-    def calls_made(self) -> str:
-        return f"{self.made[0]} forward and {self.made[1]} reverse"
+    def describe_call_counts(self) -> str:
+        return f"{self.call_counts[0]} forward and {self.call_counts[1]} reverse"
 
     def raised_everywhere(self, error: Exception) -> Exception:
         """``error``, which all ranks raise alike, so that the present call counts on none."""
@@ -129,14 +129,14 @@ class Order:
         """A call has ended with an ``error``: remember that if this rank alone has it."""
         give_up()
         if self.everywhere:
-            self.made[reverse] -= 1
+            self.call_counts[reverse] -= 1
         elif stops_recomputation(error):
             pass  # torch's activation checkpointing has what it wants, and the call was made
         elif self.store_exchange.size > 1 and not self._record[_SET]:
             self._reject(error)
 
     def _reject(self, error: BaseException) -> None:
-        self.rejected = (sum(self.made), f"{type(error).__name__}: {str(error) or 'without a message'}")
+        self.rejected = (sum(self.call_counts), f"{type(error).__name__}: {str(error) or 'without a message'}")
         self._rejections = [*self._rejections[-1:], self.rejected]
         self.store_exchange.post("rejected", self._rejections)
 
@@ -162,7 +162,7 @@ class Order:
 
     def _rejected_by_another(self) -> str | None:
         """Who has rejected the call that this rank is in, and why."""
-        number = sum(self.made)
+        number = sum(self.call_counts)
         for rank, of_a_rank in self.store_exchange.posted("rejected").items():
             why = next((why for n, why in of_a_rank if n == number), None)
             if why is not None and rank != self.store_exchange.rank:
@@ -222,7 +222,7 @@ class Order:
         Raises AllScanOutOfStep on every rank if they have made different numbers of calls so far, or if one of them has
         raised it, or AllScanTimeout, and makes no further calls."""
         try:
-            mine = value, tuple(self.made), self.rejected, self.reverse if self.inside else None
+            mine = value, tuple(self.call_counts), self.rejected, self.reverse if self.inside else None
             within = self._patience if self.inside else None
             answers = self.store_exchange.exchange(mine, what, self._excuse, within=within)
         except AllScanRejected:
@@ -233,17 +233,19 @@ class Order:
         except RuntimeError:
             self.everywhere = True  # nobody has launched anything
             raise
-        values, made, rejected, reverse = zip(*answers, strict=True)
+        values, call_counts, rejected, reverse = zip(*answers, strict=True)
         if any(rejected):
             if len({r and r[0] for r in rejected}) > 1:
                 found = _sentences({rank: r for rank, r in enumerate(rejected) if r})
                 raise self.raised_everywhere(self.desynchronized(f"The ranks are desynchronized: {found}{REMEDY}."))
             self.rejected = None  # all ranks have rejected that call
-        if len(set(made)) > 1:
-            if None not in reverse and len({(f + d, r - d) for (f, r), d in zip(made, reverse)}) == 1:  # before this
+        if len(set(call_counts)) > 1:
+            if (
+                None not in reverse and len({(f + d, r - d) for (f, r), d in zip(call_counts, reverse)}) == 1
+            ):  # before this
                 directions = differing([[("reverse", d)] for d in reverse])
                 raise self.raised_everywhere(ValueError(f"ranks call with different arguments: {directions}"))
-            counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in made)
+            counts = by_rank(f"{forward} forward, {reverse} reverse" for forward, reverse in call_counts)
             raise self.raised_everywhere(
                 self.desynchronized(
                     f"The ranks have made different numbers of calls: {counts}. Since one of them missed a call, "

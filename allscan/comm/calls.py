@@ -57,7 +57,7 @@ class _Call(tuple[Any, ...]):
             comm.check()
         if order.rejected is not None:
             order.settle()
-        order.made[reverse] += 1
+        order.call_counts[reverse] += 1
         order.inside, order.everywhere, order.reverse, order.stamp = True, False, reverse, 0
         if transforms_active() or (forward_ad._current_level >= 0 and has_tangents(inputs)):
             self._reject()

@@ -21,7 +21,7 @@ from ..bindings.interpreter import prepare_interpreter
 from ..launch.graph_cache import MOST_BYTES, GraphCounts, Graphs
 from ..launch.streams import Streams
 from ..shmem_kernels import wait
-from .agreed import KEPT, Agreed, Recent
+from .agreed import CACHE_SIZE, Agreed, Recent
 from .call_order import Order
 from .calls import Calls
 from .compile_watch import watch
@@ -162,7 +162,10 @@ class Communicator(Calls):
         self.collectives: weakref.WeakSet[Collective] = weakref.WeakSet()
         self.fwd_epochs: list[torch.Tensor] = []  # that are free, see fwd_epochs.py
         self.attributes: dict[Hashable, Any] = {}  # of users of the communicator (MPI: attribute caching)
-        self.calls, self.checked = Recent(KEPT), Recent(16 * KEPT)  # what runs calls that were checked; signatures
+        self.calls, self.checked = (
+            Recent(CACHE_SIZE),
+            Recent(16 * CACHE_SIZE),
+        )  # what runs calls that were checked; signatures
         self.agreed = Agreed(self.calls, self.checked)  # by which calls are found that ask nobody
         self.tables: dict[Hashable, Any] = {}  # see tokens/partition.py
         self.handle = next(_handles)  # a number that stands for this object where torch wants one
@@ -413,7 +416,7 @@ class Communicator(Calls):
         made; nothing if any is broken. Raises AllScanOutOfStep if a rank does not come after a fault, and StoreGone."""
         order = self.order
         if self.size == 1:
-            return () if broken else (order.calls_made(),)
+            return () if broken else (order.describe_call_counts(),)
         if broken:
             order.tell("has closed its communicator alone, after an error")
             order.store_exchange.abandon("close", "is broken")
@@ -421,7 +424,9 @@ class Communicator(Calls):
         why = f", rejected {order.rejected[0]}" if order.rejected else ""
         try:
             excuse = order.excuse_after_fault(LOST, 1)
-            return tuple(order.store_exchange.exchange(order.calls_made() + why, "Communicator.close", excuse, "close"))
+            return tuple(
+                order.store_exchange.exchange(order.describe_call_counts() + why, "Communicator.close", excuse, "close")
+            )
         except Abandoned:
             return ()
 

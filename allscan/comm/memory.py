@@ -12,7 +12,7 @@ from ..bindings.transport import SymmetricHeap
 from ..shmem_kernels import wait
 from ..shmem_kernels.channel import STAMP, STAMPS
 
-_kept_alive: list[object] = []  # what kernels of communicators that were not closed may still write to
+_abandoned: list[object] = []  # what kernels of communicators that were not closed may still write to
 
 
 class Memory:
@@ -80,7 +80,7 @@ class Memory:
 
     def abandon(self) -> None:
         """Kernels may use all of it until this process ends."""
-        _kept_alive.append(self._buffers)
+        _abandoned.append(self._buffers)
 
 
 class Line(NamedTuple):

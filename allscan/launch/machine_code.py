@@ -149,11 +149,11 @@ def options_of_right_code(
     key = kernel, _kind((*arguments, *named.values())), tuple(options.items())
     if key in _right:
         return _right[key]
-    given = options.get("num_stages")
-    for stages in (given, *(n for n in STAGES if n != given)):
-        tried = options if stages == given else options | dict(num_stages=stages)
+    requested = options.get("num_stages")
+    for stages in (requested, *(n for n in STAGES if n != requested)):
+        tried = options if stages == requested else options | dict(num_stages=stages)
         compiled = kernel.warmup(*arguments, grid=grid, **named, **tried)
-        fits = stages == given or compiled.metadata.shared <= SHARED_MEMORY
+        fits = stages == requested or compiled.metadata.shared <= SHARED_MEMORY
         if fits and not reads_unset_registers(compiled):
             if len(_right) >= MOST:
                 _right.clear()

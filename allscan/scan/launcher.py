@@ -86,7 +86,7 @@ class Launcher:
         elif self.comm.size > 1:
             for channel in self.channels:
                 reset(channel)
-        self.backwards.made, self.backwards.dropped = 0, [False, False]
+        self.backwards.adjoint_launches, self.backwards.dropped = 0, [False, False]
 
     def channel(
         self, reverse: bool, fwd_epoch: Tensor | None = None, adjoint_of: Tensor | None = None, stamp: int = 0
@@ -185,7 +185,7 @@ class Launcher:
         launch, reverse, adjoint = prepared.launch, prepared.reverse, prepared.of_adjoint
         self.before_launch(launch.kernel, reverse)
         order = self.comm.order
-        stamp = (order.stamp + order.made[not reverse]) % _STAMPS  # Order.stamp_in, in less time
+        stamp = (order.stamp + order.call_counts[not reverse]) % _STAMPS  # Order.stamp_in, in less time
         if self.rails is None and launch.ready and launchable(addresses):  # _with_channel, in less time
             before, behind = self._addresses[adjoint][reverse]
             fwd_epoch = addresses.pop()

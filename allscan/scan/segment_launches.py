@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.checks import decay_rows, decay_strides, plain
 from ..base.tiling import next_power_of_2, transition_blocks
-from ..comm.agreed import KEPT, Recent
+from ..comm.agreed import CACHE_SIZE, Recent
 from ..launch.compiled_kernel import Launch
 from ..shmem_kernels.segments import (
     ADDED,
@@ -52,7 +52,7 @@ class SegmentScans:
     def __init__(self, scan: AllScan) -> None:
         self.comm, self.launcher, self.shape = scan.comm, scan.launcher, scan.shape
         self._spec, self._max_ctas = scan.spec, scan.max_ctas
-        self._launches = Recent(KEPT)
+        self._launches = Recent(CACHE_SIZE)
 
     @staticmethod
     def of(scan: AllScan) -> SegmentScans:

@@ -24,7 +24,7 @@ from ..shmem_kernels.segment_table import ENTERED, FIRST, LAST, LEFT
 
 T_ = TypeVar("T_")
 
-KEPT = 256  # boundaries read from the GPU, and what is derived of a layout
+CACHE_SIZE = 256  # boundaries read from the GPU, and what is derived of a layout
 CHUNK_TOKENS = 64  # BT
 MOST_CHUNKS = 65535  # of a rank: what the second axis of a grid holds
 
@@ -177,11 +177,11 @@ class Layout(Tables):
         return alone
 
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
-        """What ``make()`` returned for ``key`` at one of the last KEPT such calls: launches for these tokens. It should
-        hold ``tables``, not this, which would then hold itself."""
+        """What ``make()`` returned for ``key`` at one of the last CACHE_SIZE such calls: launches for these tokens. It
+        should hold ``tables``, not this, which would then hold itself."""
         found = self._derived.get(key)
         if found is None:
-            if len(self._derived) >= KEPT:
+            if len(self._derived) >= CACHE_SIZE:
                 del self._derived[next(iter(self._derived))]
             found = self._derived[key] = make()
         return found
@@ -365,7 +365,7 @@ class TensorKey:
         return isinstance(other, TensorKey) and self.key == other.key and self.tensor() is other.tensor()
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def _read_boundaries(identity: TensorKey) -> tuple[int, ...]:
     tensor = identity.tensor()
     assert tensor is not None  # which the caller holds

@@ -26,7 +26,7 @@ from .packing import (
     carried_states,
 )
 
-KEPT = 256  # tables that a communicator keeps
+CACHE_SIZE = 256  # tables that a communicator keeps
 NOT_IN_CAPTURE = "a first call with these lengths cannot be captured: call once before the capture"
 
 Tables_ = TypeVar("Tables_", bound=Tables)
@@ -36,7 +36,7 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
     """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it; the current stream is
     to read it.
 
-    The communicator keeps KEPT of them, and those whose addresses a graph holds.
+    The communicator keeps CACHE_SIZE of them, and those whose addresses a graph holds.
     """
     known = comm.tables
     tables = known.pop(key, None)
@@ -45,7 +45,7 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
             raise RuntimeError(NOT_IN_CAPTURE)
         with without_dispatch_modes():
             tables = outside_inference_mode(make)()
-        if len(known) >= KEPT:
+        if len(known) >= CACHE_SIZE:
             oldest = next((k for k, x in known.items() if not x.held), None)
             known.pop(oldest, None)
     known[key] = tables  # the newest is last

@@ -746,7 +746,7 @@ def later_call_case(group, kind):
         for name, (common, wrong) in list(wrong_of(kind, size).items())[::3]:
             given = right | {x: 6 * rank if x == "first_token" else y for x, y in common.items()}
             function(**given, comm=comm)
-            number = sum(comm.order.made) + 1
+            number = sum(comm.order.call_counts) + 1
             start = time.monotonic()
             answer = raised(function, **given | (wrong if rank == 1 else {}), comm=comm)
             seconds = time.monotonic() - start

@@ -424,7 +424,7 @@ def two_streams_case(group, kept):
     stream and the same call follows on another one at once; ``kept``: how many tables a communicator keeps, of which
     those that are given back are overwritten."""
     import_fla(False)
-    before, partition.KEPT = partition.KEPT, kept
+    before, partition.CACHE_SIZE = partition.CACHE_SIZE, kept
     try:
         with allscan.Communicator(group, timeout=30) as comm:
             T, wrong = 256, []
@@ -449,7 +449,7 @@ def two_streams_case(group, kept):
             comm.barrier()
             return wrong
     finally:
-        partition.KEPT = before
+        partition.CACHE_SIZE = before
 
 
 @pytest.mark.parametrize("kept", [256, 2])

@@ -80,18 +80,18 @@ def operator_case(group, name, layout, backend):
             (equal, True, 0.0),
         ):
             torch._dynamo.reset()
-            found, made = [], []
+            found, counts = [], []
             for function in program, torch.compile(program, backend=backend, fullgraph=True):
-                leaf, before = x.clone().requires_grad_(gradients), list(comm.order.made)
+                leaf, before = x.clone().requires_grad_(gradients), list(comm.order.call_counts)
                 with torch._functorch.config.patch(activation_memory_budget=budget), warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "activation_memory_budget")
                     y = function(leaf)
-                forward = comm.order.made[0] - before[0]
+                forward = comm.order.call_counts[0] - before[0]
                 if gradients:
                     y.square().sum().backward()
                 found.append([y.detach(), leaf.grad] if gradients else [y])
-                made.append([comm.order.made[0] - before[0], comm.order.made[1] - before[1]])
-            answers.append((max(error(a, b) for a, b in zip(*found)), made[1], [forward, made[0][1]]))
+                counts.append([comm.order.call_counts[0] - before[0], comm.order.call_counts[1] - before[1]])
+            answers.append((max(error(a, b) for a, b in zip(*found)), counts[1], [forward, counts[0][1]]))
     return answers
 
 

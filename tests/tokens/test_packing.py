@@ -118,7 +118,7 @@ def test_a_cu_seqlens_has_one_partition(run):
 
 def kept_case(group):
     """More cu_seqlens than are kept, and more layouts on rank 1 than on rank 0. Returns how many are kept."""
-    kept, partition.KEPT = partition.KEPT, 3
+    kept, partition.CACHE_SIZE = partition.CACHE_SIZE, 3
     try:
         with allscan.Communicator(group) as comm:
             comm.agreed.partitions.most = 3
@@ -128,7 +128,7 @@ def kept_case(group):
                     find_layout(comm, OwnTokens(1, 4 + i), 128)
             return len(comm.agreed.partitions)
     finally:
-        partition.KEPT = kept
+        partition.CACHE_SIZE = kept
 
 
 def test_all_ranks_forget_the_same(run):

@@ -19,7 +19,7 @@ from ...shmem_kernels.delta import (
     summary_kernel,
 )
 from ...shmem_kernels.segments import delta_segments_kernel
-from ...tokens.packing import CHUNK_TOKENS, KEPT, Layout
+from ...tokens.packing import CACHE_SIZE, CHUNK_TOKENS, Layout
 from ..carrier import AllScanCarrier, Carried, InOrderCarrier
 from .records import Between, DeltaShape, Ends, IncomingStates, OfOutput, SavedStates, Scratch
 
@@ -152,7 +152,7 @@ class StatePass:
         key = record.__name__, tensors[0].shape, *fixed.values(), *[x if x is None else x.dtype for x in tensors]
         found = self._plans.get(key)
         if found is None:
-            if len(self._plans) >= KEPT:  # of calls with ever other scales
+            if len(self._plans) >= CACHE_SIZE:  # of calls with ever other scales
                 self._plans.clear()
             plan, buffers = self.recorded(record, *groups, **fixed)
             places = sorted(x.number for x in buffers if x is not None)  # in the order in which a run makes them

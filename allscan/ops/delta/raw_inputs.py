@@ -23,7 +23,7 @@ from ...shmem_kernels.delta_inputs import (
     normalize_kernel,
     sums_kernel,
 )
-from ...tokens.packing import KEPT
+from ...tokens.packing import CACHE_SIZE
 
 BLOCK = 2048  # numbers of a program at a time
 PROGRAMS = 1024  # about as many as a GPU runs at once
@@ -137,7 +137,7 @@ class RawInputs:
         key = name, *fixed.values(), *[x if x is None else (x.shape, x.dtype) for x in tensors]
         found = self._plans.get(key)
         if found is None:
-            if len(self._plans) >= KEPT:
+            if len(self._plans) >= CACHE_SIZE:
                 self._plans.clear()
             plan = Plan(self._graphs)
             inputs = [x if x is None else plan.input(x) for x in tensors]
