@@ -358,10 +358,10 @@ def local_gradients(
     if p_dv is None:
         at_a, inside_a = rows(h, first, end, H, BT, BT, BT)
         b_scores = tl.where(lower(BT, 0), load(p_scores, at_a, inside_a), 0.0)
-        b_given = product(b_do, b_scores, tl.zeros([BV, BT], tl.float32), PRECISION)
+        b_dv_local = product(b_do, b_scores, tl.zeros([BV, BT], tl.float32), PRECISION)
     else:
-        b_given = tl.trans(load(p_dv, at_v, inside_v)).to(tl.float32)
-    return b_do, b_given
+        b_dv_local = tl.trans(load(p_dv, at_v, inside_v)).to(tl.float32)
+    return b_do, b_dv_local
 
 
 @triton.jit
@@ -431,13 +431,13 @@ def adjoint_kernel(
         b_next_decay = chunk_decay(p_g, h, chunk + following, start + following * BT, end, H, K, BT, BK, SCALAR, TOTALS)
         at, inside = rows(h, first, end, H, K, BT, BK)
         at_k, inside_k = rows(h // (H // HK), first, end, HK, K, BT, BK)
-        b_do, b_given = local_gradients(p_do, p_dv, p_scores, h, first, end, i_v, H, V, BT, BV, PRECISION)
+        b_do, b_dv_local = local_gradients(p_do, p_dv, p_scores, h, first, end, i_v, H, V, BT, BV, PRECISION)
         b_k = tl.trans(load(p_k, at_k, inside_k))
         if SCALAR:
             b_before, b_behind = token_decays(p_g, h, first, end, H, BT)
-            b_dv = product(b_state, b_k, tl.zeros([BV, BT], tl.float32), PRECISION) * b_behind[None, :] + b_given
+            b_dv = product(b_state, b_k, tl.zeros([BV, BT], tl.float32), PRECISION) * b_behind[None, :] + b_dv_local
         else:
-            b_dv = product(b_state, b_k, b_given, PRECISION)
+            b_dv = product(b_state, b_k, b_dv_local, PRECISION)
         if EVERY_CHUNK:
             at_s, inside_s = state_at((chunk + n) * H + h, i_v, K, V, BK, BV)
             at_v, inside_v = rows(h, first, end, H, V, BT, BV, i_v)

@@ -49,8 +49,8 @@ class Table(NamedTuple):
 class Member(NamedTuple):
     """Addresses in a member's memory, for what this rank sends to it."""
 
-    given: Any
-    given_arrived: Any
+    states: Any
+    states_arrived: Any
     decays: Any
     decays_arrived: Any
     inbox: Any
@@ -74,8 +74,8 @@ class Slice(NamedTuple):
     """What a rank knows of the slices, its own above all: one argument. Addresses are device addresses."""
 
     table: Any  # int64, see above
-    given: Any  # float32 [members, DEPTH, SLICE, BK * BV], mine: the members' states
-    given_arrived: Any  # int64 [members, DEPTH, SLICE]
+    states: Any  # float32 [members, DEPTH, SLICE, BK * BV], mine: the members' states
+    states_arrived: Any  # int64 [members, DEPTH, SLICE]
     decays: Any  # float32 [members, DEPTH, SLICE, BK * BD], mine: the members' decays, each BD times
     decays_arrived: Any  # int64 [members, DEPTH, SLICE]
     SLICE: tl.constexpr  # tiles of an owner; the last one may have fewer
@@ -300,7 +300,7 @@ def _give_tile(inputs, node, own, me, begun, tile):
         p_to, p_word = _floats(p_owner + MEMBER.value.decays), _words(p_owner + MEMBER.value.decays_arrived)
         b_decays = b_decay + tl.zeros([node.BK, own.BD], tl.float32)
         post(Outlet(node, p_to, p_word, own.SLICE, own.BD, own.LINK), part, epoch, word, b_decays)
-        p_to, p_word = _floats(p_owner + MEMBER.value.given), _words(p_owner + MEMBER.value.given_arrived)
+        p_to, p_word = _floats(p_owner + MEMBER.value.states), _words(p_owner + MEMBER.value.states_arrived)
         post(Outlet(node, p_to, p_word, own.SLICE, node.BV, own.LINK), part, epoch, word, b_state)
 
 
@@ -366,7 +366,7 @@ def _fold(node, own, me, call, part, mine):
         if member != me.position:
             slots = member * (node.DEPTH * own.SLICE)
             p_info, p_clock = node.info + (1 + member) * EACH_INFO, node.clock + me.position * own.SLICE
-            p_from, p_word = own.given + slots * (node.BK * node.BV), own.given_arrived + slots
+            p_from, p_word = own.states + slots * (node.BK * node.BV), own.states_arrived + slots
             b_state, well = take(
                 Inlet(node, p_from, p_word, p_clock, p_info, own.SLICE, node.BV, own.LINK), part, epoch, word, well
             )
@@ -418,7 +418,7 @@ def _read_again(node, own, member, part, epoch):
     """(state, decay) that a member has given, which were seen to have come."""
     slot = (member * node.DEPTH + (epoch % node.DEPTH).to(tl.int32)) * own.SLICE + part
     rows = tl.arange(0, node.BK)[:, None]
-    p_slot = own.given + slot * (node.BK * node.BV) + rows * node.BV
+    p_slot = own.states + slot * (node.BK * node.BV) + rows * node.BV
     b_state = tl.load(p_slot + tl.arange(0, node.BV)[None, :], volatile=True)
     b_decay = tl.load(own.decays + slot * (node.BK * own.BD) + rows * own.BD, volatile=True)
     return b_state, b_decay
@@ -431,7 +431,7 @@ def _free_parts(node, own, me, epoch, part, well):
     while well & (i < me.givers):
         if member != me.position:
             slots = member * (node.DEPTH * own.SLICE)
-            p_from = own.given + slots * (node.BK * node.BV)
+            p_from = own.states + slots * (node.BK * node.BV)
             free_slot(
                 Inlet(node, p_from, node.arrived, node.clock, node.info, own.SLICE, node.BV, own.LINK), part, epoch
             )

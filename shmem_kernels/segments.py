@@ -19,7 +19,7 @@ from .links import SENTINEL_BITS, post
 from .segment_table import END, FIRST, FLAGS, LAST, SEGMENT_WORDS, SEQUENCE, START
 from .tiles import load_tile, tile_offsets, tile_place
 
-# What p_given has of [G, K, V]
+# EXTERNAL: what p_external has of [G, K, V]
 NOTHING = tl.constexpr(0)
 INITIAL = tl.constexpr(1)  # the state before the first segment of all; of the first rank
 ADDED = tl.constexpr(2)  # is added to what comes
@@ -68,18 +68,18 @@ def _load_segment(
 
 
 @triton.jit
-def _entered(channel, tile, begun, p_given, K: tl.constexpr, V: tl.constexpr, GIVEN: tl.constexpr):
+def _entered(channel, tile, begun, p_external, K: tl.constexpr, V: tl.constexpr, EXTERNAL: tl.constexpr):
     """(The state before this rank's first segment, whether all is well)."""
     epoch, word, ok = begun
     b_first = tl.zeros([channel.BK, channel.BV], tl.float32)
-    b_given = b_first
-    if GIVEN != NOTHING:
-        b_given = load_tile(p_given, channel, tile, K, V)
-    if GIVEN == INITIAL:
-        b_first = b_given
+    b_external = b_first
+    if EXTERNAL != NOTHING:
+        b_external = load_tile(p_external, channel, tile, K, V)
+    if EXTERNAL == INITIAL:
+        b_first = b_external
     b_prev, ok = receive(channel, tile, epoch, word, ok, b_first)
-    if GIVEN == ADDED:
-        b_prev = b_prev + b_given
+    if EXTERNAL == ADDED:
+        b_prev = b_prev + b_external
     return without_negative_zero(b_prev), ok
 
 
@@ -87,7 +87,7 @@ def _entered(channel, tile, begun, p_given, K: tl.constexpr, V: tl.constexpr, GI
 def segments_kernel(
     p_states,  # float32 [n, G, K, V]
     p_decays,  # float32, of matrix m of n * G: element k at m * stride_g + k * stride_k; not read without HAS_DECAY
-    p_given,  # float32 [G, K, V]; see GIVEN
+    p_external,  # float32 [G, K, V]; see EXTERNAL
     p_incoming,  # float32 [n, G, K, V], out: the incoming state of each segment
     p_outgoing,  # float32 [G, K, V], out: the state behind the last
     channel,
@@ -98,7 +98,7 @@ def segments_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     HAS_DECAY: tl.constexpr,
-    GIVEN: tl.constexpr,
+    EXTERNAL: tl.constexpr,
     DESCENDING: tl.constexpr,  # from this rank's last segment to its first
 ):
     """A program takes tiles program_id, program_id + num_programs, ...
@@ -115,7 +115,7 @@ def segments_kernel(
             b_state, b_decay = _load_segment(p_states, p_decays, channel, tile, place, strides, K, V, HAS_DECAY)
             b_states += (b_state,)  # type: ignore[assignment]
             b_decays += (b_decay,)  # type: ignore[assignment]
-        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         offsets, inside = tile_offsets(channel, tile, K, V)
         for i in tl.static_range(AHEAD):
             matrix, there = _place(i, n, MATRICES, DESCENDING)
@@ -177,7 +177,7 @@ def _times(
 def dense_segments_kernel(
     p_states,  # float32 [n, G, K, V]
     p_transitions,  # float32 [n, G, K, K], element (m, i, j) at m * K * K + i * stride_i + j * stride_j
-    p_given,  # float32 [G, K, V]; see GIVEN
+    p_external,  # float32 [G, K, V]; see EXTERNAL
     p_incoming,  # float32 [n, G, K, V]; out
     p_outgoing,  # float32 [G, K, V]; out
     channel,
@@ -189,7 +189,7 @@ def dense_segments_kernel(
     V: tl.constexpr,
     BJ: tl.constexpr,
     STAGES: tl.constexpr,
-    GIVEN: tl.constexpr,
+    EXTERNAL: tl.constexpr,
     DESCENDING: tl.constexpr,
 ):
     """The same with transitions; as in transition_kernel a tile is BV whole columns, products are of three TF32 parts,
@@ -200,7 +200,7 @@ def dense_segments_kernel(
     while tile < channel.num_tiles:
         g, i, v = tile_place(channel, tile, K, V)
         offsets, inside = tile_offsets(channel, tile, K, V)
-        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for m in range(loop_bound(n)):
             matrix, _ = _place(m, n, MATRICES, DESCENDING)
             p_rows = p_incoming + matrix * (K * V)
@@ -223,7 +223,7 @@ def gated_segments_kernel(
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_final,  # float32 [N, H, K, V]; out, the states at the end of each sequence that ends here; or None
-    p_given,  # float32 [carried, H, K, V], of the first rank: its incoming state; None for zeros
+    p_external,  # float32 [carried, H, K, V], of the first rank: its incoming state; None for zeros
     p_outgoing,  # float32 [carried, H, K, V]; out, the outgoing state
     channel,
     H: tl.constexpr,
@@ -239,13 +239,13 @@ def gated_segments_kernel(
     begun = begin(channel, tile)
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
-    GIVEN: tl.constexpr = NOTHING if p_given is None else INITIAL
+    EXTERNAL: tl.constexpr = NOTHING if p_external is None else INITIAL
     while tile < channel.num_tiles:
         g, k, v = tile_place(channel, tile, K, V)
         inside, at = (k < K)[:, None] & (v < V)[None, :], k[:, None] * V + v[None, :]
         p_first, h = p_first_segments + g // H * HALVES + HALF, g % H
         s_first, s_end = tl.load(p_first), tl.load(p_first + 1)
-        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for n in tl.range(0, loop_bound(s_end - s_first), num_stages=4):
             s = s_end - 1 - n if REVERSE else s_first + n
             row = s.to(tl.int64) * H + h
@@ -278,7 +278,7 @@ def delta_segments_kernel(
     p_first_segments,  # int32 [B + 1]
     p_outside,  # float32 [N, H, K, V], the states at the beginning of each sequence; None for zeros
     p_incoming,  # float32 [NS, H, K, V]; out, each segment's incoming state, whichever rank's
-    p_given,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
+    p_external,  # float32 [B, H, K, V], of the first rank: its incoming state; None for zeros
     p_outgoing,  # float32 [B, H, K, V]; out, the outgoing state
     channel,
     H: tl.constexpr,
@@ -298,14 +298,14 @@ def delta_segments_kernel(
     BEGIN: tl.constexpr = LAST if REVERSE else FIRST
     FINISH: tl.constexpr = FIRST if REVERSE else LAST
     KNOWN: tl.constexpr = FIRST | LAST if REVERSE else LAST  # as in delta_carry_kernel
-    GIVEN: tl.constexpr = NOTHING if p_given is None else INITIAL
+    EXTERNAL: tl.constexpr = NOTHING if p_external is None else INITIAL
     stride_i, stride_j = 1 if REVERSE else K, K if REVERSE else 1
     while tile < channel.num_tiles:
         g, i, v = tile_place(channel, tile, K, V)
         inside, offsets = (i < K)[:, None] & (v < V)[None, :], i[:, None] * V + v[None, :]
         p_first, h = p_first_segments + g // H * HALVES + HALF, g % H
         s_first, s_end = tl.load(p_first), tl.load(p_first + 1)
-        b_prev, ok = _entered(channel, tile, begun, p_given, K, V, GIVEN)
+        b_prev, ok = _entered(channel, tile, begun, p_external, K, V, EXTERNAL)
         for n in range(loop_bound(s_end - s_first)):
             s = s_end - 1 - n if REVERSE else s_first + n
             row = (s.to(tl.int64) * H + h) * K

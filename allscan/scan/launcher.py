@@ -214,8 +214,8 @@ class Launcher:
         factor = decay or transition or state
         strides = (0, 0) if factor is state else (self.K, 1)
         variant = Variant(transition is not None, decay is not None, strides, factor is state, False, reverse)
-        given = state, factor, state, out, fwd_epoch
-        self.record_launch(plan, self._make_launch(variant), given, (reverse, reverse, stamp))
+        kernel_buffers = state, factor, state, out, fwd_epoch
+        self.record_launch(plan, self._make_launch(variant), kernel_buffers, (reverse, reverse, stamp))
 
     def record_launch(self, plan: Plan, launch: Launch, buffers: Sequence[Buffer], how: tuple[bool, bool, int]) -> None:
         """Record a kernel that takes these ``buffers``, but in place of the last, the forward epoch, the channel of a

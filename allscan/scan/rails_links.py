@@ -83,7 +83,7 @@ class Rails:
         self._nodes: list[Channel] = []  # forward and reverse
         self._channels: list[list[Channel]] = [[], []]  # of the rails
         self._filled: list[tuple[torch.Tensor, float]] = []
-        self._kept: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
 
     @property
     def puts(self) -> bool:
@@ -109,7 +109,7 @@ class Rails:
         named "rail 0", "rail 1" ..."""
         spec, (node, position) = self.spec, self._place(rank)
         depth, tiles, members = spec.depth, spec.num_tiles, self.nodes[node]
-        given = depth * self.slice * members if position < self.owners else 0
+        slots = depth * self.slice * members if position < self.owners else 0
         rows, words = spec.tile[0], math.prod(spec.tile)
         sizes: list[tuple[str, int, torch.dtype]] = [
             ("inbox", depth * tiles * words, torch.float32),
@@ -119,10 +119,10 @@ class Rails:
             ("clock", tiles, torch.int64),
             ("backwards", tiles, torch.int64),
             ("fwd_epoch", 1, torch.int64),
-            ("given", given * words, torch.float32),
-            ("given arrived", given, torch.int64),
-            ("decays", given * rows * self.decay_columns, torch.float32),
-            ("decays arrived", given, torch.int64),
+            ("states", slots * words, torch.float32),
+            ("states arrived", slots, torch.int64),
+            ("decays", slots * rows * self.decay_columns, torch.float32),
+            ("decays arrived", slots, torch.int64),
         ]
         if position < self.owners and len(self.nodes) > 1:
             for i, message in enumerate(self._messages()):
@@ -184,8 +184,8 @@ class Rails:
         here = self.position * slots
         for rank in members:
             table += kernels.Member(
-                given=theirs(rank, "given", here * words),
-                given_arrived=theirs(rank, "given arrived", here),
+                states=theirs(rank, "states", here * words),
+                states_arrived=theirs(rank, "states arrived", here),
                 decays=theirs(rank, "decays", here * spec.tile[0] * self.decay_columns),
                 decays_arrived=theirs(rank, "decays arrived", here),
                 inbox=theirs(rank, "inbox", 0),
@@ -218,13 +218,14 @@ class Rails:
         if rail is None:
             rail = node._replace(**constants(spec, self.slice, NONE.value, NONE.value))
         rail = rail._replace(clock=node.clock)  # it waits by the number of the program, too: more than a slice may have
-        given = [mine(name) for name in ("given", "given arrived", "decays", "decays arrived")]
-        self.further.append((rail, kernels.Slice(p_table, *given, **self._constants())))
+        names = "states", "states arrived", "decays", "decays arrived"
+        states, states_arrived, decays, decays_arrived = of_members = [mine(name) for name in names]
+        self.further.append((rail, kernels.Slice(p_table, *of_members, **self._constants())))
         self._nodes.append(node)
         empty = -0.0 if self.link == SENTINEL.value else 0.0
-        self._filled += [(node.inbox, empty), (given[0], empty), (given[2], empty)]
-        words_of_node = (node.arrived, node.epoch, node.backwards, node.freed, node.fwd_epoch, given[1], given[3])
-        self._filled += [(x, 0) for x in words_of_node]
+        self._filled += [(x, empty) for x in (node.inbox, states, decays)]
+        words_of_node = node.arrived, node.epoch, node.backwards, node.freed, node.fwd_epoch
+        self._filled += [(x, 0) for x in (*words_of_node, states_arrived, decays_arrived)]
         return node
 
     def _constants(self) -> dict[str, Any]:
@@ -263,7 +264,7 @@ class Rails:
             prev, following = (line[n] if 0 <= n < len(line) else -1 for n in there)
             channel.info.copy_(self._info(prev, following))
             self._channels[direction].append(channel)
-            self._kept.append(channel.info)
+            self._buffers.append(channel.info)
             if not self.distances:
                 return channel, []
             # a node that has nothing before it sends its total only, in the first two rounds
@@ -286,7 +287,7 @@ class Rails:
         return None, rounds
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._kept.append(tensor)
+        self._buffers.append(tensor)
         held: torch.Tensor = self.comm.memory.keep(tensor)
         return held
 
@@ -324,7 +325,7 @@ class Rails:
 
     def release(self) -> None:
         """No kernel uses them any more."""
-        self.comm.memory.release(*self._kept)
+        self.comm.memory.release(*self._buffers)
 
     def make_launch(self, kernel: Any, direction: int, programs: int, **fixed: Any) -> RailsLaunch:
         """``kernel``: rails_kernel, linked with NVSHMEM if ``puts``."""

@@ -102,7 +102,7 @@ class SegmentScans:
         self, n: int, direction: Direction, strides: tuple[int, int], has_decay: bool, dense: bool, added: int
     ) -> Launch:
         *lead, K, V = self.shape
-        fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, GIVEN=added)
+        fixed: dict[str, Any] = dict(n=n, MATRICES=math.prod(lead), K=K, V=V, EXTERNAL=added)
         fixed |= dict(DESCENDING=direction.descending)
         # waiting programs hold their places; on one rank none waits
         programs = self._spec.num_tiles if self.comm.size == 1 else min(self._spec.num_tiles, self._max_ctas)

@@ -217,7 +217,7 @@ def compile_rails(rail, rounds=0, link=SENTINEL, round_link=SENTINEL, tile=(16, 
     warps = warps_of(tile)
     BD = max(1, 32 * warps // tile[0])
     of_own = dict(SLICE=8, BD=BD, LINK=link.value, ROUNDS=rounds, ROUND_LINK=round_link.value)
-    kinds = dict(table="*i64", given="*fp32", given_arrived="*i64", decays="*fp32", decays_arrived="*i64")
+    kinds = dict(table="*i64", states="*fp32", states_arrived="*i64", decays="*fp32", decays_arrived="*i64")
     arguments["own"] = Slice(**kinds, **dict.fromkeys(of_own, "constexpr"))
     values = dict(
         node=constants,

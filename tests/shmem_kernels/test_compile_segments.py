@@ -23,7 +23,7 @@ from support.sm90 import Compiled
 
 pytestmark = pytest.mark.cpu
 
-POINTERS = "p_states p_given p_incoming p_outgoing"
+POINTERS = "p_states p_external p_incoming p_outgoing"
 
 
 def compiled(kernel, factor, tile, links, values, numbers, **options):
@@ -45,7 +45,7 @@ def compiled(kernel, factor, tile, links, values, numbers, **options):
     ],
 )
 def test_segments(links, tile, num_warps):
-    values = {"K": 128, "HAS_DECAY": True, "GIVEN": INITIAL.value, "stride_k": 1}
+    values = {"K": 128, "HAS_DECAY": True, "EXTERNAL": INITIAL.value, "stride_k": 1}
     found = compiled(segments_kernel, "p_decays", tile, links, values, ("n", "stride_g"), num_warps=num_warps)
     assert found.spilled_bytes == 0
     assert found.registers <= (80 if num_warps == 1 else 224)  # the states of segments that are loaded ahead
@@ -56,7 +56,7 @@ def test_segments(links, tile, num_warps):
 @pytest.mark.parametrize("K", [16, 64, 128, 256])
 def test_dense_segments(K):
     blocks, tile = dense_blocks(transition_tile(K)[0]), transition_tile(K)
-    values = {"K": K, "GIVEN": NOTHING.value, "stride_j": 1} | {name: blocks.pop(name) for name in ("BJ", "STAGES")}
+    values = {"K": K, "EXTERNAL": NOTHING.value, "stride_j": 1} | {name: blocks.pop(name) for name in ("BJ", "STAGES")}
     found = compiled(
         dense_segments_kernel,
         "p_transitions",
@@ -85,7 +85,7 @@ def test_gated_segments(links, tile, num_warps):
     channel, constants = channel_type(*(link.value for link in links), BK=tile[0], BV=tile[1], ADJOINT=True)
     arguments = dict.fromkeys("p_state p_gate p_gates p_outside p_final p_outgoing".split(), "*fp32")
     arguments |= dict.fromkeys(("p_segments", "p_first_segments"), "*i32") | {"channel": channel}
-    values = {"channel": constants, "p_given": None, "H": 16, "K": tile[0] * 4, "V": tile[1], "HALVES": 1, "HALF": 0}
+    values = {"channel": constants, "p_external": None, "H": 16, "K": tile[0] * 4, "V": tile[1], "HALVES": 1, "HALF": 0}
     found = Compiled(gated_segments_kernel, arguments, values | {"REVERSE": True}, num_warps=num_warps)
     assert found.spilled_bytes == 0 and found.registers <= 168
     assert found.count(r"fma\.rn\.f32") > 0 and found.count(r"\bmul\.(rn\.)?f32") == 0
@@ -100,7 +100,7 @@ def test_delta_segments(K, reverse):
     channel, constants = channel_type(SENTINEL.value, SENTINEL.value, BK=tile[0], BV=tile[1], ADJOINT=reverse)
     arguments = dict.fromkeys("p_transition p_local p_outside p_incoming p_outgoing".split(), "*fp32")
     arguments |= dict.fromkeys(("p_segments", "p_first_segments"), "*i32") | {"channel": channel}
-    values = {"channel": constants, "p_given": None, "H": 16, "K": K, "V": 128, "HALVES": 2, "HALF": 1}
+    values = {"channel": constants, "p_external": None, "H": 16, "K": K, "V": 128, "HALVES": 2, "HALF": 1}
     values |= {name: blocks.pop(name) for name in ("BJ", "STAGES")} | {"REVERSE": reverse}
     found = Compiled(delta_segments_kernel, arguments, values, **blocks)
     assert found.spilled_bytes <= 64 and not found.spilled_beside_products()
