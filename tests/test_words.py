@@ -47,6 +47,7 @@ PACKAGES_OF_NAMES = (
     "allscan/base",
     "allscan/comm",
     "allscan/launch",
+    "allscan/ops",
     "allscan/scan",
     "allscan/tokens",
     "shmem_kernels",

@@ -131,8 +131,8 @@ def _compiled(comm: Communicator, inputs: tuple[Any, ...], reverse: bool, layout
     if isinstance(state, Tensor) and layout == "contiguous" and out is None and not async_op:
         if decay is None or isinstance(decay, Tensor | int | float):
             number = None if decay is None or isinstance(decay, Tensor) else float(decay)
-            given = decay if isinstance(decay, Tensor) else None
-            return _traced.forward(state, given, transition, initial_state, number, reverse, comm.handle)[0]
+            factor = decay if isinstance(decay, Tensor) else None
+            return _traced.forward(state, factor, transition, initial_state, number, reverse, comm.handle)[0]
     more = dict(transition=transition, initial_state=initial_state, out=out)
     return _not_traced(state, decay, comm=comm, reverse=reverse, layout=layout, async_op=async_op, **more)
 
@@ -219,8 +219,8 @@ def scan_zigzag(
         if reverse or out is not None or async_op:
             raise ValueError("the zigzag layout goes neither with reverse nor with out nor with async_op")
         (ascending, descending), decays, transitions = pairs
-        given = ascending, descending, *decays, *transitions, initial_state
-        key = call_key(given)
+        operands = ascending, descending, *decays, *transitions, initial_state
+        key = call_key(operands)
         known = "zigzag", part, key
         first = comm.debug or known not in comm.checked
         if first:
@@ -232,7 +232,7 @@ def scan_zigzag(
                 raise TypeError("both states must be tensors of one shape")
             for half in zip((ascending, descending), decays, transitions, (initial_state, None), strict=True):
                 check_scan(ScanInputs(*half), None, comm.device)
-            check_saveable(given, given)
+            check_saveable(operands, operands)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     if deferred is not None:
@@ -245,9 +245,9 @@ def scan_zigzag(
     wanted = bool(key[-1])
     if wanted:
         # both scans have a backward then, on every rank, also where one input alone is asked for its gradient
-        taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
+        taken = [x if i < 2 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(operands)]
         found = Together.apply(None, *taken)
-        ascending, descending, *rest = (x if t is None else t for x, t in zip(given, found, strict=True))
+        ascending, descending, *rest = (x if t is None else t for x, t in zip(operands, found, strict=True))
         decays, transitions, initial_state = rest[:2], rest[2:4], rest[4]
     prev = scan_once(comm, ScanInputs(ascending, decays[0], transitions[0], initial_state), False, part=part)
     handed = None
@@ -303,14 +303,14 @@ class _AllScan(Function):
         )
         shape = None if factor is None else factor.shape
         of_call = comm.handle, comm.order.stamp
-        ctx.given = weakref.ref(prepared), of_call, fwd_epoch, number, pending, decay is not None, shape
+        ctx.saved = weakref.ref(prepared), of_call, fwd_epoch, number, pending, decay is not None, shape
         return prev
 
     @staticmethod
     def backward(ctx: Any, dprev: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # autograd's graph: nothing of this is for torch to trace
             return _backward_not_traced(ctx, dprev)
-        reference, (handle, stamp_of_call), fwd_epoch, number, pending, has_decay, shape = ctx.given
+        reference, (handle, stamp_of_call), fwd_epoch, number, pending, has_decay, shape = ctx.saved
         prepared = reference()
         if prepared is None:
             raise lost(handle)
@@ -322,12 +322,12 @@ class _AllScan(Function):
             reject_second_derivative("allscan()")
             comm.order.stamp = stamp_of_call
             if shape is None:
-                given, transition = number, None
+                decay, transition = number, None
             else:
                 prev = prev if any(ctx.needs_input_grad[2:4]) else None  # type: ignore[assignment]
                 factor, prev = _restored(factor, shape, has_decay, prev, dprev)
-                given, transition = (factor, None) if has_decay else (None, factor)
-            inputs = ScanInputs(dprev, given, transition)
+                decay, transition = (factor, None) if has_decay else (None, factor)
+            inputs = ScanInputs(dprev, decay, transition)
             if prepared.backward is None or type(dprev) is not Tensor:
                 prepared.backward = _adjoint(prepared.launcher, inputs, reverse)
             dstate = prepared.backward.run(inputs, False, fwd_epoch)

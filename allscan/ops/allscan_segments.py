@@ -80,8 +80,8 @@ def allscan_segments(
     """
     check_communicator(comm)
     reverse = bool(reverse)
-    given = states, decays, transitions, initial_state
-    with comm.call(reverse, NAME, given):
+    inputs = states, decays, transitions, initial_state
+    with comm.call(reverse, NAME, inputs):
         parts, deferred = [], None
         try:
             zigzag = is_zigzag(layout)
@@ -123,8 +123,8 @@ def _check(comm: Communicator, parts: list[Segments], initial_state: Any, both: 
         _check_factor(states, decays, transitions, comm.device)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, shape, comm.device)
-    given = *(x for part in parts for x in part), initial_state
-    check_saveable(given, given)
+    inputs = *(x for part in parts for x in part), initial_state
+    check_saveable(inputs, inputs)
 
 
 def _check_factor(states: Tensor, decays: Any, transitions: Any, device: torch.device) -> None:
@@ -172,14 +172,14 @@ def _scan(scans: SegmentScans, part: Segments, initial_state: Any, direction: Di
 def _scan_zigzag(scans: SegmentScans, parts: list[Segments], initial_state: Any) -> tuple[Any, Any]:
     """Over the ranks, then back from the last one, which begins with what its first chunk leaves: ranks in descending,
     segments in ascending order."""
-    given = [*(x for part in parts for x in part), initial_state]
-    wanted = wants_gradient(given)
+    inputs = [*(x for part in parts for x in part), initial_state]
+    wanted = wants_gradient(inputs)
     if wanted:  # both scans have a backward then, on every rank, whichever inputs are asked for a gradient
-        taken = [x if i % 3 == 0 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(given)]
+        taken = [x if i % 3 == 0 or (isinstance(x, Tensor) and x.requires_grad) else None for i, x in enumerate(inputs)]
         taken[-1] = initial_state if isinstance(initial_state, Tensor) and initial_state.requires_grad else None
         found = Together.apply(None, *taken)
-        *given, initial_state = [x if t is None else t for x, t in zip(given, found, strict=True)]
-        parts = [Segments(*given[:3]), Segments(*given[3:])]
+        *inputs, initial_state = [x if t is None else t for x, t in zip(inputs, found, strict=True)]
+        parts = [Segments(*inputs[:3]), Segments(*inputs[3:])]
     ascending, passed = _scan(scans, parts[0], initial_state, Direction())
     handed = passed if scans.is_first(True) else None
     descending, left = _scan(scans, parts[1], handed, Direction(reverse=True))
@@ -209,13 +209,13 @@ class _AllScanSegments(Function):
         pending = None if again else PendingBackward(scans.launcher.backwards, direction.reverse, fwd_epoch, free)
         shapes = states.shape, None if factor is None else factor.shape
         of_call = comm.handle, comm.order.stamp
-        ctx.given = weakref.ref(scans), of_call, number, direction, fwd_epoch, pending, decays is not None, shapes
+        ctx.saved = weakref.ref(scans), of_call, number, direction, fwd_epoch, pending, decays is not None, shapes
         return incoming, outgoing
 
     @staticmethod
     def backward(ctx: Any, dincoming: Any, doutgoing: Any) -> tuple[Tensor | None, ...]:
         reference, (handle, stamp_of_call), number, direction, fwd_epoch, pending, has_decays, (shape, factor_shape) = (
-            ctx.given
+            ctx.saved
         )
         scans = reference()
         if scans is None:

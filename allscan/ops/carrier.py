@@ -200,8 +200,8 @@ class InOrderCarrier(AllScanCarrier):
     ) -> None:
         """Record a scan of a kernel of shmem_kernels/segments.py; the last two buffers are the outgoing state and the
         forward epoch. how: (over the ranks in reverse; an adjoint; the call's stamp)."""
-        given = [x for x in buffers if x is not None]
-        scan = self.prepare(given[-2].shape)
+        present = [x for x in buffers if x is not None]
+        scan = self.prepare(present[-2].shape)
         launcher, tiles = scan.launcher, scan.spec.num_tiles
         kernel = launcher.linked(kernel)
         fixed |= {name: None for name, x in zip(kernel.arg_names, buffers) if x is None}
@@ -211,7 +211,7 @@ class InOrderCarrier(AllScanCarrier):
             fixed["num_warps"] = max(1, min(8, math.prod(scan.tile) // 512))
         # waiting programs hold their places; on one rank none waits
         programs = tiles if self.comm.size == 1 else min(tiles, scan.max_ctas)
-        launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), given, how)
+        launcher.record_launch(plan, Launch(kernel, (programs,), **fixed), present, how)
 
     def record_halves(
         self,
@@ -230,8 +230,8 @@ class InOrderCarrier(AllScanCarrier):
         handed = None
         for i in range(halves):
             half, against = halves - 1 - i if reverse else i, i == 1 if halves == 2 else reverse
-            given = *buffers, handed, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
-            self.record_segments(plan, kernel, given, (against, reverse, stamp), HALF=half, **fixed)
+            segment_buffers = *buffers, handed, outgoing[half], plan.view(fwd_epoch, 2 * half, 1)
+            self.record_segments(plan, kernel, segment_buffers, (against, reverse, stamp), HALF=half, **fixed)
             handed = outgoing[half] if self.comm.rank == self.comm.size - 1 else None
 
 

@@ -202,7 +202,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
     n, _, cu_seqlens, first_token, layout, per_document, tokens = options
     shape = deferred = None
     agree: Any = None
-    given = cu_seqlens
+    boundaries = cu_seqlens
     try:
         for x in xs:
             check_dense("x", x)
@@ -236,7 +236,7 @@ def _check_halo(xs: Sequence[Tensor], comm: Communicator, options: Options) -> t
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     get_or_create_scan(comm, shape, agree, deferred)
-    compare_values(comm, given, cu_seqlens)
+    compare_values(comm, boundaries, cu_seqlens)
     return n, cu_seqlens, first_token, _stamp_of(cu_seqlens, agree)
 
 

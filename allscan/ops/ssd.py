@@ -115,23 +115,23 @@ def zeco_ssd(
         Mamba2, arXiv 2405.21060; ZeCO, arXiv 2507.01004.
     """
     check_communicator(comm)
-    given = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     of_all = False
     if isinstance(return_final_states, str):
         of_all = return_final_states = check_final(return_final_states, comm, "return_final_states")
-    with comm.call(False, "zeco_ssd", (*given.values(), initial_states)):
+    with comm.call(False, "zeco_ssd", (*inputs.values(), initial_states)):
         steps = _Steps(dt_softplus, dt_limit)
         invariant = comm.invariant if invariant is None else invariant
         where = cu_seqlens, first_token, layout, per_document
         asked = _Asked(chunk_size, initial_states, *where, chunk_scan, invariant, of_all)
-        zigzag, cu_seqlens, first_token = _prepare(comm, given, steps, asked)
+        zigzag, cu_seqlens, first_token = _prepare(comm, inputs, steps, asked)
         # a chunk scan's kernels see the memory alone
         x, A, B, C = (t.resolve_neg() for t in (x, A, B, C))
         D = None if D is None else D.resolve_neg()
         spans, seq_idx = _spans(comm, x, cu_seqlens, first_token, zigzag)
         if invariant:
-            given |= dict(x=x, A=A, B=B, C=C, D=D)
-            y, final = _in_order(comm, given, spans, zigzag, steps, asked)
+            inputs |= dict(x=x, A=A, B=B, C=C, D=D)
+            y, final = _in_order(comm, inputs, spans, zigzag, steps, asked)
             if not return_final_states:
                 return y
             return final_of_all(y, final, comm, cu_seqlens is not None, bool(zigzag)) if of_all else (y, final)
@@ -162,7 +162,7 @@ def zeco_ssd(
         ]
         if per_document:
             outgoing, decays = ([together(some[half::2]) for half in range(2)] for some in (outgoing, decays))
-        if wants_gradient((*given.values(), initial_states)):  # on all ranks then
+        if wants_gradient((*inputs.values(), initial_states)):  # on all ranks then
             outgoing = [t if t.requires_grad else t.detach().requires_grad_() for t in outgoing]
             if initial_states is not None and initial_states.requires_grad:  # its gradient needs all scans on all ranks
                 outgoing = [Using.apply(t, initial_states) for t in outgoing]
@@ -276,7 +276,7 @@ class _Asked(NamedTuple):
 
 
 def _prepare(
-    comm: Communicator, given: dict[str, Any], steps: _Steps, asked: _Asked
+    comm: Communicator, inputs: dict[str, Any], steps: _Steps, asked: _Asked
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
     """(zigzag, cu_seqlens on the host, first_token), after all checks. Asks the other ranks at a first call."""
     deferred = shape = None
@@ -287,13 +287,13 @@ def _prepare(
         zigzag = zigzag_of(layout, per_document, cu_seqlens)
         cu_seqlens = None if cu_seqlens is None else own_boundaries(cu_seqlens)
         first_token = own_place(first_token, cu_seqlens)
-        shape = _check(comm, given)
+        shape = _check(comm, inputs)
         integer("chunk_size", chunk_size)
-        check_saveable(inputs := (*given.values(), initial_states), inputs)
-        x, groups = given["x"], given["B"].shape[2]
+        check_saveable(saved := (*inputs.values(), initial_states), saved)
+        x, groups = inputs["x"], inputs["B"].shape[2]
         if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
             raise ValueError(f"dt_limit must be two numbers that rise from at least 0, got {dt_limit}")
-        absent = tuple((f"{name} is None", given[name] is None) for name in ("D", "z", "dt_bias"))
+        absent = tuple((f"{name} is None", inputs[name] is None) for name in ("D", "z", "dt_bias"))
         how = ("dt_softplus", bool(steps.softplus)), ("dt_limit", tuple(map(float, dt_limit)))
         are_none = initial_states is None, cu_seqlens is None, first_token is None
         common = common_fields(x.shape[0], x.dtype, 1.0, zigzag, *are_none)
@@ -315,9 +315,9 @@ def _prepare(
         looked = looks_at_gates(comm, shape, agree)
         if looked:
             with torch.no_grad():
-                A = given["A"].float()
+                A = inputs["A"].float()
                 check_gates("A", A[None, None], 1)
-                check_gates("dt * A", A * steps.of(given["dt"], given["dt_bias"]), chunk_size)
+                check_gates("dt * A", A * steps.of(inputs["dt"], inputs["dt_bias"]), chunk_size)
     except (TypeError, ValueError) as error:
         deferred = DeferredError(error)
     algorithm = "chain" if shape is None or invariant else comm.topology.algorithm_for(4 * math.prod(shape))
@@ -329,15 +329,15 @@ def _prepare(
 
 
 def _in_order(
-    comm: Communicator, given: dict[str, Any], spans: list[TokenRange], zigzag: int, steps: _Steps, asked: _Asked
+    comm: Communicator, inputs: dict[str, Any], spans: list[TokenRange], zigzag: int, steps: _Steps, asked: _Asked
 ) -> tuple[Tensor, Tensor]:
     """(y, final_states) with ``invariant``. Every function of tokens gets those of a segment of one batch entry."""
-    x, A, D, initial = given["x"], given["A"].float(), given["D"], asked.initial_states
-    (batch, _, H, P), N = x.shape, given["B"].shape[3]
+    x, A, D, initial = inputs["x"], inputs["A"].float(), inputs["D"], asked.initial_states
+    (batch, _, H, P), N = x.shape, inputs["B"].shape[3]
     scan = asked.chunk_scan or _installed(x.device)
 
     def segment(own: dict[str, Any]) -> Segment:
-        d, n = steps.of(own["dt"], given["dt_bias"]), own["x"].shape[1]
+        d, n = steps.of(own["dt"], inputs["dt_bias"]), own["x"].shape[1]
         taken = own["x"], d, A, own["B"], own["C"]
         y, last = scan(*taken, chunk_size=asked.chunk_size, D=D, seq_idx=None, return_final_states=True)
         tokens, whole = _Tokens(own["x"], d, d * A, own["B"], own["C"]), TokenRange(0, n, 0, EACH, 0)
@@ -349,8 +349,8 @@ def _in_order(
         return Segment(last.float(), tokens.decay(whole)[..., 0, 0], outputs)
 
     sizes = [segments_of(s, asked.invariant) for s in spans]
-    parts = by_segments({name: given[name] for name in ("x", "dt", "B", "C", "z")}, sum(sizes, []))
-    made = iter([[segment(own) for own in of_segment] for of_segment in parts])
+    parts = by_segments({name: inputs[name] for name in ("x", "dt", "B", "C", "z")}, sum(sizes, []))
+    segments = iter([[segment(own) for own in of_segment] for of_segment in parts])
     rows = None if initial is None else initial.split(1)
 
     def before(s: TokenRange | None) -> Tensor:
@@ -358,12 +358,12 @@ def _in_order(
             return x.new_zeros(batch, H, P, N, dtype=torch.float32)
         return initial if s.sequence == EACH else rows[s.sequence]
 
-    wanted = wants_gradient((*given.values(), initial))
-    placed = [(s, [next(made) for _ in of_span]) for s, of_span in zip(spans, sizes, strict=True)]
+    wanted = wants_gradient((*inputs.values(), initial))
+    placed = [(s, [next(segments) for _ in of_span]) for s, of_span in zip(spans, sizes, strict=True)]
     found = scan_in_order(comm, placed, 1 + bool(zigzag), before, wanted)
     used = found.scanned if initial is None else (*found.scanned, initial)
     if not found.outputs:  # gradients of no tokens are zeros, not None
-        used = *used, *(t for t in given.values() if t is not None)
+        used = *used, *(t for t in inputs.values() if t is not None)
     y = Using.apply(torch.cat(found.outputs or [x[:, :0]], 1), *used)
     none = before(None)
     if asked.cu_seqlens is None:
@@ -374,10 +374,10 @@ def _in_order(
     return y, Using.apply(final, *used)
 
 
-def _check(comm: Communicator, given: dict[str, Any]) -> tuple[int, int, int, int]:
+def _check(comm: Communicator, inputs: dict[str, Any]) -> tuple[int, int, int, int]:
     """The shape of the state. Raises TypeError or ValueError."""
-    x, B, D = (given[name] for name in "xBD")
-    for name, t in given.items():
+    x, B, D = (inputs[name] for name in "xBD")
+    for name, t in inputs.items():
         if t is None and name in ("D", "z", "dt_bias"):
             continue
         check_dense(name, t)
@@ -393,8 +393,8 @@ def _check(comm: Communicator, given: dict[str, Any]) -> tuple[int, int, int, in
         raise ValueError(f"the {H} heads of x must be a multiple of the {G} groups of B")
     wanted = dict(dt=(batch, T, H), A=(H,), B=(batch, T, G, N), C=(batch, T, G, N), z=(batch, T, H, P), dt_bias=(H,))
     for name, shape in wanted.items():
-        if given[name] is not None and given[name].shape != shape:
-            raise ValueError(f"{name} must be {list(shape)}, got {list(given[name].shape)}")
+        if inputs[name] is not None and inputs[name].shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(inputs[name].shape)}")
     if D is not None and D.shape not in ((H,), (H, P)):
         raise ValueError(f"D must be {[H]} or {[H, P]}, got {list(D.shape)}")
     return batch, H, P, N
@@ -465,12 +465,12 @@ def torch_chunk_scan(
     seen = torch.ones(L, L, dtype=torch.bool, device=x.device).tril() & (numbers[..., None] == numbers[..., None, :])
     decay = (sums[..., None] - sums[..., None, :]).float().masked_fill(~seen, -torch.inf).exp()
     y = product(product(c, b.mT) * decay, inputs)
-    kept = torch.where(numbers == last, (sums[..., -1:] - sums).float().exp(), 0.0)
-    left = product((inputs * kept[..., None]).mT, b)
+    decay_to_end = torch.where(numbers == last, (sums[..., -1:] - sums).float().exp(), 0.0)
+    left = product((inputs * decay_to_end[..., None]).mT, b)
     passed = torch.where(last == entered, sums[..., -1:].float().exp(), 0.0)[..., None]
     states = [torch.zeros_like(left[:, 0])]
-    for kept_of, added in zip(passed.unbind(1), left.unbind(1), strict=True):  # whose backward is one tensor
-        states.append(kept_of * states[-1] + added)
+    for chunk_decay, added in zip(passed.unbind(1), left.unbind(1), strict=True):  # whose backward is one tensor
+        states.append(chunk_decay * states[-1] + added)
     reached = torch.where(numbers == entered, sums.float().exp(), 0.0)[..., None]
     y = y + product(c, torch.stack(states[:-1], 1).mT) * reached
     y = y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]

@@ -73,7 +73,7 @@ def scan_in_order(
             half.append((torch.cat([x.state for x in batch]), torch.cat([x.decay for x in batch])))
         if span.ends:
             ends[span.sequence] = span.state_index, len(half)
-    like, given = before(None).detach(), []
+    like, inputs = before(None).detach(), []
     for half in entries:
         states, decays = zip(*half) if half else ((), ())
         pair = [
@@ -81,11 +81,11 @@ def scan_in_order(
             for x, shape in ((states, like.shape), (decays, like.shape[:2]))
         ]
         # on all ranks alike, also where no segment is
-        given.append([x.detach().requires_grad_() if differentiable and not x.requires_grad else x for x in pair])
+        inputs.append([x.detach().requires_grad_() if differentiable and not x.requires_grad else x for x in pair])
     if halves == 1:
-        incoming, outgoing = ((x,) for x in allscan_segments(*given[0], comm=comm))
+        incoming, outgoing = ((x,) for x in allscan_segments(*inputs[0], comm=comm))
     else:
-        incoming, outgoing = allscan_segments(*map(tuple, zip(*given, strict=True)), comm=comm, layout="zigzag")
+        incoming, outgoing = allscan_segments(*map(tuple, zip(*inputs, strict=True)), comm=comm, layout="zigzag")
     states_at = [[*x.unbind(0), last] for x, last in zip(incoming, outgoing, strict=True)]
     outputs = []
     for number, n, batch in places:

@@ -666,7 +666,7 @@ def fwd_epochs_case(group):
         leaf = torch.ones(2, 8, device=comm.device, requires_grad=True)
         for _ in range(2):
             kept = [allscan.allscan(leaf, comm=comm) for _ in range(FWD_EPOCHS_AT_ONCE + 2)]
-            fwd_epochs = [prev.grad_fn.given[2] for prev in kept]
+            fwd_epochs = [prev.grad_fn.saved[2] for prev in kept]
             assert len({x.data_ptr() for x in fwd_epochs}) == len(kept) and not any(
                 x.data_ptr() % 16 for x in fwd_epochs
             )
@@ -678,7 +678,7 @@ def fwd_epochs_case(group):
         prev = allscan.allscan(leaf, comm=comm)
         for _ in range(2):  # a backward that may run again has its forward epoch
             torch.autograd.grad(prev, leaf, torch.ones_like(prev), retain_graph=True)
-            assert prev.grad_fn.given[2].data_ptr() not in [x.data_ptr() for x in comm.fwd_epochs]
+            assert prev.grad_fn.saved[2].data_ptr() not in [x.data_ptr() for x in comm.fwd_epochs]
         comm.resync()
         del prev
         assert all_are_back(comm)

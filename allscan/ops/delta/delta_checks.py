@@ -52,8 +52,8 @@ def checked(
         if before.chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {', '.join(CHUNKS)}, got {before.chunk!r}")
         of_gate = dict(lower_bound=before.lower_bound, A_log=before.A_log, dt_bias=before.dt_bias)
-        if not before.gate and (given := [name for name, x in of_gate.items() if x is not None]):
-            raise ValueError(f"{given[0]} is of the gate that use_gate_in_kernel=True makes of g")
+        if not before.gate and (gate_arguments := [name for name, x in of_gate.items() if x is not None]):
+            raise ValueError(f"{gate_arguments[0]} is of the gate that use_gate_in_kernel=True makes of g")
         if before.gate or before.sigmoid or before.twice:
             _check_before(before, rule, x.q, x.v, x.g)
         invariant = check_invariant(comm, comm.invariant if asked.invariant is None else asked.invariant, zigzag)

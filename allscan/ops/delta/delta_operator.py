@@ -371,11 +371,11 @@ def _run_backward(prepared: PreparedDelta | None, do: Tensor, dfinal: Tensor | N
             saved = saved_specs(shapes, beta_dtype, do.dtype if own else torch.float32, rule, zigzag)
         else:
             saved = prepared.saved
-        names, given = (
+        names, operands = (
             "q k v beta sums scores solved transitions incoming fwd_epoch do",
             (q, k, v, beta, sums, *others, do),
         )
-        q, k, v, beta, sums, scores, solved, *saved_states, do = restored(TITLES[rule], names, given, saved)
+        q, k, v, beta, sums, scores, solved, *saved_states, do = restored(TITLES[rule], names, operands, saved)
         if prepared is None:
             options = Options(rule, scale, fields, bound, first_token, zigzag, invariant)
             prepared = PreparedDelta(comm, shapes, cu_seqlens, options, saved)

@@ -149,20 +149,20 @@ class ChunkPass(StatePass):
         chunks, strong, weights = self._tables(plan, strong)
         pairs = plan.scratch(self.layout.num_chunks * self.H, 2, CHUNK_TOKENS, CHUNK_TOKENS, dtype=self.fine)
         parts = plan.scratch(self.layout.num_chunks, self.H, 2, CHUNK_TOKENS)
-        given: tuple[Any, ...] = v, g, beta, chunks, weights, solved, v_new, do, dv_new
-        made: tuple[Buffer, ...] = dv, pairs, parts
-        self._launch_chunks(plan, "pairs", pairs_kernel, *given, *made, scale=scale)
-        given, made = (h, dh, v_new, do, dv_new, pairs, parts), (dq, dk, dg, dbeta)
+        inputs: tuple[Any, ...] = v, g, beta, chunks, weights, solved, v_new, do, dv_new
+        outputs: tuple[Buffer, ...] = dv, pairs, parts
+        self._launch_chunks(plan, "pairs", pairs_kernel, *inputs, *outputs, scale=scale)
+        inputs, outputs = (h, dh, v_new, do, dv_new, pairs, parts), (dq, dk, dg, dbeta)
         if self.scalar:
-            given = q, k, g, beta, chunks, *given
-            self._launch_chunks(plan, "scalar_gradient", scalar_gradient_kernel, *given, *made, scale=scale)
+            inputs = q, k, g, beta, chunks, *inputs
+            self._launch_chunks(plan, "scalar_gradient", scalar_gradient_kernel, *inputs, *outputs, scale=scale)
             return dq, dk, dv, dg, dbeta
         self._anchors(plan, g, strong)
-        given = q, k, g, beta, chunks, strong, weights, *given
-        self._launch_chunks(plan, "gradient", gradient_kernel, *given, *made, scale=scale)
+        inputs = q, k, g, beta, chunks, strong, weights, *inputs
+        self._launch_chunks(plan, "gradient", gradient_kernel, *inputs, *outputs, scale=scale)
         for REST in False, True:
             fixed: dict[str, Any] = dict(scale=scale, REST=REST)
-            self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *given, *made, **fixed)
+            self._launch_chunks(plan, "strong_gradient", strong_gradient_kernel, *inputs, *outputs, **fixed)
         return dq, dk, dv, dg, dbeta
 
     def _operands_memory(self, plan: Plan, v: Buffer) -> tuple:
@@ -171,8 +171,8 @@ class ChunkPass(StatePass):
         sums = plan.scratch(self.layout.num_chunks + 1, self.H, self.K)
         return qg, kg, w, plan.scratch(*v.shape, dtype=v.dtype), sums
 
-    def _operands(self, plan: Plan, x: Inputs, strong: Buffer, saved: Saved, made: tuple, **fixed: Any) -> None:
-        qg, kg, w, u, sums = made
+    def _operands(self, plan: Plan, x: Inputs, strong: Buffer, saved: Saved, operands: tuple, **fixed: Any) -> None:
+        qg, kg, w, u, sums = operands
         self._launch_chunks(
             plan,
             "solved" if fixed["SOLVED"] else "operands",

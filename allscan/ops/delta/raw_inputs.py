@@ -158,15 +158,15 @@ def _rows(cuda: bool, rows: int, width: int) -> int:
 def _normalize(plan: Plan, cuda: bool, *tensors: Buffer) -> list[Buffer]:
     outputs = [plan.output_like(x) for x in tensors]
     factors = [plan.output(*x.shape[:-1]) for x in tensors]
-    for given in zip(tensors, outputs, factors, strict=True):
-        _launch_normalize(plan, cuda, normalize_kernel, *given)
+    for buffers in zip(tensors, outputs, factors, strict=True):
+        _launch_normalize(plan, cuda, normalize_kernel, *buffers)
     return outputs + factors
 
 
 def _normalize_back(plan: Plan, cuda: bool, q: Buffer, k: Buffer, *others: Buffer) -> list[Buffer]:
     outputs = [plan.output_like(x) for x in (q, k)]
-    for given in zip((q, k), others[:2], others[2:], outputs, strict=True):
-        _launch_normalize(plan, cuda, normalize_back_kernel, *given)
+    for buffers in zip((q, k), others[:2], others[2:], outputs, strict=True):
+        _launch_normalize(plan, cuda, normalize_back_kernel, *buffers)
     return outputs
 
 
@@ -200,8 +200,8 @@ def _gate_back(
     BLOCKS = power_of_2_below(min(16, max(1, cdiv(rows, fixed["ROWS"]) * columns // PROGRAMS)))
     number = cdiv(rows, fixed["ROWS"] * BLOCKS)
     parts = None if parameters == (None, None) else plan.scratch(number, 2, fixed["W"])
-    given = x, *parameters, dg, outputs[0], parts
-    plan.launch(gate_back_kernel, (number * columns,), *given, rows=rows, BLOCKS=BLOCKS, **fixed)
+    arguments = x, *parameters, dg, outputs[0], parts
+    plan.launch(gate_back_kernel, (number * columns,), *arguments, rows=rows, BLOCKS=BLOCKS, **fixed)
     if parts is not None:
         W, K, BK = fixed["W"], fixed["K"], next_power_of_2(fixed["K"])
         BN = _rows(cuda, number, BK)
