@@ -466,7 +466,7 @@ class _Steps(torch.autograd.Function):
         ctx: Any, shared: _Shared, plan: _Plan, q: Tensor, o: Tensor, lse: Tensor, token: Tensor, *inputs: Any
     ) -> torch.Tensor:
         tensors, device = inputs[: plan.count], q.device.type
-        ctx.shared, ctx.plan, ctx.count, ctx.kept = shared, plan, plan.count, []
+        ctx.shared, ctx.plan, ctx.count, ctx.blocks = shared, plan, plan.count, []
         ctx.autocast = dict(
             device_type=device,
             dtype=torch.get_autocast_dtype(device),
@@ -480,7 +480,7 @@ class _Steps(torch.autograd.Function):
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
             keys = _keys(found, plan.project, q.dtype) if rows else ()
-            ctx.kept.append(_add(plan.kernel, plan.scale, rows, _Queries(q, exact, lse), keys))
+            ctx.blocks.append(_add(plan.kernel, plan.scale, rows, _Queries(q, exact, lse), keys))
             gather = following
         o = o.copy_(exact).detach()
         ctx.save_for_backward(q, o, lse, *inputs)
@@ -503,9 +503,9 @@ class _Steps(torch.autograd.Function):
             if rows:
                 with torch.enable_grad(), torch.autocast(**ctx.autocast):
                     keys = _keys(found, plan.project, q.dtype)
-                given = [x.detach() for x in keys]
-                blocks = list(zip(rows, ctx.kept[step], strict=True))
-                parts, gradients = _gradients(plan.scale, blocks, do, _Queries(q, o, lse), given)
+                detached = [x.detach() for x in keys]
+                blocks = list(zip(rows, ctx.blocks[step], strict=True))
+                parts, gradients = _gradients(plan.scale, blocks, do, _Queries(q, o, lse), detached)
                 for mine, dq in parts:
                     total[:, :, mine] += dq
                 leaves = [*found, *(x for x in sources if x.requires_grad)]

@@ -216,7 +216,7 @@ KERNELS = (
         "cudnn, triangles",
         _cudnn_forward,
         by_triangles(_cudnn_backward, SQUARE),
-        lambda *given: _cudnn_fits(*given) and _triangles_fit(*given),
+        lambda *arguments: _cudnn_fits(*arguments) and _triangles_fit(*arguments),
     ),
     Kernel("cudnn", _cudnn_forward, _cudnn_backward, _cudnn_fits),
     Kernel("flash", *_of_one_width(_flash_forward, _flash_backward), flash_fits),

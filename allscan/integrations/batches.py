@@ -22,7 +22,7 @@ from .softmax import chunks, reject
 
 STAMP = "allscan_cut"  # the argument by which a model's forward is told
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")  # [B, T, ...]
-KEPT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the row
+UNCUT = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")  # of the row
 
 
 DOCUMENTS = "zigzag, per_document=True"  # the layout of such a batch in its stamp
@@ -108,7 +108,7 @@ def cut_batch(
             if value.shape[:2] != (B, T) and not (name == "position_ids" and value.shape == (1, T)):
                 reject(comm, f"{name} must be [{B}, {T}, ...] as the tokens are, got {tuple(value.shape)}")
             found[name] = part_of(value, comm.rank)
-        elif name in KEPT or not isinstance(value, torch.Tensor) or not value.ndim:
+        elif name in UNCUT or not isinstance(value, torch.Tensor) or not value.ndim:
             found[name] = value
         else:
             reject(comm, f"{name} {tuple(value.shape)}: cut_batch does not know how to cut it")
@@ -116,7 +116,7 @@ def cut_batch(
     ids = batch.get("input_ids")
     if ids is not None and (ids.device.type == "cpu" or comm.debug):
         digests = [checksum(part_of(ids, rank)) for rank in range(size)]
-        rest = {n: v for n, v in batch.items() if n in (*CUT, *KEPT) and n != "input_ids"}
+        rest = {n: v for n, v in batch.items() if n in (*CUT, *UNCUT) and n != "input_ids"}
         others = checksum(*(rest[name] for name in sorted(rest)))
     return found | {STAMP: json.dumps([B, tokens, layout, digests, others])}
 

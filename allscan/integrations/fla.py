@@ -334,9 +334,9 @@ def _softmax(
         of_row = comm, tokens, zigzag
         others = Later(*of_row, attention.memory, k, v) if attention.memory is not None else Gather(*of_row, k, v)
         whole = lengths is not None or cache is not None or layer.window_size is not None
-        given = [y.transpose(1, 2) for y in (torch.cat(queries, 1), k, v)]
-        if attention.merged and not whole and kernel_for(*given) is not None:
-            return layer.o_proj(attend(given[0], given[1], given[2], others).flatten(-2))
+        qkv = [y.transpose(1, 2) for y in (torch.cat(queries, 1), k, v)]
+        if attention.merged and not whole and kernel_for(*qkv) is not None:
+            return layer.o_proj(attend(qkv[0], qkv[1], qkv[2], others).flatten(-2))
         if limited:
             reject(comm, f"attention.memory needs merged blocks: no kernel for {v.dtype} on {v.device.type}")
         k, v = others.read(others.in_order())
@@ -455,13 +455,13 @@ def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any])
     if lengths is not None:
         key = ("convolution", first, T, lengths, zigzag)
 
-        def made_of() -> Tables:
+        def make_tables() -> Tables:
             if sizes is None:
                 return Tables(_sequences(first, lengths, T, halves), comm.device)
             cuts = torch.tensor([*itertools.accumulate(sizes, initial=0)], dtype=torch.int32, device="cpu")
             return Tables([cuts, torch.arange(halves, device="cpu")], comm.device)
 
-        tables = cached_table(comm, key, made_of)
+        tables = cached_table(comm, key, make_tables)
         sequences, firsts = tables.of_stream(comm)
         N = len(sequences) - 1
         if n and N > halves:
@@ -469,8 +469,8 @@ def _convolve(convolutions: Any, xs: Any, use_cache: Any, where: dict[str, Any])
     else:  # each half a sequence
         xs = [x.unflatten(1, (halves, -1)).flatten(0, 1) for x in xs]
     options = dict(output_final_state=bool(use_cache), cu_seqlens=sequences)
-    made = [c(x, cache=state, **options) for c, x, state in zip(convolutions, xs, states, strict=True)]
-    ys, states = zip(*made)
+    results = [c(x, cache=state, **options) for c, x, state in zip(convolutions, xs, states, strict=True)]
+    ys, states = zip(*results)
     if cu_seqlens is None:
         ys = [y.unflatten(0, (-1, halves)).flatten(1, 2) for y in ys]
     return ys, _last_states(states, use_cache, comm, halves)
@@ -496,7 +496,7 @@ def _before(
     tokens = cached_table(comm, ("ends", n, *sizes), lambda: Tokens(numbers, T, comm.device))
     # who hooks the backward of a convolution may keep the gradient that it gives
     hooked = [has_backward_hooks(c) for c in convolutions]
-    xs, ends = zip(*(taken(x, tokens, comm, not kept) for x, kept in zip(xs, hooked, strict=True)))
+    xs, ends = zip(*(taken(x, tokens, comm, not hook) for x, hook in zip(xs, hooked, strict=True)))
     return xs, halo_of_ends(ends, T, n, **where)
 
 

@@ -33,7 +33,7 @@ _TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
 _communicators: dict[Any, Communicator] = {}  # by process group
-_made: list[Communicator] = []  # those communicators that enable() has made, in that order
+_created: list[Communicator] = []  # those communicators that enable() has made, in that order
 _every_group = False  # whether enable() was called
 
 
@@ -73,11 +73,11 @@ def disable() -> None:
     global _every_group
     _every_group = False
     _replace(_ours(), _fla)
-    made = list(_made)
+    created = list(_created)
     _communicators.clear()
-    _made.clear()
+    _created.clear()
     errors = []
-    for comm in made:  # all of them: other ranks may be in the next one's close
+    for comm in created:  # all of them: other ranks may be in the next one's close
         try:
             comm.close()
         except RuntimeError as error:
@@ -167,12 +167,12 @@ def _communicator(group: Any) -> Communicator | None:
     comm = _communicators.get(group)
     if comm is not None and comm.closed:
         del _communicators[group]
-        if comm in _made:
-            _made.remove(comm)
+        if comm in _created:
+            _created.remove(comm)
         comm = None
     if comm is None and _every_group and group is not None:
         comm = _communicators[group] = Communicator(group)
-        _made.append(comm)
+        _created.append(comm)
     return comm
 
 

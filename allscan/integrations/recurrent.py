@@ -46,10 +46,10 @@ def convolved(
     y, rows = conv(x), [torch.cat([before, windows[:, :, n:]], 2)]
     if y.requires_grad:
         rows.append(windows)
-    made = conv(torch.stack(rows).flatten(0, 2))[:, n:].unflatten(0, (len(rows), B, -1)).flatten(2, 3)
-    if len(cuts.made) < made.shape[2]:  # of pieces with fewer than n tokens
-        made = made.index_select(2, cuts.made)
-    return _Replaced.apply(y, cuts.outputs, *made.unbind(0))
+    replacements = conv(torch.stack(rows).flatten(0, 2))[:, n:].unflatten(0, (len(rows), B, -1)).flatten(2, 3)
+    if len(cuts.valid) < replacements.shape[2]:  # of pieces with fewer than n tokens
+        replacements = replacements.index_select(2, cuts.valid)
+    return _Replaced.apply(y, cuts.outputs, *replacements.unbind(0))
 
 
 def taken(x: Tensor, tokens: Tokens, comm: Communicator, alone: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,10 +89,10 @@ class _Cuts(Tokens):
         spans = [(starts[some[0]], starts[some[-1] + 1]) for some in halves]
         ends = [token for start, end in spans for token in range(max(start, end - n), end)]
         windows = [token for start in starts[:-1] for token in range(start - n, start + n)]
-        made = [(i * n + j, starts[i] + j) for i, piece in enumerate(pieces) for j in range(min(n, piece.tokens))]
-        more = [some[0] for some in halves], [at for at, _ in made], [token for _, token in made]
+        places = [(i * n + j, starts[i] + j) for i, piece in enumerate(pieces) for j in range(min(n, piece.tokens))]
+        more = [some[0] for some in halves], [at for at, _ in places], [token for _, token in places]
         super().__init__([*ends, *windows], starts[-1], device, *more)
-        self.first, self.made, self.outputs = self.more
+        self.first, self.valid, self.outputs = self.more
         self.ends = len(ends)
 
 
@@ -117,27 +117,27 @@ class _Taken(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """y with ``made`` at these ``outputs``, in place. ``lost``: what is there now, made of the same tokens. The
+    """y with ``replacements`` at these ``outputs``, in place. ``lost``: what is there now, made of the same tokens. The
     gradient of y stays as it is, whole; what comes of it at these outputs is taken away again by that of ``lost``."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, outputs: Tensor, made: Tensor, lost: Tensor | None = None) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, outputs: Tensor, replacements: Tensor, lost: Tensor | None = None) -> torch.Tensor:
         ctx.outputs = outputs
-        if _kept(y):
+        if _is_saved(y):
             y = y.clone()
-        y.index_copy_(1, outputs, made)
+        y.index_copy_(1, outputs, replacements)
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-        dmade = dy.index_select(1, ctx.outputs)
-        return dy, None, dmade, -dmade
+        dreplacements = dy.index_select(1, ctx.outputs)
+        return dy, None, dreplacements, -dreplacements
 
 
 _VIEWS = ("Transpose", "Slice", "View", "UnsafeView", "Permute", "Squeeze", "Unsqueeze", "Alias", "Unflatten")
 
 
-def _kept(y: Tensor) -> bool:
+def _is_saved(y: Tensor) -> bool:
     """Whether the function that has made y has kept it for backward, as that of relu does, and not its argument."""
     node = y.grad_fn
     while node is not None and type(node).__name__.partition("Backward")[0] in _VIEWS:
@@ -172,13 +172,13 @@ def delta_rule(
     unit = torch.cat([zeros[..., :V], identity.expand(batch, HV, K, K)], -1)
     wide = [i in (some[0] for some in halves) and not piece.begins for i, piece in enumerate(pieces)]
     outputs, states = [], []
-    for more, *given in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
-        q, k, v, g, beta = given
+    for more, *of_piece in zip(wide, *(_split(t, pieces) for t in (q, k, v, g, beta)), strict=True):
+        q, k, v, g, beta = of_piece
         v = F.pad(v, (0, K)) if more else v
         if v.shape[1]:
             o, state = operator(q, k, v, g=g, beta=beta, initial_state=unit if more else None, output_final_state=True)
         else:  # what comes goes on; with a gradient where the other ranks' have one
-            o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in given)
+            o, state = v, (unit if more else zeros[..., :V]) + sum(t.sum() for t in of_piece)
         outputs.append(o)
         states.append(state.float())
     documents = len(halves) // 2 if len(halves) > 2 else 0  # that are cut: their states are sent together

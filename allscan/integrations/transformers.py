@@ -261,8 +261,8 @@ def _model(
     if cache is not None and cache.get_seq_length():
         reject(comm, "past_key_values must be empty: the state before the first rank's tokens is taken as zero")
     for name in ("output_attentions", "output_router_logits"):
-        given = options.get(name)
-        if getattr(model.config, name, False) if given is None else given:
+        option = options.get(name)
+        if getattr(model.config, name, False) if option is None else option:
             reject(comm, f"{name} is not covered")
     x: Any = input_ids if inputs_embeds is None else inputs_embeds
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != x.shape[1]):

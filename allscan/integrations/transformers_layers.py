@@ -253,7 +253,7 @@ class _Keys:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sequence, self.given = self.sequence, (key, value)
+        sequence, self.appended = self.sequence, (key, value)
         if sequence.comm.size > 1:
             merged, memory = sequence.attention
             where = sequence.comm, sequence.tokens, sequence.zigzag and not sequence.per_document
@@ -273,14 +273,14 @@ class _Keys:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(o, None, None), or None and the keys and values of all ranks where there is no kernel."""
         sequence, expand = self.sequence, None
-        if [key.shape, value.shape] != [x.shape for x in self.given]:
+        if [key.shape, value.shape] != [x.shape for x in self.appended]:
             expand = getattr(module, "expand_kv", None)  # which makes them of latents
             if expand is None:
                 reject(sequence.comm, f"a {type(module).__name__} changes the keys that it keeps: {OTHER_VERSION}")
         if not sequence.own:
             query, key, value = (x[:, :, :0] for x in (query, key, value))
         if not dropout and kernel_for(query, key, value) is not None:
-            return attend(query, key, value, self.others, scaling, expand, self.given), None, None
+            return attend(query, key, value, self.others, scaling, expand, self.appended), None, None
         if sequence.attention.memory is not None:
             what = f"no kernel for {query.dtype} on {query.device.type} and a dropout of {dropout}"
             reject(sequence.comm, f"attention.memory needs merged blocks: {what}")

@@ -132,8 +132,8 @@ def agree_sequence(
             why = f"with a cache {where} must have as many tokens as a convolution's kernel, got {last}"
             raise comm.order.raised_everywhere(ValueError(why))
         if len({answer[4] for answer in answers}) > 1:
-            given = by_rank(answer[4] for answer in answers)
-            raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {given}"))
+            layouts = by_rank(answer[4] for answer in answers)
+            raise comm.order.raised_everywhere(ValueError(f"layout differs between ranks: {layouts}"))
         if any(kind != kinds[0] for kind in kinds):
             different = by_rank(Attention(*kind) for kind in kinds)
             raise comm.order.raised_everywhere(ValueError(f"attention differs between ranks: {different}"))
@@ -145,8 +145,8 @@ def agree_sequence(
             wanted = "an even number of tokens, the same on every rank"
             raise comm.order.raised_everywhere(ValueError(f"the zigzag layout wants {wanted}, got {by_rank(tokens)}"))
         if any(list(answer[2] or ()) != list(lengths or ()) for answer in answers):
-            given = by_rank(answer[2] for answer in answers)
-            raise comm.order.raised_everywhere(ValueError(f"cu_seq_lens_q differs between ranks: {given}"))
+            cu_seq_lens = by_rank(answer[2] for answer in answers)
+            raise comm.order.raised_everywhere(ValueError(f"cu_seq_lens_q differs between ranks: {cu_seq_lens}"))
         if len({answer[3] is None for answer in answers}) > 1:
             raise comm.order.raised_everywhere(ValueError("position_ids must be given on every rank or on none"))
         if rises is not None:

@@ -122,12 +122,12 @@ class SequenceParallelTrainer(Trainer):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             answers *= dist.get_world_size()
             dist.all_gather_object(answers, (problem, mine, alike))
-        problems, places, given = zip(*answers, strict=True)
+        problems, places, settings = zip(*answers, strict=True)
         if any(problems):
             raise ValueError(next(p for p in problems if p) if len({*problems}) == 1 else by_rank(problems))
         for name in alike:
-            if len({arguments[name] for arguments in given}) > 1:
-                raise ValueError(f"{name} differs between ranks: {by_rank(arguments[name] for arguments in given)}")
+            if len({arguments[name] for arguments in settings}) > 1:
+                raise ValueError(f"{name} differs between ranks: {by_rank(arguments[name] for arguments in settings)}")
         groups = sorted({tuple(ranks) for _, ranks, _ in places}, key=min)
         if sorted(rank for group in groups for rank in group) != list(range(len(places))) or (
             len({(len(ranks), layout) for _, ranks, layout in places}) > 1
@@ -158,13 +158,13 @@ class SequenceParallelTrainer(Trainer):
             if getattr(self.args.accelerator_config, name, None) not in wanted:
                 return f"accelerator_config's {name} is not covered by SequenceParallelTrainer"
         accelerator = self.accelerator  # which the environment configures, too
-        for name, given in (
+        for name, enabled in (
             ("FSDP", self.is_fsdp_enabled),
             ("DeepSpeed", self.is_deepspeed_enabled),
             ("a parallelism_config", getattr(accelerator, "parallelism_config", None) is not None),
             ("torch_compile", accelerator.state.dynamo_plugin.backend.value not in ("NO", "no")),
         ):
-            if given:
+            if enabled:
                 return f"{name} (accelerate's) is not covered by SequenceParallelTrainer"
         if self.args.n_gpu > 1:
             return "one process with several GPUs is not covered: start one for each"
@@ -181,7 +181,7 @@ class SequenceParallelTrainer(Trainer):
         accelerator = self.accelerator
         if isinstance(loader.worker_init_fn, functools.partial) and "rank" in loader.worker_init_fn.keywords:
             loader.worker_init_fn = functools.partial(loader.worker_init_fn, rank=0)  # workers draw alike on all ranks
-        made = prepare_data_loader(
+        prepared = prepare_data_loader(
             loader,
             num_processes=1,
             process_index=0,
@@ -190,8 +190,8 @@ class SequenceParallelTrainer(Trainer):
             use_seedable_sampler=accelerator.use_seedable_sampler,
             data_seed=accelerator.dataloader_config.data_seed,
         )
-        accelerator._dataloaders.append(made)
-        return made
+        accelerator._dataloaders.append(prepared)
+        return prepared
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: Any, *arguments: Any, **options: Any
@@ -214,10 +214,10 @@ class SequenceParallelTrainer(Trainer):
         mine = torch.tensor([[len(batches), checksum(steps, *items)]], device=self.accelerator.device)
         found = self.accelerator.gather(mine).tolist()
         if any(other != found[0] for other in found):
-            given = by_rank(f"{count} batches, checksum {digest:x}" for count, digest in found)
+            batches_by_rank = by_rank(f"{count} batches, checksum {digest:x}" for count, digest in found)
             raise ValueError(
                 f"the ranks were given different batches (of a dataset that is random, or sharded over the "
-                f"processes?): {given}"
+                f"processes?): {batches_by_rank}"
             )
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
