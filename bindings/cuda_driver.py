@@ -161,11 +161,11 @@ class Graph:
         words = (c_uint64 * count)(*(bits for bits, _ in node.arguments))
         places = (c_void_p * count)(*(ctypes.addressof(words) + 8 * i for i in range(count)))
         params = _KernelParams(node.function, *node.grid, node.threads, 1, 1, node.shared, ctypes.addressof(places))
-        made = self._add("cuGraphAddKernelNode_v2", behind, byref(params))
+        handle = self._add("cuGraphAddKernelNode_v2", behind, byref(params))
         if priority:
             value = _AttributeValue(priority=priority)
-            _call("cuGraphKernelNodeSetAttribute", c_void_p(made), c_int(PRIORITY), byref(value))
-        return made
+            _call("cuGraphKernelNodeSetAttribute", c_void_p(handle), c_int(PRIORITY), byref(value))
+        return handle
 
     def zeros(self, address: int, nbytes: int, behind: Sequence[int]) -> int:
         """A node that fills memory with zeros."""
@@ -176,10 +176,10 @@ class Graph:
         return self._add("cuGraphAddMemsetNode", behind, byref(params), context)
 
     def _add(self, name: str, behind: Sequence[int], *params: Any) -> int:
-        made, others = c_void_p(), (c_void_p * len(behind))(*behind)
-        _call(name, byref(made), self._graph, others, c_size_t(len(behind)), *params)
-        assert made.value is not None
-        return made.value
+        handle, others = c_void_p(), (c_void_p * len(behind))(*behind)
+        _call(name, byref(handle), self._graph, others, c_size_t(len(behind)), *params)
+        assert handle.value is not None
+        return handle.value
 
     def instantiate(self) -> ExecutableGraph:
         executable = c_void_p()

@@ -41,9 +41,9 @@ class CudaIpcHeap:
         self._peers: dict[int, torch.UntypedStorage] = {}
         for pe, other in enumerate(handles):
             if pe != rank:
-                given = [bytes.fromhex(x) if isinstance(own, bytes) else x for x, own in zip(other, handle)]
-                given[0] = self.device.index  # mapped for this process's GPU, whichever the memory is on
-                self._peers[pe] = mapped(given)
+                decoded = [bytes.fromhex(x) if isinstance(own, bytes) else x for x, own in zip(other, handle)]
+                decoded[0] = self.device.index  # mapped for this process's GPU, whichever the memory is on
+                self._peers[pe] = mapped(decoded)
         exchange("ready")
 
     def local(self, pe: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

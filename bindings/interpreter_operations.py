@@ -26,10 +26,10 @@ def operations_by_numpy(core, interpreter) -> dict:
     numbers = floats | signed
 
     def result_of(data, dtype, fields) -> Block:
-        made, result = new(handle), new(tensor)
-        made.data, made.dtype, made.attr = data, dtype, {}
+        result_handle, result = new(handle), new(tensor)
+        result_handle.data, result_handle.dtype, result_handle.attr = data, dtype, {}
         result.__dict__.update(fields)
-        result.handle = made
+        result.handle = result_handle
         return result
 
     def fields_of(found) -> dict[str, object]:
@@ -148,9 +148,9 @@ def operations_by_numpy(core, interpreter) -> dict:
 
         def where(condition, x, y) -> Block:
             x, y = (v.value if type(v) is constexpr else v for v in (x, y))
-            given = [v.handle.data if type(v) is tensor else None for v in (x, y)]
+            arrays = [v.handle.data if type(v) is tensor else None for v in (x, y)]
             names = tuple(v.type.name if type(v) is tensor else (type(v), v or str(v)) for v in (x, y))
-            if type(condition) is not tensor or given[0] is None and given[1] is None:
+            if type(condition) is not tensor or arrays[0] is None and arrays[1] is None:
                 return slowly(condition, x, y)
             key = condition.type.name, *names
             plan = plans.get(key)
@@ -162,7 +162,7 @@ def operations_by_numpy(core, interpreter) -> dict:
             fields, lhs, rhs = plan
             if condition.handle.data.dtype != bool:
                 return slowly(condition, x, y)
-            lhs, rhs = (given[0] if lhs is None else lhs), (given[1] if rhs is None else rhs)
+            lhs, rhs = (arrays[0] if lhs is None else lhs), (arrays[1] if rhs is None else rhs)
             dtype = (y if plan[2] is None else x).handle.dtype.scalar
             return result_of(np.where(condition.handle.data, lhs, rhs), dtype, fields)
 

@@ -69,7 +69,7 @@ def launcher(
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     bare = not scratch and not getattr(run, "gsan_enabled", False)
     first = [*places] == [*range(len(places))]
-    given, rest = [*arguments], [*arguments[len(places) :]]
+    template, rest = [*arguments], [*arguments[len(places) :]]
 
     if bare and _IN_A_TUPLE:
         launch_options = run.launch_cooperative_grid, run.launch_pdl, *options[1:], None, None
@@ -77,7 +77,7 @@ def launcher(
         run = run.launch
 
         def launch_in_a_tuple(addresses: Sequence[Any]) -> Any:
-            values = [*addresses, *rest] if first else given.copy()
+            values = [*addresses, *rest] if first else template.copy()
             if not first:
                 for place, address in zip(places, addresses):
                     values[place] = address
@@ -94,7 +94,7 @@ def launcher(
         return compiled
 
     def launch_filled(addresses: Sequence[Any]) -> Any:
-        values = given.copy()
+        values = template.copy()
         for place, address in zip(places, addresses):
             values[place] = address
         run(x, y, z, stream_of(device), *options, *values)
@@ -239,8 +239,8 @@ def kernel_node(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[A
     ):
         if (getattr(metadata, name, usual) or usual) != usual:
             raise NotImplementedError(f"{compiled.name} has {name}={getattr(metadata, name)}")
-    given = words(tuple(compiled.src.signature.values()), arguments)
-    return KernelNode(compiled.function, grid, 32 * metadata.num_warps, metadata.shared, given)
+    argument_words = words(tuple(compiled.src.signature.values()), arguments)
+    return KernelNode(compiled.function, grid, 32 * metadata.num_warps, metadata.shared, argument_words)
 
 
 def words(types: Sequence[Any], values: Sequence[Any]) -> list[tuple[int, int]]:

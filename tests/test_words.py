@@ -43,15 +43,7 @@ PARTS_OF_NAMES = {
     "made": "outputs, results, counts, created ...",
     "kept": "saved, cached, retained ...",
 }
-PACKAGES_OF_NAMES = (
-    "allscan/base",
-    "allscan/comm",
-    "allscan/launch",
-    "allscan/ops",
-    "allscan/scan",
-    "allscan/tokens",
-    "shmem_kernels",
-)
+PACKAGES_OF_NAMES = "allscan", "shmem_kernels", "bindings"
 PUBLIC_NAMES = {("allscan/launch/graph_cache.py", "kept")}  # GraphCounts.kept
 NAMES_OF_OTHERS = r"_symmetric_memory\.rendezvous|rdzv|_symm.*rendezvous|symm_mem.*rendezvous"
 

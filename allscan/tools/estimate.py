@@ -79,7 +79,7 @@ class Peak(NamedTuple):
 
     forward: int
     both: int
-    kept: int
+    saved: int
 
 
 class _Apart:
@@ -126,12 +126,13 @@ def gla_peak(layer: Recurrent, cut: Cut, recompute: bool = True) -> Peak:
     how = int(cut.zigzag), cut.multiprocessors, not recompute
     shape = shape_of(B, T, H, K, V, B, dtype, of_gates, "cuda", *how)
     layout, apart = cut.layout(shape.segment), _Apart(cut.ranks)
-    given = *_of_meta([B, T, H], [K, K, V]), _of_meta([B, T, H], [K], of_gates)[0]
-    kept = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
-    forward = forward_plan(shape, 1.0, layout, apart, *given, None, None, kept)
-    backward = backward_plan(shape, 1.0, layout, apart, *given, given[2], None, None, kept)
-    stays = given[2].nbytes + kept.nbytes
-    return Peak(stays + forward.bytes, stays + max(forward.bytes, sum(x.nbytes for x in given) + backward.bytes), stays)
+    tensors = *_of_meta([B, T, H], [K, K, V]), _of_meta([B, T, H], [K], of_gates)[0]
+    saved = torch.empty(shape.saved_words, dtype=torch.float32, device="meta")
+    forward = forward_plan(shape, 1.0, layout, apart, *tensors, None, None, saved)
+    backward = backward_plan(shape, 1.0, layout, apart, *tensors, tensors[2], None, None, saved)
+    stays = tensors[2].nbytes + saved.nbytes
+    gradients = sum(x.nbytes for x in tensors)
+    return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
 
 
 def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
@@ -147,10 +148,10 @@ def delta_peak(layer: Recurrent, cut: Cut) -> Peak:
     g, beta = (_of_meta(rows, [K], torch.float32)[0], torch.empty(rows, dtype=dtype, device="meta"))
     x = Inputs(q, q, v, g[..., 0] if scalar else g, beta)
     transitions, incoming = _of_meta([segments, H, K], [K, V], torch.float32)
-    kept = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
+    saved_states = SavedStates(transitions, incoming, torch.empty(FWD_EPOCHS, dtype=torch.int64, device="meta"))
     saved, outer = Saved(scores, scores), Outer(v, None, None)
-    forward, _ = states.recorded(states.record_forward, x, Ends(None, None), kept, scale=1.0)
-    backward, _ = states.recorded(states.record_backward, x, saved, outer, kept, scale=1.0)
+    forward, _ = states.recorded(states.record_forward, x, Ends(None, None), saved_states, scale=1.0)
+    backward, _ = states.recorded(states.record_backward, x, saved, outer, saved_states, scale=1.0)
     stays = sum(y.nbytes for y in (v, scores, scores, transitions, incoming))
     gradients = sum(y.numel() * y.element_size() for y in x)
     return Peak(stays + forward.bytes, stays + max(forward.bytes, gradients + backward.bytes), stays)
@@ -261,14 +262,14 @@ def report(layers: Sequence[Recurrent | Softmax], cut: Cut) -> str:
         if isinstance(layer, Recurrent):
             found, sent = peak(layer, cut), state(layer, cut) * (1 + cut.zigzag) * (cut.ranks > 1)
             workspaces += workspace(layer, cut)
-            stays += layer.layers * (inputs(layer, cut) + found.kept)
-            most = max(most, found.both - found.kept)
+            stays += layer.layers * (inputs(layer, cut) + found.saved)
+            most = max(most, found.both - found.saved)
             traffic += 2 * layer.layers * sent
             name = f"{layer.layers} x {OPERATORS[layer.rule]}, {layer.heads} heads of {layer.K} x {layer.V}"
             lines += [
                 name,
                 line_of("inputs, kept for backward, a layer", inputs(layer, cut)),
-                line_of("output and what else is kept, a layer", found.kept),
+                line_of("output and what else is kept, a layer", found.saved),
                 line_of("peak beside inputs, forward alone", found.forward),
                 line_of("peak beside inputs, both passes", found.both),
                 line_of("state that is sent, a layer and pass", sent),

@@ -28,18 +28,18 @@ def main(arguments: Sequence[str]) -> int:
     for name, default in (("tokens", None), ("ranks", None), ("batch", 1), ("depth", 3)):
         parser.add_argument(f"--{name}", type=int, default=default, required=default is None)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
-    given = parser.parse_args(arguments)
-    cut = Cut(given.tokens, given.ranks, given.batch, given.layout == "zigzag", given.depth, given.puts)
-    cut = cut._replace(multiprocessors=given.multiprocessors)
+    options = parser.parse_args(arguments)
+    cut = Cut(options.tokens, options.ranks, options.batch, options.layout == "zigzag", options.depth, options.puts)
+    cut = cut._replace(multiprocessors=options.multiprocessors)
     try:
         if min(cut.tokens, cut.ranks, cut.batch, cut.depth, cut.multiprocessors) < 1 or cut.own < 1:
             raise ValueError("tokens, ranks, batch, depth and multiprocessors must be positive, tokens at least ranks")
         if cut.zigzag and cut.tokens % (2 * cut.ranks):
             raise ValueError(f"with zigzag tokens must be a multiple of {2 * cut.ranks}, twice the ranks")
-        with open(given.config, encoding="utf-8") as file:
+        with open(options.config, encoding="utf-8") as file:
             config = json.load(file)
         lines = [report(layers_of(config), cut)]
-        if given.step:
+        if options.step:
             from .estimate_step import report_of_step  # which needs transformers
 
             lines.append(report_of_step(config, cut))

@@ -36,7 +36,7 @@ class Step(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
-    kept: int  # between forward and backward, the loss included
+    saved: int  # between forward and backward, the loss included
     peak: int  # of all of it
 
 
@@ -93,14 +93,14 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Peak, *tensors: Tensor) -> Tensor:
         o, ctx.found = _contiguous_like(tensors[2]), found
-        ctx.save_for_backward(*tensors, _held(found.kept - o.nbytes))
-        _held(found.forward - found.kept)
+        ctx.save_for_backward(*tensors, _held(found.saved - o.nbytes))
+        _held(found.forward - found.saved)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         grads = [torch.empty_like(x) for x in ctx.saved_tensors[:-1]]
-        _held(ctx.found.both - ctx.found.kept - sum(x.nbytes for x in grads))
+        _held(ctx.found.both - ctx.found.saved - sum(x.nbytes for x in grads))
         return None, *grads
 
 
@@ -189,9 +189,9 @@ def model_of(config: dict[str, Any]) -> Any:
     config = dict(config.get("text_config") or config)
     kind = config.pop("model_type", None)
     try:
-        made = AutoConfig.for_model(kind, **config)
+        model_config = AutoConfig.for_model(kind, **config)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(made).to(torch.bfloat16).train()
+            return AutoModelForCausalLM.from_config(model_config).to(torch.bfloat16).train()
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"transformers makes no model of {kind!r} of this config: {error}") from None
 
@@ -215,7 +215,7 @@ def step_of(model: Any, cut: Cut) -> Step:
         tokens = torch.empty(cut.batch, cut.own, dtype=torch.int64, device="meta")
         try:
             loss = model(input_ids=tokens, labels=tokens).loss
-            kept = counter.bytes - before
+            saved = counter.bytes - before
             loss.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(f"--step: {type(model).__name__} depends on numbers: {error}") from None
@@ -223,7 +223,7 @@ def step_of(model: Any, cut: Cut) -> Step:
             for p in trained:
                 p.grad = None
     del moments
-    return Step(own, gradients, before - own - gradients, kept, counter.most)
+    return Step(own, gradients, before - own - gradients, saved, counter.most)
 
 
 def report_of_step(config: dict[str, Any], cut: Cut) -> str:
@@ -234,7 +234,7 @@ def report_of_step(config: dict[str, Any], cut: Cut) -> str:
         line_of("parameters, bfloat16", found.parameters),
         line_of("gradients", found.gradients),
         line_of("two moments of AdamW", found.optimizer),
-        line_of("kept between forward and backward", found.kept),
+        line_of("kept between forward and backward", found.saved),
         line_of("peak, all of these included", found.peak),
     ]
     return "\n".join(lines)

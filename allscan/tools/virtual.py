@@ -348,15 +348,15 @@ class VirtualRanks:
     def _launch(self, rank: int, scan: _Scan, behind: tuple[torch.Tensor, ...]) -> None:
         """The rank's kernel, with what it takes for its gate."""
         states, decays, initial, outs, reverse = scan
-        given = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
+        tensors = states[rank], decays[rank], states[rank] if initial is None else initial, outs[rank]
         fixed = dict(stride_g=self.K, stride_k=1, K=self.K, V=self.V, HAS_DECAY=True, HAS_INITIAL=initial is not None)
         channel = self.channels[rank][reverse]
         if self._rails:
             launch = self._rails[rank].make_launch(gated_rails_kernel, int(reverse), self.programs, **fixed)
-            launch(*given, channel, behind=behind)
+            launch(*tensors, channel, behind=behind)
         else:
             fixed |= OPTIONS | dict(num_warps=warps_of(self.spec.tile))
-            gated_scan_kernel[(self.programs,)](*given, channel, *behind, **fixed)
+            gated_scan_kernel[(self.programs,)](*tensors, channel, *behind, **fixed)
 
     def timed(self, states: Any, decays: Any, epochs: int = 1, **options: Any) -> tuple[list[torch.Tensor], Any]:
         """Scans whose ranks begin together: for each rank int64 [epochs, 2], when its last program began and ended, by

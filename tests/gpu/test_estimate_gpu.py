@@ -56,7 +56,7 @@ def peaks_case(group, rule, layout, H, D):
         for T in (4096, 16384):
             cut = Cut(T * comm.size, comm.size, 1, layout == "zigzag", multiprocessors=processors)
             found = estimate.peak(Recurrent(rule, 1, H, D, D), cut)
-            expected = found.forward, found.both, (LAYERS - 1) * found.kept + found.both
+            expected = found.forward, found.both, (LAYERS - 1) * found.saved + found.both
             functions = passes(getattr(allscan, OPERATORS[rule]), *inputs(rule, T, H, D, comm.device), options)
             for function, nbytes in zip(functions, expected, strict=True):
                 function()  # compiled, agreed upon
@@ -105,7 +105,7 @@ def hybrid_case(group, hybrid, layout):
                 whole = torch.cuda.max_memory_allocated() - before
             base = found.parameters + found.gradients + found.optimizer
             beside = (whole - base) / (found.peak - base)
-            ratios += [round(x, 4) for x in (kept / found.kept, beside, whole / found.peak)]
+            ratios += [round(x, 4) for x in (kept / found.saved, beside, whole / found.peak)]
         sequence_parallel(model, comm=None)
         comm.barrier()
     return ratios

@@ -74,7 +74,7 @@ def test_peaks_of_other_cuts(rule):
         assert all(a <= b < 1.15 * a for a, b in zip(x, y, strict=True)), (x, y)
     assert two.forward < halves.forward  # more segments, and two states
     for found in (one, two, halves):
-        assert T * 16 * 128 * 2 < found.kept < found.forward < found.both
+        assert T * 16 * 128 * 2 < found.saved < found.forward < found.both
     batch = estimate.peak(layer, Cut(T, 2, batch=2))
     assert abs(batch.both / two.both - 1) < 0.05
 
