@@ -345,7 +345,8 @@ def _attention(
     sequence = options.get(SEQUENCE)
     if sequence is None:
         raise ValueError(
-            f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config"
+            f"the attention function {NAME!r} is for models of sequence_parallel; another model has the same config: "
+            "give each model its own, copy.deepcopy(config)"
         )
     inner, home, keys = sequence.inner, sys.modules[sequence.home], sequence.keys
     function = ALL_ATTENTION_FUNCTIONS.get_interface(inner, home.eager_attention_forward)
