@@ -142,6 +142,7 @@ def misuse_case(group):
         found = [
             *(raised(launch, grid) for grid in (4, torch.tensor(4), "4", [4], (), (1,) * 4, (0,), (4.0,), (True,))),
             *(raised(launch, **given) for given in (dict(given=scan.channel), dict(channel=scan.channel))),
+            raised(launch, given=scan),
             *(raised(launch, **given) for given in (dict(given=other.channel()), dict(channel=of_closed))),
             raised(launch, given=of_closed, on=closed),
             *(raised(closed.channel, **given) for given in ({}, dict(adjoint_of=fwd_epoch))),
@@ -157,13 +158,14 @@ def misuse_case(group):
 
 
 def test_wrong_grids_and_channels(run):
-    """Named, on every rank, before a launch: an int as grid, the method in place of the channel, the channel of another
-    AllScan, or of a closed one."""
+    """Named, on every rank, before a launch: an int as grid, the method or the AllScan in place of the channel, the
+    channel of another AllScan, or of a closed one."""
     expected = [("TypeError", "grid must be a tuple of one to three integers")] * 6 + [
         ("ValueError", "at least 1"),
         ("TypeError", "integer"),
         ("TypeError", "integer"),
         *[("TypeError", "got the method itself: call it")] * 2,
+        ("TypeError", "a channel is what AllScan.channel() returns, got AllScan"),
         *[("ValueError", "of the AllScan whose launch()")] * 2,
         *[("RuntimeError", "this AllScan is closed")] * 3,
         ("TypeError", "got the method itself: call it"),

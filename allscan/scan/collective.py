@@ -45,7 +45,7 @@ def _plan(
         tile = scan_tile(shape, max_ctas, sentinel, comm.device)
     tile = tuple(integer("a size of tile", n) for n in tile)
     if len(tile) != 2 or any(n != next_power_of_2(n) for n in tile):
-        raise ValueError(f"tile must be two powers of two, got {tile}")
+        raise ValueError(f"tile must be two powers of two, got {tile}: kernels mask what lies beyond K and V")
     algorithm = comm.topology.algorithm_for(math.prod(shape) * 4, algorithm)
     spec = Spec(shape, tile, depth, protocol, algorithm)
     if algorithm != "chain":
@@ -280,8 +280,8 @@ class AllScan:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
         Its programs handle every tile exactly once, and one of them begins with tile 0 (see ``device.begin``). Where
-        they do not, AllScanOutOfStep: of tiles on CPU ranks and in debug mode, of tile 0 on CPU ranks. On one rank no
-        tiles are counted, and nothing is found.
+        they do not, AllScanOutOfStep: of tiles on CPU ranks and in debug mode, of tile 0 on CPU ranks. Tiles are
+        compared with each other, so a launch that ends none of them is not found here. On one rank none are counted.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
@@ -296,7 +296,7 @@ class AllScan:
             **options: the kernel's constants, and Triton's launch options.
 
         Raises:
-            TypeError: for another grid, and for the method ``channel`` in place of what it returns.
+            TypeError: for another grid, and for an AllScan or its method ``channel`` in place of what that returns.
             ValueError: for another grid, and for channels of another AllScan.
             RuntimeError: if this, or the AllScan of a channel, is closed.
             AllScanError: what ``Communicator.check`` raises.
@@ -438,10 +438,10 @@ class AllScan:
 
 
 def _channels_in(arguments: tuple[object, ...]) -> list[Any]:
-    """Of the arguments of a kernel, tuples included; also the method that makes one, see ``_check_channel``."""
+    """Of the arguments of a kernel, tuples included; also what is mistaken for one, see ``_check_channel``."""
     found: list[Any] = []
     for x in arguments:
-        if isinstance(x, Channel) or getattr(x, "__func__", None) is AllScan.channel:
+        if isinstance(x, (Channel, AllScan)) or getattr(x, "__func__", None) is AllScan.channel:
             found.append(x)
         elif isinstance(x, tuple):
             found += _channels_in(x)
