@@ -244,7 +244,7 @@ def _allscan_well(channel, tile, epoch, word, ok, b_state, b_decay, b_first):
     if (channel.RECV == NONE) & (channel.SEND == NONE):
         b_inclusive = combine(b_state, b_decay, b_prev)
     else:
-        waits = channel.SEND != NONE  # to be sent: not if it was sent ahead
+        waits = channel.SEND != NONE  # the tile is still to be sent, unless send_ahead has sent it
         if (channel.RECV != NONE) & (channel.SEND != NONE):
             waits = not all_decays_zero(b_decay)
         b_prev, ok = _receive(channel, tile, epoch, word, ok, b_first)

@@ -350,7 +350,7 @@ def output_kernel(
     p_prev,  # float32 [B, H, K, V]
     p_o,  # o, REVERSE dv [tokens, H, V]
     p_states,  # [NC, H, K, V], what entered the chunks; this and what follows None forward
-    p_low,  # int8 [NC, H, K, V], see load_fine; or None
+    p_low,  # int8 [NC, H, K, V], see load_fine (gla_blocks.py); or None
     p_dstates,  # [NC, H, K, V]; out
     p_passed,  # float32 [NC, H, blocks of V, K]; out
     scale,  # float

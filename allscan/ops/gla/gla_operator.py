@@ -183,7 +183,7 @@ def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Te
         return _traced_call(carrier, tensors, final, *_checked(carrier, tensors, asked, saves))
     with comm.call(False, "zeco_gla", tensors):
         key = call_key(tensors)
-        differentiable = bool(key[-1])
+        differentiable = bool(key[-1])  # 2: with inference tensors, which torch cannot save (call_key)
         saves = differentiable and not recompute
         # not where each call is to be checked: a wrong scale may equal a right one (Decimal(1)), NaN is none
         known = cu_seqlens is None and first is None and not (comm.debug or per_document)
