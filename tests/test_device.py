@@ -235,6 +235,44 @@ def test_a_grid_that_leaves_tiles_out(run, ranks, debug):
 
 
 @triton.jit
+def received_kernel(p_out, channel, SENDS: tl.constexpr):
+    """Receives each tile, adds 1, and sends it if so told."""
+    tile = tl.program_id(0)
+    at = tile * channel.BK * channel.BV + tl.arange(0, channel.BK)[:, None] * channel.BV + tl.arange(0, channel.BV)
+    b_prev = recv(channel, tile, tl.zeros([channel.BK, channel.BV], tl.float32))
+    if SENDS:
+        send(channel, tile, b_prev + 1.0)
+    tl.store(p_out + at, b_prev)
+
+
+def unsent_case(group, debug):
+    """A launch of which the first rank sends no tile, between two others."""
+    with allscan.Communicator(group, timeout=3.0, debug=debug) as comm:
+        scan = allscan.AllScan(comm, TILES["shape"], tile=TILES["tile"])
+        out = torch.empty(TILES["shape"], device=comm.device)
+
+        def launch(sends=True):
+            scan.launch(received_kernel, (4,), out, scan.channel(), SENDS=sends, num_warps=1)
+
+        launch()
+        found = raised(launch, comm.rank > 0)
+        comm.resync()
+        launch()
+        return found, bool((out == comm.rank).all())
+
+
+@pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.cpu)])
+def test_a_kernel_that_receives_and_does_not_send(run, debug):
+    """Found where it was launched, not only by the rank that waits for it."""
+    (first, good), (second, also_good) = run(2, unsent_case, debug)
+    assert good and also_good
+    assert first[0] == "AllScanOutOfStep" and "received_kernel" in first[1] and "but tile 0 1, tile 1 1" in first[1], (
+        first
+    )
+    assert second[0] in ("AllScanTimeout", "AllScanOutOfStep") and "received_kernel" in second[1], second
+
+
+@triton.jit
 def descending_kernel(p_state, p_out, channel, FIRST: tl.constexpr):
     """As tiles_kernel, but each program takes its tiles in descending order. FIRST: begins with the one it takes first,
     not with its lowest."""

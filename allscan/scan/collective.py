@@ -280,8 +280,8 @@ class AllScan:
         """Launch ``kernel[grid](*args)``, a ``triton.jit`` function that uses a channel of this AllScan.
 
         Its programs handle every tile exactly once, and one of them begins with tile 0 (see ``device.begin``). Where
-        they do not, AllScanOutOfStep: of tiles on CPU ranks and in debug mode, of tile 0 on CPU ranks. Tiles are
-        compared with each other, so a launch that ends none of them is not found here. On one rank none are counted.
+        they do not, AllScanOutOfStep: of tiles on CPU ranks and in debug mode, of tile 0 on CPU ranks. On one rank
+        none are counted.
 
         Checks the communicator, orders the launch behind earlier ones and links NVSHMEM if a link needs it. In a CUDA
         graph's capture, and for its replays, the order is the caller's: one stream for all that uses a communicator.
@@ -321,19 +321,25 @@ class AllScan:
                 if all(channel.info is not own.info for own in self.launcher.channels):
                     raise ValueError("channel must be of the AllScan whose launch() is called")
             launcher, linked = self.launcher, self.launcher.linked(kernel)
+            looks = not self.comm.streams.cuda or (self.comm.debug and not self.comm.streams.capturing())
+            before = self._epochs_of(channels) if looks and self.comm.size > 1 else []
             launcher.before_launch(kernel, reverse)
             launcher.after_launch(linked[grid](*args, **options))
-            if not self.comm.streams.cuda or (self.comm.debug and not self.comm.streams.capturing()):
-                self._check_tiles(channels, f"{name_of(kernel)} with a grid of {grid}")
+            if looks:
+                self._check_tiles(channels, before, f"{name_of(kernel)} with a grid of {grid}")
 
-    def _check_tiles(self, channels: list[Channel], what: str) -> None:
-        """Behind a launch of ``what``: raise AllScanOutOfStep unless it has handled all tiles equally often and, as far
-        as a CPU rank sees it, given the rank before its credit. Waits."""
+    def _epochs_of(self, channels: list[Channel]) -> list[list[int]]:
+        """How many launches each tile has had. Waits."""
         self.comm.streams.synchronize()
+        return [channel.epoch.tolist() for channel in channels]
+
+    def _check_tiles(self, channels: list[Channel], before: list[list[int]], what: str) -> None:
+        """Behind a launch of ``what``: raise AllScanOutOfStep unless each tile has had one more launch than ``before``
+        and, as far as a CPU rank sees it, the rank before has its credit. Waits."""
+        after = self._epochs_of(channels)
         self.comm.check()
-        for channel in channels:
-            epochs = channel.epoch.tolist()
-            usual = max(epochs, key=epochs.count)
+        for channel, epochs, earlier in zip(channels, after, before):
+            usual = max(earlier) + 1
             others = {tile: epoch for tile, epoch in enumerate(epochs) if epoch != usual}
             if others:
                 some = ", ".join(f"tile {tile} {epoch}" for tile, epoch in [*others.items()][:4])
