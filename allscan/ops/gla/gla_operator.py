@@ -174,6 +174,11 @@ class Options(NamedTuple):
     invariant: int = 0
     of_all: bool = False
 
+    @property
+    def of_shape(self) -> tuple[int, bool, int]:
+        """What ``_shape`` takes of them."""
+        return self.zigzag, self.saves, self.invariant
+
 
 def zeco_gla_by(carrier: StateCarrier, tensors: tuple, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """``zeco_gla`` of ``tensors`` (q, k, v, g, initial_state), with the state carried by ``carrier``."""
@@ -242,7 +247,8 @@ class Prepared:
     """Of calls with one signature: what the first of them has worked out, with which the later ones need no checks but
     those by which they find it.
 
-    options: with which ``_find`` finds the same again. saved: see ``_saved``."""
+    options: with which ``_find`` finds the same again. saved: see ``_saved``. pending: makes the communicator's record
+    of a backward pass that is outstanding."""
 
     def __init__(self, carrier: StateCarrier, shape: Shape, layout: Layout, options: Options, saved: list) -> None:
         self.carrier, self.shape, self.layout, self.options, self.saved = carrier, shape, layout, options, saved
@@ -365,7 +371,7 @@ def _find(
 ) -> Prepared:
     """For tensors that were checked."""
     _, first_token, zigzag, *_ = options
-    shape = _shape(q, v, gate_dtype, cu_seqlens, options[2:5])
+    shape = _shape(q, v, gate_dtype, cu_seqlens, options.of_shape)
     own = OwnTokens(shape.B, shape.T, cu_seqlens, first_token, zigzag)
     layout = find_layout(carrier.comm, own, shape.segment, aligned=bool(shape.invariant))
     return Prepared(carrier, shape, layout, options, _saved(shape, carrier.comm.device))
@@ -439,7 +445,7 @@ def _run_backward(prepared: Prepared | None, *inputs: Any) -> tuple[Any, ...]:
         if q.ndim != 4:
             raise others_than_saved("zeco_gla", "q", q, "[B, T, H, K]")
         if prepared is None:
-            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options[2:5]), carrier.comm.device)
+            saved = _saved(_shape(q, do, gate_dtype, cu_seqlens, options.of_shape), carrier.comm.device)
         else:
             saved = prepared.saved
         q, k, v, g, saved_buffer, do = restored(
