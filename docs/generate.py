@@ -131,7 +131,7 @@ def headline() -> str:
             f"heads by all-to-all: {hybrid('heads')}",
         ],
         [
-            "GLA (16 heads); KDA (32 heads) on one GPU, both passes, ms",
+            "GLA (16 heads); KDA (32 heads, weak gates) on one GPU, both passes, ms",
             f"1 GPU: {ms(ours)}; {ms(alone['zeco_kda, chunk=allscan'])}",
             "",
             f"fla's `chunk_gla`: {ms(fla)}; `chunk_kda`: {ms(alone['fla chunk_kda'])}, "
