@@ -1,1 +1,1 @@
-"""Which tokens a rank has, and the tables that kernels read of them."""
+"""The token ranges of a rank, and the index tables that kernels read."""

@@ -1,4 +1,4 @@
-"""How the tokens of a rank divide into sequences, segments and chunks: tables for the kernels. Asks no other rank."""
+"""Index tables of one rank's tokens for the kernels: sequences, segments and chunks. No communication."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from ..shmem_kernels.segment_table import ENTERED, FIRST, LAST, LEFT
 
 T_ = TypeVar("T_")
 
-CACHE_SIZE = 256  # boundaries read from the GPU, and what is derived of a layout
+CACHE_SIZE = 256  # entries: boundaries read from the GPU; launches derived from one layout
 CHUNK_TOKENS = 64  # BT
-MOST_CHUNKS = 65535  # of a rank: what the second axis of a grid holds
+MOST_CHUNKS = 65535  # of a rank: CUDA's limit of the second axis of a grid
 
 
 EACH = -1
 
 
 class TokenRange(NamedTuple):
-    """Consecutive tokens of this rank that are of one sequence: start .. end - 1 of its B * T."""
+    """Consecutive tokens of one sequence on this rank: start .. end - 1 of the rank's B * T tokens."""
 
     start: int
     end: int
-    state_index: int  # which of the sent states is its own: the batch entry, 0 for packed sequences; in the
-    # zigzag layout twice that, and 1 more for the second half of the rank's tokens; of cut documents twice the
-    # sequence, and 1 more for the second of its pieces
-    sequence: int  # row of initial_state and final_state; EACH: it is one of each batch entry
+    state_index: int  # index of the range's state among the sent states: the batch entry, 0 for packed sequences.
+    # Zigzag layout: twice that, plus 1 for the second half of the rank's tokens. per_document=True: twice the
+    # sequence, plus 1 for the second piece of the sequence.
+    sequence: int  # row of initial_state and final_state; EACH: one row for each batch entry
     flags: int  # FIRST: the sequence begins here; LAST: it ends here
 
     @classmethod
@@ -55,7 +55,7 @@ class TokenRange(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether no tokens of the sequence are on a rank before, or in a half before."""
+        """Whether the sequence begins with this range: no earlier rank and no earlier half has tokens of it."""
         return bool(self.flags & FIRST.value)
 
     @property
@@ -64,20 +64,21 @@ class TokenRange(NamedTuple):
 
 
 class Tables:
-    """Tables that were made on the host, in the device's memory, which calls on any stream may read from now on: they
-    are one copy, for which the host has waited. Before each call that reads them comes ``use``.
+    """Tables computed on the host and copied to the device. Calls on any stream may read them: the constructor makes
+    one copy, and the host waits for it. Each call that reads the tables calls ``use`` first.
 
-    tensors: the tables."""
+    Attributes: tensors, the tables on the device."""
 
     def __init__(self, tables: Sequence[torch.Tensor], device: torch.device) -> None:
         self.tensors = to_device(tables, device)
-        self._streams: set[int] = set()  # that have read them
-        self.held = False  # by a graph
-        self._own: dict[int, list[torch.Tensor]] = {}  # see of_stream; the last used is last
+        self._streams: set[int] = set()  # streams that have read the tables
+        self.held = False  # whether a CUDA graph holds the addresses
+        self._own: dict[int, list[torch.Tensor]] = {}  # by stream, see of_stream; the most recently used is last
 
     def use(self, comm: Communicator) -> None:
-        """The current stream is to read them: when nothing holds them any more, their memory is given back behind what
-        this stream has been given by then. In a capture the communicator keeps it: the graph has its address."""
+        """Prepare a read of the tables on the current stream (``Tensor.record_stream``): the allocator reuses their
+        memory only after the work queued on this stream by the time they are freed. In a capture the communicator
+        keeps the memory alive, because the graph holds its address."""
         streams = comm.streams
         if not streams.cuda:
             return
@@ -85,14 +86,14 @@ class Tables:
             self.held = True
             comm.memory.keep(self.tensors[0])
         elif (number := current_stream_of(streams.index)) not in self._streams:
-            with without_dispatch_modes():  # of selective checkpointing, which counts the operators of torch
+            with without_dispatch_modes():  # selective checkpointing's mode counts torch operators
                 self.tensors[0].record_stream(streams.current())
             self._streams.add(number)
 
     def of_stream(self, comm: Communicator) -> list[torch.Tensor]:
-        """The tables, as tensors of the current stream's own, for functions that keep what they derive of a tensor for
-        the next call with it (fla.utils.tensor_cache): it is there only behind what that stream has been given. In a
-        capture, which nothing of the kind can be derived in, those that were used last."""
+        """The tables as tensor objects that only the current stream uses. fla.utils.tensor_cache and the like cache
+        values derived from a tensor object, and such a value is ready only on the stream that computed it. A capture
+        can derive nothing: it gets the tensors used last, on whichever stream."""
         if comm.streams.capturing() and self._own:
             return next(reversed(self._own.values()))
         number = comm.streams.number()
@@ -102,14 +103,14 @@ class Tables:
 
 @functools.lru_cache
 def weights(BT: int) -> torch.Tensor:
-    """What blocks.load_weights takes: its three tables."""
+    """The three tables that blocks.load_weights reads: [3, BT, BT] bfloat16, on the CPU."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
     return torch.stack([x.to(torch.bfloat16) for x in (torch.where(t >= u, 0.5, -0.5), t <= u, t > u)])
 
 
 @functools.lru_cache
 def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
-    """These, and SUMS, PAIRS and ANCHORED of delta_chunks.py, in the device's memory for good."""
+    """``weights(BT)`` and SUMS, PAIRS and ANCHORED of delta_chunks.py, on the device; never freed."""
     t, u = torch.arange(BT, device="cpu")[:, None], torch.arange(BT, device="cpu")
     sums, pairs = [], []
     for m in range(6):
@@ -122,8 +123,8 @@ def chunk_weights(BT: int, device: torch.device) -> torch.Tensor:
 
 
 class Layout(Tables):
-    """Tables of pieces, cut into segments of ``segment`` tokens and chunks of BT; ``states``: how many are sent.
-    ``fla``: with those that fla's functions take of packed sequences, see delta.chunks."""
+    """Tables of pieces, which are cut into segments of ``segment`` tokens and chunks of BT tokens. ``states``: number
+    of states sent. ``fla``: add the tables that fla's functions take for packed sequences, see delta.chunks."""
 
     def __init__(
         self,
@@ -149,12 +150,12 @@ class Layout(Tables):
                 chunks += [(c, min(c + BT, end)) for c in range(start, end, BT)]
         begins += [len(segments)] * (states + 1 - len(begins))
         self.num_segments, self.num_chunks = len(segments), len(chunks)
-        self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # of states that enter and leave
-        self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # by a state of another rank
+        self.passing = {piece.state_index for piece in pieces if piece.flags == 0}  # states received and sent on
+        self.entered = any(not piece.flags & FIRST.value for piece in pieces)  # a state is received
         self.left = any(not piece.flags & LAST.value for piece in pieces)
         self._derived: dict = {}
-        self.alike: tuple[object, ...] = ()  # of all ranks, in calls with this layout
-        self.stamp = 0  # of calls with these tables, see call_order.stamp
+        self.alike: tuple[object, ...] = ()  # values equal on all ranks in calls with this layout
+        self.stamp = 0  # stamp of calls with these tables, see call_order.stamp
         self.boundaries = [0] + [piece.end for piece in pieces if piece.end > piece.start]  # cu_seqlens of this rank
         tables = [torch.tensor(table, dtype=torch.int32, device="cpu") for table in (segments, chunks, begins)]
         tables.append(weights(BT))
@@ -167,18 +168,18 @@ class Layout(Tables):
         self.fla = tuple(self.tensors[4:])  # (cu_seqlens, chunk_indices)
 
     def starts(self, piece: TokenRange, segment: int) -> list[int]:
-        """The first tokens of the segments of a piece; of an empty one that of an empty segment."""
+        """The first token of each segment of a piece. An empty piece has one empty segment."""
         return [*range(piece.start, piece.end, segment)] or [piece.start]
 
     def tables(self, *alike: object) -> Layout:
-        """This, without what is derived of it, for calls of which all ranks have these values alike, too."""
+        """A copy without derived launches, for calls in which the values ``alike`` are equal on all ranks as well."""
         alone = copy.copy(self)
         alone._derived, alone.stamp = {}, stamp(*self.alike, *alike)
         return alone
 
     def derived(self, key: Hashable, make: Callable[[], T_]) -> T_:
-        """What ``make()`` returned for ``key`` at one of the last CACHE_SIZE such calls: launches for these tokens. It
-        should hold ``tables``, not this, which would then hold itself."""
+        """The cached result of ``make()`` for ``key``: launches for these tokens. The oldest of CACHE_SIZE entries is
+        evicted. A result should hold ``tables()``, not this layout: that would be a reference cycle."""
         found = self._derived.get(key)
         if found is None:
             if len(self._derived) >= CACHE_SIZE:
@@ -188,15 +189,15 @@ class Layout(Tables):
 
 
 class AlignedLayout(Layout):
-    """The same with segments that begin where pieces do, and at multiples of ``segment`` of this rank's tokens."""
+    """A Layout whose segments begin where pieces begin and at multiples of ``segment`` of this rank's tokens."""
 
     def starts(self, piece: TokenRange, segment: int) -> list[int]:
         return [piece.start, *range((piece.start // segment + 1) * segment, piece.end, segment)]
 
 
 def to_device(tables: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tables on the host, in one memory of the device. To a GPU they are one copy, on a stream of its own, which the
-    host waits for, and for nothing else."""
+    """Copy tables from the host into one allocation on the device. A GPU gets them by one copy on a separate stream;
+    the host waits for this copy only."""
     device = torch.device(device)
     if device.type != "cuda":
         return [*tables]
@@ -218,15 +219,15 @@ def to_device(tables: Sequence[torch.Tensor], device: torch.device) -> list[torc
 
 
 def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, num_sms: int) -> int:
-    """Tokens of a segment, some chunks: long, for few states to be carried, yet enough segments for the programs of
-    output_kernel to fill a GPU of ``num_sms`` multiprocessors (0 on CPUs). Of more than 1,024 tokens so many that they
-    fill it twice, lest their time double where others use a few multiprocessors; of packed sequences, which are of many
-    lengths, four times."""
+    """The number of tokens of a segment, a multiple of the chunk. Long segments mean few states to carry, but the
+    programs of output_kernel have to fill a GPU of ``num_sms`` multiprocessors (0 on CPUs). Segments of more than 1,024
+    tokens fill it at least twice: otherwise the kernel's time doubles where other kernels occupy a few multiprocessors.
+    Packed sequences, whose lengths vary, fill it at least four times."""
     if not num_sms:
         return 2 * CHUNK_TOKENS
-    # programs, which then have 8 or 4 warps: about one or two a multiprocessor
+    # resident programs, of 8 or 4 warps: about one or two on a multiprocessor
     at_once = power_of_2_below(num_sms) * (1 if 64 < K <= 128 and V > 64 else 2)
-    programs = B * H * cdiv(V, 64 if K > 128 else 128)  # of a segment of each sequence
+    programs = B * H * cdiv(V, 64 if K > 128 else 128)  # of one segment of each batch entry
     length, least = 4096, CHUNK_TOKENS * (2 if K <= 64 else 4)
     while length > least and programs * cdiv(T, length) < at_once * (4 if packed else 2 if length > 1024 else 1):
         length //= 2
@@ -234,14 +235,14 @@ def segment_length(B: int, T: int, H: int, K: int, V: int, packed: bool, num_sms
 
 
 def most_segments(B: int, T: int, sequences: int, segment: int, zigzag: int = False) -> int:
-    """An upper bound of the number of segments that does not depend on where packed sequences begin."""
+    """An upper bound of the number of segments, independent of the boundaries of packed sequences."""
     return B * (T // segment) + sequences + (sequences if zigzag == PER_DOCUMENT else B * zigzag)
 
 
 def cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
-    """The pieces of packed sequences in tokens begin .. begin + T - 1. An empty sequence lies where a token before it
-    would: behind the last token of the rank that ends there, or on the first rank, which ``on_first`` says of this one.
-    A rank without tokens inside of a sequence has an empty piece of it."""
+    """The pieces of packed sequences in tokens begin .. begin + T - 1 of the row. An empty sequence belongs to the rank
+    whose last token precedes it, or to the first rank at the row's beginning; ``on_first``: this is the first rank. A
+    rank without tokens whose position is inside a sequence has an empty piece of that sequence."""
     pieces = []
     for i, (first, end) in enumerate(zip(lengths, lengths[1:])):
         here = begin < end <= begin + T or (on_first and first == end == begin == 0)
@@ -256,16 +257,16 @@ def cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> li
 
 
 def zigzag_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
-    """The same of a rank in the zigzag layout, with the tokens begin .. begin + T / 2 - 1 and as many that lie as far
-    from the end as these from the beginning: state 0 is that of the former, 1 that of the latter."""
+    """``cut`` for the zigzag layout. The rank has tokens begin .. begin + T / 2 - 1, whose state has index 0, and T / 2
+    tokens at the same distance from the end of the row, whose state has index 1."""
     n = T // 2
     heads, tails = cut(lengths, begin, n, on_first), cut(lengths, lengths[-1] - begin - n, n, False)
     return heads + [p._replace(start=p.start + n, end=p.end + n, state_index=1) for p in tails]
 
 
 def document_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = True) -> list[TokenRange]:
-    """The same of a rank that has two pieces of each sequence, chunks r and 2P - 1 - r of its 2P, one sequence behind
-    the other. begin: r T / 2, which is not looked at."""
+    """``cut`` for the zigzag layout with per_document=True. Rank r has two pieces of each sequence, chunks r and
+    2P - 1 - r of the sequence's 2P chunks; sequences follow one another. begin: r T / 2, unused."""
     pieces, start = [], 0
     first, last = FIRST.value * on_first, LAST.value * on_first
     for i, (a, b) in enumerate(itertools.pairwise(lengths)):
@@ -278,11 +279,11 @@ def document_cut(lengths: Sequence[int], begin: int, T: int, on_first: bool = Tr
     return pieces
 
 
-CUTS = cut, zigzag_cut, document_cut  # by checks.zigzag_of
+CUTS = cut, zigzag_cut, document_cut  # indexed by the result of checks.zigzag_of
 
 
 def document_places(lengths: Sequence[int], rank: int, size: int) -> list[tuple[int, int]]:
-    """(first token, end) in the global sequence of each piece of document_cut."""
+    """(First token, end) of each piece of document_cut, as positions in the global sequence."""
     places = []
     for a, b in itertools.pairwise(lengths):
         n = (b - a) // (2 * size)
@@ -291,30 +292,30 @@ def document_places(lengths: Sequence[int], rank: int, size: int) -> list[tuple[
 
 
 def carried_states(B: int, sequences: int, zigzag: int) -> int:
-    """How many states are sent over the ranks in each direction. Of cut documents as many as there are, and some that
-    are nobody's up to a power of 2: each number takes a workspace, of which there are few then."""
+    """The number of states sent over the ranks in each direction. B, but with per_document=True the number of
+    sequences rounded up to a power of 2: each number needs a workspace of its own, and rounding keeps them few."""
     return next_power_of_2(int(sequences)) if zigzag == PER_DOCUMENT else B
 
 
 def together(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of documents' states [1, ...] what is sent: [carried_states, ...]."""
+    """Concatenate the documents' states, [1, ...] each, and pad with zeros: [carried_states, ...], as sent."""
     missing = carried_states(1, len(states), PER_DOCUMENT) - len(states)
     return torch.cat([*states, *[torch.zeros_like(states[0])] * missing])
 
 
 def apart(pairs: Sequence[torch.Tensor], documents: int) -> list[torch.Tensor]:
-    """Of both things that have come, those [1, ...] of the first piece and of the second of each document in turn."""
+    """Split two received tensors into states [1, ...]: first and second piece of each document in turn, no padding."""
     return [x for pair in zip(*(x.split(1) for x in pairs)) for x in pair][: 2 * documents]
 
 
 def without_empty(lengths: Sequence[int]) -> tuple[int, ...]:
-    """cu_seqlens without sequences that have no tokens; one of these, if there is nothing else."""
+    """cu_seqlens without the empty sequences; (0, 0), one empty sequence, if all are empty."""
     distinct = sorted({*lengths})
     return tuple(distinct) if len(distinct) > 1 else (0, 0)
 
 
 def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """cu_seqlens as Python's numbers; see ``TensorKey``. Raises ValueError for one on the GPU in a capture."""
+    """cu_seqlens as Python integers, cached by ``TensorKey``. Raises ValueError for a GPU tensor in a capture."""
     if cu_seqlens.device.type == "cpu":
         return tuple(cu_seqlens.tolist())
     reject_in_capture(cu_seqlens)
@@ -322,8 +323,8 @@ def boundaries_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 def own_boundaries(cu_seqlens: object) -> torch.Tensor:
-    """checks.boundaries of what a caller gives, read once, on the CPU and in memory that nobody writes to: what
-    backward reads again is what forward had."""
+    """Copy the caller's cu_seqlens (checks.boundaries) to private memory on the CPU, read once. Backward then reads the
+    same values as forward, even if the caller writes to its tensor in between."""
     values = boundaries(cu_seqlens)
     if torch.compiler.is_compiling():
         return cast(torch.Tensor, _traced_copy(values)[0])  # a clone would be made again in backward
@@ -351,8 +352,9 @@ _traced_copy = ordered("allscan::boundaries", _copy, _fake_copy)
 
 
 class TensorKey:
-    """A tensor as a dictionary key: the same object, not written to since, as far as torch has counted: not by way of
-    ``.data``, of other code than torch's, or of a CUDA graph's replay, nor if it was made in torch.inference_mode."""
+    """A tensor as a dictionary key. Two keys are equal for the same tensor object with the same version counter. torch
+    does not count writes through ``.data``, by code other than torch's, by a CUDA graph's replay, or to tensors created
+    in torch.inference_mode: such writes go unnoticed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -368,5 +370,5 @@ class TensorKey:
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _read_boundaries(identity: TensorKey) -> tuple[int, ...]:
     tensor = identity.tensor()
-    assert tensor is not None  # which the caller holds
-    return tuple(tensor.tolist())  # waits for the GPU, once for each tensor
+    assert tensor is not None  # the caller holds a reference
+    return tuple(tensor.tolist())  # waits for the GPU, once for each version of a tensor

@@ -1,4 +1,4 @@
-"""Which tokens of packed sequences are whose, as all ranks agree; and tables of them, made once."""
+"""The partition of packed sequences over the ranks, agreed upon by all of them; cached tables of each rank's part."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Tables_ = TypeVar("Tables_", bound=Tables)
 
 
 def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_]) -> Tables_:
-    """What ``make()``, which asks no other rank, returned for ``key`` at the first call with it; the current stream is
-    to read it.
+    """The tables for ``key``, for reads on the current stream. The first call for ``key`` computes them by ``make()``,
+    which communicates with no other rank.
 
-    The communicator keeps CACHE_SIZE of them, and those whose addresses a graph holds.
+    The communicator caches CACHE_SIZE of them, and evicts none whose addresses a CUDA graph holds.
     """
     known = comm.tables
     tables = known.pop(key, None)
@@ -56,13 +56,14 @@ def cached_table(comm: Communicator, key: Hashable, make: Callable[[], Tables_])
 def partition_start(
     comm: Communicator, lengths: tuple[int, ...], T: int, first_token: int | None = None, zigzag: int = False
 ) -> int:
-    """Where in the global sequence this rank's T tokens begin. For each call with cu_seqlens, on all ranks alike: the
-    first with these ``lengths`` is collective, and the partition that it finds is kept, alike on every rank.
-    Where the caller says it, ``first_token``, no other rank is asked, but in debug mode.
+    """The position of this rank's first token in the global sequence. Every call with cu_seqlens calls this, on all
+    ranks alike. The first call with these ``lengths`` is collective; all ranks cache the partition that it finds. If
+    the caller passes ``first_token``, ranks communicate in debug mode only.
 
-    Raises ValueError on all ranks for lengths that are wrong or differ; on a rank whose T is not that of the first
-    call, because the others cannot see that; RuntimeError for a first call in a CUDA graph's capture. With
-    ``first_token``: ValueError on a rank that can see that it is wrong.
+    Raises:
+        ValueError: on all ranks, if ``lengths`` are invalid or differ; on one rank only, if its T differs from the
+            first call's, because the others cannot see that; with ``first_token``, on each rank that sees it is wrong.
+        RuntimeError: for a first call in a CUDA graph's capture.
     """
     halves = 2 if zigzag else 1  # the first half of each rank's tokens fills the first half of the row
     if first_token is not None:
@@ -109,8 +110,8 @@ def _check_alike(comm: Communicator, lengths: list[tuple[int, ...]]) -> None:
 
 
 def compare_values(comm: Communicator, argument: object, read: torch.Tensor | None) -> None:
-    """In debug mode, for each call with packed sequences: raise ValueError on every rank if ``argument``, a
-    cu_seqlens, has other values now than were ``read`` of it on a rank, or if ranks differ in it."""
+    """In debug mode, at each call with packed sequences: raise ValueError on every rank if the values of ``argument``,
+    a cu_seqlens, are no longer the values ``read`` from it earlier on some rank, or if they differ between ranks."""
     if read is None or not comm.debug or torch.compiler.is_compiling():
         return
     lengths, now = (tuple(boundaries(x).tolist()) for x in (read, argument))
@@ -125,13 +126,13 @@ def compare_values(comm: Communicator, argument: object, read: torch.Tensor | No
 def check_packed(
     comm: Communicator, cu_seqlens: torch.Tensor | None, T: int, first_token: int | None, zigzag: int = False
 ) -> None:
-    """Raise TypeError or ValueError for packed sequences that this rank can see to be wrong: before a first call asks
-    the others. Later partition_start finds it."""
+    """Raise TypeError or ValueError if this rank alone can see that the packed sequences are invalid. A first call
+    checks this before it communicates with the other ranks; in later calls partition_start raises."""
     if cu_seqlens is None:
         return
     try:
         lengths = boundaries_on_host(cu_seqlens)
-    except RuntimeError as error:  # of a subclass without values
+    except RuntimeError as error:  # raised by a tensor subclass without values
         raise TypeError(f"cu_seqlens cannot be read: {error}") from error
     if zigzag == PER_DOCUMENT and _rises_from_0(lengths):
         _check_documents(comm, lengths, [T], first_token)
@@ -141,8 +142,8 @@ def check_packed(
 
 
 def _check_documents(comm: Communicator, lengths: tuple[int, ...], tokens: list[int], first: int | None) -> None:
-    """Raise ValueError for lengths that are no multiples of 2P, and unless each rank has its part of them, which begins
-    at ``first`` if that is given."""
+    """Raise ValueError if a sequence's length is no multiple of 2P, if a rank has not 1/P of all tokens, or if
+    ``first``, the caller's first_token or None, is not the right one."""
     chunks, share = 2 * comm.size, lengths[-1] // comm.size
     if any((b - a) % chunks for a, b in itertools.pairwise(lengths)):
         raise ValueError(
@@ -160,7 +161,7 @@ def _rises_from_0(lengths: tuple[int, ...]) -> bool:
 
 
 def _check_first_token(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
-    """``_check_place``; in debug mode ask the others."""
+    """``_check_place``; in debug mode also compare with the other ranks."""
     _check_place(comm, lengths, begin, end, halves)
     if comm.debug:
         places = comm.order.exchange((lengths, begin, end), "first_token, in debug mode")
@@ -170,7 +171,7 @@ def _check_first_token(comm: Communicator, lengths: tuple[int, ...], begin: int,
 
 
 def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: int, halves: int) -> None:
-    """Raise ValueError if this rank can see that its tokens are not begin .. end - 1."""
+    """Raise ValueError if begin .. end - 1 cannot be the tokens of this rank, as far as it sees alone."""
     if not _rises_from_0(lengths):
         raise ValueError(f"cu_seqlens must rise from 0, got {lengths}")
     inside = 0 <= begin <= end <= lengths[-1] / halves
@@ -183,8 +184,8 @@ def _check_place(comm: Communicator, lengths: tuple[int, ...], begin: int, end: 
 
 
 class OwnTokens(NamedTuple):
-    """The tokens of this rank: B * T, of packed sequences from ``first_token`` on where the caller says it. zigzag: see
-    checks.zigzag_of."""
+    """The tokens of this rank: B * T. first_token: position of the first one in the row of packed sequences, if the
+    caller passes it. zigzag: see checks.zigzag_of."""
 
     B: int
     T: int
@@ -194,12 +195,13 @@ class OwnTokens(NamedTuple):
 
 
 def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = False, aligned: bool = False) -> Layout:
-    """The layout of this rank, to be read by the current stream; of tokens in ``zigzag`` with a state for each half of
-    a batch entry's, or of a document. ``fla``: with the tables of packed sequences for fla's functions. ``aligned``:
-    packed sequences are cut at multiples of ``segment`` of the row, at which this rank's tokens begin.
+    """The cached layout of this rank's tokens, for reads on the current stream. In the zigzag layout each half of a
+    batch entry's (or of a document's) tokens has a state. ``fla``: with the tables of packed sequences for fla's
+    functions. ``aligned``: segments of packed sequences are cut at multiples of ``segment`` in the row; this rank's
+    tokens begin at such a multiple.
 
-    Raises what partition_start raises, and ValueError for more chunks than kernels take: where no first_token is given
-    on every rank, whichever has them.
+    Raises the errors of partition_start, and ValueError if a rank has more chunks than kernels take: without
+    first_token on every rank, with it on that rank only.
     """
     B, T, cu_seqlens, first_token, zigzag = own
     lengths = None if cu_seqlens is None else boundaries_on_host(cu_seqlens)
@@ -223,7 +225,7 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
         cls = AlignedLayout if aligned and lengths is not None else Layout
         layout = cls(pieces, 2 * states if zigzag else states, segment, comm.device, fla=fla)
         layout.alike = lengths, zigzag, segment if aligned else 0
-        if layout.num_chunks > MOST_CHUNKS:  # of segments that do not begin with a sequence
+        if layout.num_chunks > MOST_CHUNKS:  # possible if a segment does not begin with a sequence
             raise ValueError(f"a rank may have {MOST_CHUNKS:,} chunks of packed sequences, got {layout.num_chunks:,}")
         return layout
 
@@ -233,9 +235,9 @@ def find_layout(comm: Communicator, own: OwnTokens, segment: int, fla: bool = Fa
 def _check_chunks(
     lengths: tuple[int, ...], first: int, tokens: dict[int, int], zigzag: int, aligned: bool = False
 ) -> None:
-    """Raise ValueError if a rank has more chunks of packed sequences than kernels take, an empty one counted as one.
-    tokens: of those ranks of which this one knows, in order; ``first``: where this rank's begin. A segment that is
-    ``aligned`` may begin inside of a chunk of its sequence, which is one chunk more."""
+    """Raise ValueError if a rank has more chunks of packed sequences than kernels take; an empty sequence counts as one
+    chunk. tokens: numbers of tokens, in order, of the ranks for which this rank knows them; ``first``: this rank's
+    first token. A segment that is ``aligned`` may begin inside a chunk of its sequence, which adds one chunk."""
     pieces_of_one = 1 + (zigzag == PER_DOCUMENT) + aligned
     if max(tokens.values()) // CHUNK_TOKENS + len(lengths) * pieces_of_one + 1 <= MOST_CHUNKS:
         return
