@@ -1,9 +1,10 @@
-"""Causal softmax attention over a split sequence, in blocks that need no mask, by the fastest kernels that PyTorch has.
+"""Causal softmax attention over a sharded sequence, in blocks without a mask, by PyTorch's fastest kernels.
 
-A rank's queries see its own keys by a causal block, in the zigzag layout by one of both halves, since the second one
-sees all of the first; and the other ranks' earlier tokens by blocks without a mask, whose keys may lie in any order.
-Results are merged by their log-sum-exps. The own block runs while the other ranks' keys, or the latents that these are
-made of, are under way; in backward while the sums of their gradients are.
+A rank's queries attend to its own keys in one causal block. In the zigzag layout this block covers both halves, since
+the second half attends to all of the first. Queries attend to the earlier tokens of other ranks in blocks without a
+mask, whose keys may have any order. The results are merged by their log-sum-exps. In forward the own block overlaps
+with the all-gather of the other ranks' keys (or of the latents from which the keys are projected), in backward with the
+reduce-scatter of their gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .attention_kernels import flash_fits, kernel_for, strided_like, widened
 from .softmax import Gather
 from .triangles import tokens_first
 
-# Packed sequences, by FlashAttention 2, whose causal mask ends with the last query at the last key
+# Packed sequences use FlashAttention 2: its causal mask aligns the last query with the last key
 
 flash_packed = operator(
     "_flash_attention_forward",
@@ -40,9 +41,12 @@ flash_packed = operator(
 
 
 class Pieces(Tables):
-    """Of packed sequences that have tokens first .. end - 1 of the row, a part of a rank: cu_seqlens of their queries
-    there, and of their keys up to its end; how many tokens of each are before it; where the first one begins; and how
-    long the longest is."""
+    """Tables of the packed sequences with tokens in first .. end - 1 of the row, which are one part of a rank.
+
+    Tensors: cu_seqlens of their queries in the part; cu_seqlens of their keys up to the part's end; for each sequence
+    the number of tokens before the part. Also ``begin``, the start of the first sequence, and ``longest``, the length
+    of the longest one.
+    """
 
     def __init__(self, device: torch.device, first: int, end: int, lengths: Sequence[int]) -> None:
         here = [(a, b) for a, b in pairwise(lengths) if max(a, first) < min(b, end)]
@@ -54,16 +58,19 @@ class Pieces(Tables):
 
 
 def pieces_of(comm: Communicator, first: int, end: int, lengths: tuple[int, ...]) -> Pieces:
-    """The tables of tokens ``first`` to ``end`` of packed sequences, made at the first call."""
+    """The tables of packed sequences for the tokens first .. end - 1; cached."""
     key = "softmax", first, end, lengths
     return cached_table(comm, key, lambda: Pieces(comm.device, first, end, lengths))
 
 
 class Documents(Tables):
-    """Of packed sequences that are each cut, of this rank's pieces: cu_seqlens of their queries, and of the keys that
-    they see, one piece after the other; how many tokens of the sequence are before each; which tokens of the row
-    these keys are, those that both pieces of a sequence see twice; and where each token is among them, for the first
-    piece and for the second, or behind them where that does not see it."""
+    """Tables of this rank's pieces of packed sequences that are each sharded.
+
+    Tensors: cu_seqlens of the queries; cu_seqlens of the keys, concatenated by piece; for each piece the number of the
+    sequence's tokens before it; the row index of each key (a token that both pieces of a sequence attend to appears
+    twice); and the inverse, [2, tokens]: the key index of each token for the first and for the second piece, or the
+    number of keys if the piece does not attend to the token.
+    """
 
     def __init__(self, comm: Communicator, lengths: tuple[int, ...]) -> None:
         places = document_places(lengths, comm.rank, comm.size)
@@ -82,8 +89,7 @@ class Documents(Tables):
 
 
 class Seen(torch.autograd.Function):
-    """The keys that a rank's pieces see, of those of the global sequence [S, ...]. Gradients are added without
-    atomics."""
+    """Selects the keys of a rank's pieces from those of the row [S, ...]. The backward needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: Any, where: dict[str, Any]) -> torch.Tensor:
@@ -98,12 +104,12 @@ class Seen(torch.autograd.Function):
 
 
 def documents_of(comm: Communicator, lengths: tuple[int, ...]) -> Documents:
-    """The tables of packed sequences that are each cut, made at the first call."""
+    """The tables of packed sequences that are each sharded; cached."""
     return cached_table(comm, ("softmax of documents", lengths), lambda: Documents(comm, lengths))
 
 
 def takes_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for packed sequences of these tensors."""
+    """Whether the kernel for packed sequences supports these tensors."""
     return flash_packed is not None and flash_fits(q, k, v)
 
 
@@ -116,8 +122,11 @@ def packed(
     lengths: tuple[int, ...],
     scale: float | None = None,
 ) -> torch.Tensor:
-    """o [1, T, H, V] of this rank's queries [1, H, T, D] to the keys [1, G, S, D] and values of all ranks, in the order
-    of the row. parts: (first token, end) of its tokens, one after the other; lengths: cu_seqlens of the row."""
+    """Attention output [1, T, H, V] of this rank's queries [1, H, T, D] over packed sequences.
+
+    The keys [1, G, S, D] and values of all ranks are in the order of the row. parts: (first token, end) of each part of
+    this rank; lengths: cu_seqlens of the row.
+    """
     scale, outputs = q.shape[-1] ** -0.5 if scale is None else scale, []
     width = v.shape[-1]
     q, k, v = (x[0].transpose(0, 1) for x in widened(q, k, v))
@@ -145,7 +154,7 @@ def packed(
 def packed_documents(
     q: Tensor, k: Tensor, v: Tensor, comm: Communicator, lengths: tuple[int, ...], scale: float | None = None
 ) -> torch.Tensor:
-    """``packed`` where each sequence is cut."""
+    """``packed`` for packed sequences that are each sharded."""
     scale, width, table = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1], documents_of(comm, lengths)
     q, k, v = (x[0].transpose(0, 1) for x in widened(q, k, v))
     k, v = (Seen.apply(x, *table.seen) for x in (k, v))
@@ -157,8 +166,8 @@ def packed_documents(
 
 
 def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[range, int]]]:
-    """(slots of ``softmax.Gather`` that a rank's queries see besides its own keys, [(these halves of the queries, see
-    as many of the slots, the last ones)]); in the contiguous layout there is one half."""
+    """(slots, [(halves, n)]): a rank's queries attend to these slots of ``softmax.Gather`` besides the rank's own keys;
+    the queries in ``halves`` attend to the last n of them. The contiguous layout has one half."""
     if not zigzag:
         return [*range(rank)], [(range(1), rank)] if rank else []
     first = [*range(size, size + rank)]
@@ -169,15 +178,18 @@ def reads(rank: int, size: int, zigzag: bool) -> tuple[list[int], list[tuple[ran
 
 
 class Attention(NamedTuple):
-    """How the softmax layers of a split model run: ``sequence_parallel(model, comm=comm, attention=Attention(...))``,
-    alike on every rank.
+    """Options of the softmax layers of a split model, equal on all ranks.
+
+    Usage: ``sequence_parallel(model, comm=comm, attention=Attention(...))``.
 
     Args:
-        merged: in blocks whose results are merged, where there are kernels for that. False: the keys of all ranks are
-            brought into the order of the sequence, and one kernel runs over those up to each query, without a merge.
-        memory: bytes that the tokens of other ranks and the keys made of them may take in a layer. Where they would
-            take more, as many of each rank's tokens come at a time as fit, in forward and again in backward; only with
-            merged=True. None: all at once, and they are kept for backward. Gradients are as large again for a moment.
+        merged: True: attention runs in blocks whose results are merged, if kernels for that exist. False: the keys of
+            all ranks are reordered into sequence order, and one kernel runs over the keys up to each query, without a
+            merge.
+        memory: limit in bytes, for each layer, of the other ranks' tokens and the keys projected from them. If they
+            exceed it, the tokens are gathered in steps that fit, in forward and again in backward; this needs
+            merged=True. None: all tokens are gathered at once and saved for backward. Gradients temporarily need as
+            much memory again.
     """
 
     merged: bool = True
@@ -188,7 +200,7 @@ WHOLE = Attention()
 
 
 def check_attention(attention: Attention) -> None:
-    """Raise TypeError or ValueError for what is no Attention."""
+    """Raise TypeError or ValueError unless ``attention`` is a valid Attention."""
     if not isinstance(attention, Attention) or not isinstance(attention.merged, bool):
         raise TypeError(f"attention must be an Attention, with merged=True or False, got {attention!r}")
     if attention.memory is not None and (not isinstance(attention.memory, int) or attention.memory < 1):
@@ -196,7 +208,10 @@ def check_attention(attention: Attention) -> None:
 
 
 def check_split(comm: Communicator | None, layout: str, per_document: bool, attention: Attention) -> bool:
-    """Whether a model is to be split in zigzag. Raises TypeError or ValueError for wrong arguments."""
+    """Check the arguments of ``sequence_parallel``; returns whether the layout is zigzag.
+
+    Raises TypeError or ValueError for invalid arguments.
+    """
     if comm is not None:
         check_communicator(comm)
     zigzag = is_zigzag(layout)
@@ -207,9 +222,8 @@ def check_split(comm: Communicator | None, layout: str, per_document: bool, atte
 
 
 class Later:
-    """What softmax.Gather takes, for ``attend`` to gather when it knows how many tokens fit into ``memory`` bytes.
-
-    made: of the tensors, keys are made: of which attend is told. Else the tensors are the keys."""
+    """Arguments of a deferred softmax.Gather: ``attend`` gathers once it knows how many tokens fit into ``memory``
+    bytes. The tensors are the keys and values, or the inputs of the ``project`` function of ``attend``."""
 
     def __init__(
         self, comm: Communicator, tokens: Sequence[int], zigzag: bool, memory: int | None, *tensors: Tensor
@@ -217,8 +231,11 @@ class Later:
         self.comm, self.tokens, self.halves, self.memory, self.tensors = comm, tokens, 1 + zigzag, memory, tensors
 
     def ranges(self, *keys: Any) -> list[tuple[int, int]]:
-        """(first token, end) of each rank's halves that come at a time, alike on all ranks. keys: what is made of this
-        rank's tensors. Counted are those of two steps, since one is under way while the other is read."""
+        """Token ranges (first, end) of the steps, within each half of each rank; equal on all ranks.
+
+        keys: the keys and values projected from this rank's tensors, for their size. The memory is counted for two
+        steps, since one step is gathered while the other is read.
+        """
         length = max(self.tokens) // self.halves
         token = sum(2 * x.element_size() * math.prod([x.shape[0], *x.shape[2:]]) for x in self.tensors)
         token += sum(x.element_size() * math.prod([*x.shape[:2], x.shape[3]]) for x in keys)
@@ -244,11 +261,12 @@ def attend(
     project: Callable[..., Any] | None = None,
     latents: Sequence[Tensor] = (),
 ) -> torch.Tensor:
-    """o [B, T, H, V] of a rank's queries to all tokens up to each.
+    """Causal attention output [B, T, H, V] of a rank's queries over the tokens of all ranks.
 
-    q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: of this rank's tokens, for which kernel_for has a kernel. gather: a
-    softmax.Gather, or Later, of the tensors [B, T, ...] of which ``project`` makes k and v, having been given them with
-    tokens third, else of k and v. latents: with Later and project, what k and v were made of.
+    q [B, H, T, D], k [B, G, T, D], v [B, G, T, V]: this rank's tensors; ``kernel_for`` must have a kernel for them.
+    gather: a softmax.Gather or Later of k and v as [B, T, ...], or of the tensors [B, T, ...] that ``project`` maps to
+    k and v (``project`` gets them with tokens in the third dimension). latents: with Later and ``project``, the tensors
+    from which k and v were projected.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     steps = []
@@ -261,7 +279,7 @@ def attend(
     if gather is None:
         tensors: Any = later.tensors
         where: Any = copy.copy(later)
-        where.tensors = None  # which are autograd's to keep
+        where.tensors = None  # autograd saves them
         plan = _Plan(where, steps, project, kernel, scale)
         token = _Enter.apply(plan, *tensors)
         tensors = [x.detach() for x in tensors]
@@ -280,7 +298,8 @@ def attend(
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> torch.Tensor:
-    """o [B, T, H, V] of whole sequences, q [B, H, T, D], k and v [B, G, T, ...], by the kernel that blocks have."""
+    """Causal attention output [B, T, H, V] of unsharded sequences, q [B, H, T, D], k and v [B, G, T, ...], by the
+    kernels of the blocks."""
     kernel, shared = kernel_for(q, k, v), _Shared()
     if kernel is None:
         grouped = q.shape[1] != k.shape[1]
@@ -292,7 +311,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> torch
 
 
 def _rows(gather: Gather, q: Tensor) -> tuple[list[int], list[tuple[slice, slice]]]:
-    """(slots to read, [(these queries, see these of the keys there)])."""
+    """(slots to read, [(queries, keys)]): for each block the slices of the queries and of the keys in these slots."""
     slots, blocks = reads(gather.comm.rank, gather.comm.size, gather.halves == 2)
     filled, half, rows = [gather.filled[slot] for slot in slots], q.shape[2] // gather.halves, []
     for halves, many in blocks:
@@ -303,20 +322,20 @@ def _rows(gather: Gather, q: Tensor) -> tuple[list[int], list[tuple[slice, slice
 
 
 def _keys(found: Sequence[Tensor], project: Callable[..., Any] | None, dtype: torch.dtype) -> list[torch.Tensor]:
-    """[k, v] [B, G, tokens, width] of what has been read."""
+    """[k, v], each [B, G, tokens, width], from the gathered tensors."""
     found = [x.transpose(1, 2) for x in found]
     return [x.to(dtype) for x in (found if project is None else project(*found))]
 
 
 class _Shared:
-    """What the own block's backward gets from the others': o and its log-sum-exp over all keys, and parts of dq."""
+    """Passes o and its log-sum-exp over all keys, and parts of dq, from ``_Others``' backward to ``_Own``'s."""
 
     def __init__(self) -> None:
         self.merged, self.parts = None, ()
 
 
 class _Own(torch.autograd.Function):
-    """The causal block. Its gradients are those of o over all keys, which ``_Others`` returns."""
+    """The causal block. Its backward uses o and lse over all keys, which the backward of ``_Others`` provides."""
 
     @staticmethod
     def forward(
@@ -347,8 +366,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Others(torch.autograd.Function):
-    """The blocks without a mask. They are added to o and lse in place, which autograd need not know: nobody else has
-    them."""
+    """The blocks without a mask. They update o and lse in place without autograd: no other node uses these tensors."""
 
     @staticmethod
     def forward(ctx: Any, shared: _Shared, how: Any, q: Tensor, o: Tensor, lse: Tensor, *keys: Any) -> torch.Tensor:
@@ -370,7 +388,7 @@ class _Others(torch.autograd.Function):
 
 
 class _Queries(NamedTuple):
-    """This rank's queries, with o and lse over the keys so far."""
+    """This rank's queries, with o and lse over the keys processed so far."""
 
     q: torch.Tensor
     o: torch.Tensor
@@ -378,8 +396,10 @@ class _Queries(NamedTuple):
 
 
 def _add(kernel: Any, scale: float, rows: Any, of: _Queries, keys: Sequence[Tensor]) -> list:
-    """Let o and lse be over these keys, too: (kernel, what its backward is to get) of each block. A block may be too
-    small for the ``kernel`` of the own one."""
+    """Merge the attention to these keys into o and lse; returns (kernel, values saved for its backward) for each block.
+
+    A block may be too small for ``kernel``, the kernel of the own block; then another one is used.
+    """
     (q, o, lse), blocks = of, []
     for mine, seen in rows:
         tensors = q[:, :, mine], *(x[:, :, seen] for x in keys)
@@ -393,10 +413,10 @@ def _add(kernel: Any, scale: float, rows: Any, of: _Queries, keys: Sequence[Tens
 def _gradients(
     scale: float, blocks: Any, do: Tensor, of: _Queries, keys: Sequence[Tensor]
 ) -> tuple[list[tuple[slice, torch.Tensor]], list[torch.Tensor]]:
-    """([(rows, dq)], [dk, dv]). blocks: (rows, what ``_add`` gave) of each."""
+    """([(rows, dq)], [dk, dv]). blocks: (rows, result of ``_add``) for each block."""
     parts: list[tuple[slice, torch.Tensor]] = []
     sums: list[torch.Tensor] | None = None
-    for (mine, seen), (kernel, more) in reversed(blocks):  # the first sees all keys
+    for (mine, seen), (kernel, more) in reversed(blocks):  # the last block attends to all keys
         dy, q, o, lse = (some[:, :, mine] for some in (do, *of))
         some = (x[:, :, seen] for x in keys)
         dq, *found = kernel.backward(dy, q, *some, o, lse.contiguous(), more, False, scale)
@@ -410,7 +430,7 @@ def _gradients(
 
 
 class _Plan:
-    """The steps in which the other ranks' tokens come, and what is done with them."""
+    """The steps that gather the other ranks' tokens, and the state of the backward's reduce-scatters."""
 
     def __init__(
         self,
@@ -421,7 +441,7 @@ class _Plan:
         scale: float,
     ) -> None:
         self.later, self.ranges, self.project, self.kernel, self.scale = later, ranges, project, kernel, scale
-        self.count = 0  # of the tensors that are gathered
+        self.count = 0  # number of gathered tensors
         self.first: Gather | None = None
         self.sums: list[torch.Tensor] | None = None
         self.last: tuple | None = None
@@ -430,7 +450,7 @@ class _Plan:
         return self.later.gather(*self.ranges[step], tensors) if step < len(self.ranges) else None
 
     def collect(self, step: int, gather: Any, like: Sequence[Tensor]) -> None:
-        """Put the sums of a step in their place among those of all."""
+        """Wait for a step's gradient sums and copy them into the sums of all tokens."""
         first, end = self.ranges[step]
         if self.sums is None:
             self.sums = [x.new_empty(x.shape) for x in like]
@@ -440,7 +460,7 @@ class _Plan:
 
 
 class _Enter(torch.autograd.Function):
-    """Where this rank's tokens leave for ``_Steps``, and in backward their gradients arrive."""
+    """Autograd node of the gathered tensors: its backward waits for the last step and returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> torch.Tensor:
@@ -457,9 +477,9 @@ class _Enter(torch.autograd.Function):
 
 
 class _Steps(torch.autograd.Function):
-    """``_Others`` with the other ranks' tokens, and the keys made of them, step by step, in backward again.
+    """``_Others`` in steps: each step gathers tokens and projects keys, in forward and again in backward.
 
-    inputs: the tensors that are gathered, and parameters by which keys are made of them."""
+    inputs: the gathered tensors, and the parameters of ``project``."""
 
     @staticmethod
     def forward(
@@ -476,7 +496,7 @@ class _Steps(torch.autograd.Function):
         gather, plan.first, exact = plan.first, None, o.float()  # rounded once, after all steps
         for step in range(len(plan.ranges)):
             following = plan.start(step + 1, tensors)
-            assert gather is not None  # as long as there are ranges
+            assert gather is not None  # true for each step of plan.ranges
             slots, rows = _rows(gather, q)
             found = gather.finish(slots)
             keys = _keys(found, plan.project, q.dtype) if rows else ()
@@ -524,7 +544,7 @@ class _Steps(torch.autograd.Function):
 
 
 def _leaves(tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list:
-    """The parameters by which autograd has made ``tensors`` of ``inputs``."""
+    """The leaves (parameters) of the autograd graph between ``inputs`` and ``tensors``."""
     seen = {x.grad_fn for x in inputs if x.grad_fn is not None}
     found, ahead = [], [x.grad_fn for x in tensors if x.grad_fn is not None]
     while ahead:
@@ -540,7 +560,7 @@ def _leaves(tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list:
 
 
 def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Let o [B, H, T, V] and lse [B, H, T] be over the keys of both."""
+    """Merge ``more`` and ``more_lse`` into o [B, H, T, V] and lse [B, H, T], in place."""
     fits = _memory(o, lse) is not None and _memory(more, more_lse) == o.shape[2]
     if fits and o.is_cuda and lse.dtype == torch.float32:
         merge(o, lse, more, more_lse)
@@ -552,7 +572,7 @@ def _merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _memory(o: Tensor, lse: Tensor) -> int | None:
-    """For how many tokens o, tokens before heads, and lse have memory; None if they lie otherwise."""
+    """Number of tokens in the memory of o (tokens before heads) and lse; None for other strides."""
     B, H, T, V = o.shape
     tokens = lse.stride(1) if H > 1 else lse.stride(0) if B > 1 else T
     wanted = tokens * H * V, V, H * V, 1, H * tokens, tokens, 1
@@ -561,7 +581,7 @@ def _memory(o: Tensor, lse: Tensor) -> int | None:
 
 
 def merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """The same by a kernel. o and lse may be some tokens of more, see ``_memory``."""
+    """``_merge`` by a Triton kernel. o and lse may be views of some tokens of larger tensors, see ``_memory``."""
     B, H, T, V = o.shape
     width = triton.next_power_of_2(V)
     rows, tile = T * H, max(1, MERGED // width)
@@ -570,4 +590,4 @@ def merge(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     )
 
 
-MERGED = 4096  # elements that a program has
+MERGED = 4096  # elements of o per Triton program

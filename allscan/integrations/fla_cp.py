@@ -33,19 +33,19 @@ _TAILS, _HEADS = "conv_cp_send_recv_fwd", "conv_cp_send_recv_bwd"
 _fla = {name: getattr(chunk_delta_h, name) for name in (_FORWARD, _BACKWARD)}
 _fla |= {name: getattr(fla.ops.cp.comm, name) for name in (_TAILS, _HEADS)}
 _communicators: dict[Any, Communicator] = {}  # by process group
-_created: list[Communicator] = []  # those communicators that enable() has made, in that order
+_created: list[Communicator] = []  # the communicators that enable() has created, in order of creation
 _every_group = False  # whether enable() was called
 
 
 def enable() -> None:
-    """Let fla's operators carry their states by All-Scan wherever they are given a ``cp_context``.
+    """Let fla's operators pass their states between ranks by All-Scan in all calls with a ``cp_context``.
 
-    The Communicator of a context's group is made at the first call with it, which is collective on the host; see
-    ``context_parallel``, which takes one that exists. Calling it again changes nothing.
+    The first call with a context creates the Communicator of the context's group; this is collective on the host. To
+    use an existing Communicator, call ``context_parallel``. A second call of ``enable`` has no effect.
 
     Raises:
-        AllScanError, RuntimeError: not here, but in calls with a context: what ``Communicator`` and ``allscan.allscan``
-            raise.
+        AllScanError, RuntimeError: ``enable`` raises neither. Calls with a context raise the errors of ``Communicator``
+            and ``allscan.allscan``.
 
     Example:
         >>> allscan.integrations.fla_cp.enable()                                  # once, before or after fla's imports
@@ -58,14 +58,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo ``enable`` and ``context_parallel``: fla's operators carry their states themselves again.
+    """Undo ``enable`` and ``context_parallel``: fla's operators use fla's own state exchange again.
 
-    Collective over the groups of the contexts so far: closes the communicators that ``enable`` has made. Those that
-    ``context_parallel`` was given stay open. Backward passes of calls from before run as fla's own, so that no rank
-    calls it between a forward pass and its backward. Without ``enable`` it changes nothing.
+    The call is collective over the groups of all contexts so far. It closes the communicators that ``enable`` has
+    created; communicators passed to ``context_parallel`` stay open. No rank may call it between a forward pass and its
+    backward, since the backward pass would then run fla's own exchange. Without ``enable`` it has no effect.
 
     Raises:
-        AllScanOutOfStep: if the ranks have made different numbers of calls; fla's functions are back all the same.
+        AllScanOutOfStep: if the ranks have made different numbers of calls; fla's functions are restored nevertheless.
 
     Example:
         >>> allscan.integrations.fla_cp.disable()                                 # on every rank, between two steps
@@ -77,7 +77,7 @@ def disable() -> None:
     _communicators.clear()
     _created.clear()
     errors = []
-    for comm in created:  # all of them: other ranks may be in the next one's close
+    for comm in created:  # close all of them: other ranks may already wait in the next one's close
         try:
             comm.close()
         except RuntimeError as error:
@@ -87,26 +87,26 @@ def disable() -> None:
 
 
 def context_parallel(comm: Communicator) -> None:
-    """Let fla's operators carry their states over ``comm.group`` by All-Scan where they are given a ``cp_context``.
+    """Let fla's operators pass their states over ``comm.group`` by All-Scan in calls with a ``cp_context``.
 
-    By itself fla goes through all chunks of a rank one after the other for the rank's state and transition, gathers
-    those of every rank on every rank, size * HV * K * (K + V) words, and each rank goes through the ones before it.
-    With this the chunks are gone through in segments side by side (shmem_kernels/delta.py; products in bfloat16 where
-    the inputs are), and a rank gets one state, HV * K * V words, forward and backward; the transitions stay where they
-    are.
+    fla's own exchange computes the state and the transition of a rank chunk by chunk, all-gathers those of every rank
+    (size * HV * K * (K + V) words), and each rank then combines those of the ranks before it. All-Scan processes
+    segments of chunks in parallel (shmem_kernels/delta.py; products are in bfloat16 if the inputs are), and a rank
+    receives one state of HV * K * V words in forward and one in backward. Transitions are not sent.
 
-    For all ranks of the group, until ``comm`` is closed, in chunk_kda, chunk_gated_delta_rule and their relatives, and
-    in both layouts of a context; short convolutions get the tokens before a cut by halo in the contiguous one, and stay
-    fla's in zigzag. Of rules without gates, or with gates of the keys, the summaries stay fla's. ``use_graph`` goes on
-    as fla does it, but for the convolutions: there the boundaries of sequences are read on the GPU at every replay. The
-    first call for a shape is collective on the host, and must come before a CUDA graph's capture.
+    The call affects all ranks of the group until ``comm`` is closed. It covers chunk_kda, chunk_gated_delta_rule and
+    related operators, in both layouts of a context. Short convolutions receive the tokens before a shard boundary by
+    halo in the contiguous layout; in zigzag they keep fla's exchange. For rules without gates, or with gates of the
+    keys, fla's kernels compute the rank's state and transition. Calls with ``use_graph`` keep fla's exchange, except
+    for the convolutions: fla reads the sequence boundaries on the GPU at every replay. The first call for a shape is
+    collective on the host and must precede a CUDA graph's capture.
 
     Args:
-        comm: the ranks of the contexts' group.
+        comm: the Communicator of the contexts' group.
 
     Raises:
-        TypeError: for another type. Calls then raise what ``allscan.allscan`` raises of the communicator.
-        ValueError: if ``comm`` has ``invariant``: what happens inside the chunks is fla's.
+        TypeError: if ``comm`` is not a Communicator. Later calls raise the errors of ``allscan.allscan``.
+        ValueError: if ``comm`` has ``invariant``: fla's kernels compute inside the chunks.
 
     Example:
         >>> allscan.integrations.fla_cp.context_parallel(comm)
@@ -125,13 +125,13 @@ def context_parallel(comm: Communicator) -> None:
 
 @functools.cache
 def _ours() -> dict[str, Callable]:
-    """What stands for fla's functions, by their names."""
+    """The replacements of fla's functions, by name."""
     ours = {_FORWARD: _or_fla(_FORWARD, _forward), _BACKWARD: _or_fla(_BACKWARD, _backward)}
     return ours | {name: _convolution(name, reverse=name == _HEADS) for name in (_TAILS, _HEADS)}
 
 
 def _install() -> None:
-    """In every module that has imported fla's functions by name; those that come later find ours."""
+    """Replace fla's functions in every module that has imported them by name; later imports find ours."""
     _replace(_fla, _ours())
 
 
@@ -144,7 +144,7 @@ def _replace(old: dict[str, Callable], new: dict[str, Callable]) -> None:
 
 
 def _or_fla(name: str, ours: Callable[..., Any]) -> Callable:
-    """What stands for fla's function ``name``: ``ours`` where a communicator carries the states of its context."""
+    """Replacement of fla's function ``name``: calls ``ours`` if the context has a communicator, else fla's."""
 
     @functools.wraps(_fla[name])
     def call(*, context: Any = None, use_graph: bool = False, **operands: Any) -> object:
@@ -157,7 +157,7 @@ def _or_fla(name: str, ours: Callable[..., Any]) -> Callable:
 
 
 def _carrier(context: Any, use_graph: bool) -> Communicator | None:
-    """The communicator that carries the states of this context, or None: fla does it."""
+    """The communicator that passes the states of this context, or None for fla's own exchange."""
     if context is None or context.group is None or use_graph:
         return None
     return _communicator(context.group)
@@ -177,7 +177,7 @@ def _communicator(group: Any) -> Communicator | None:
 
 
 def _convolution(name: str, reverse: bool) -> Callable:
-    """What stands for fla's exchange of the tokens that a short convolution looks back at, or of their gradients."""
+    """Replacement of fla's exchange of a short convolution's preceding tokens (``reverse``: of their gradients)."""
     signature = inspect.signature(_fla[name])
 
     @functools.wraps(_fla[name])
@@ -192,12 +192,12 @@ def _convolution(name: str, reverse: bool) -> Callable:
 
 
 class _Part(NamedTuple):
-    """Of this rank's tokens that follow one another: all of them, or one of the zigzag layout's halves."""
+    """A contiguous part of this rank's tokens: all of them, or one half in the zigzag layout."""
 
-    first: int  # its sequences, among this rank's
+    first: int  # sequences first .. end - 1 of this rank have tokens in this part
     end: int
-    starts: bool  # whether the first one has no tokens before this part
-    finishes: bool  # whether the last one has none behind it
+    starts: bool  # whether the first sequence has no tokens before this part
+    finishes: bool  # whether the last sequence has no tokens behind this part
 
 
 def _parts(context: Any, N: int) -> list[_Part]:
@@ -216,15 +216,15 @@ def _forward(
     state_v_first: bool = False,
     **operands: Any,
 ) -> torch.Tensor:
-    """The states that enter this rank's sequences [N, HV, K, V]: the incoming state of the first of a part, else
-    zeros."""
+    """Initial states of this rank's sequences [N, HV, K, V]: the incoming state for the first sequence of a part,
+    zeros for the others."""
     if initial_state is not None:
         raise ValueError("initial_state must be None with a cp_context")
     N = len(cu_seqlens) - 1
     parts, totals = _parts(context, N), []
     for part in parts:
         state, transition = _summary(operands["k"], operands["u"])
-        if not part.finishes:  # its last sequence goes on elsewhere
+        if not part.finishes:  # the last sequence continues in another part
             passes = _passes(comm, context, cu_seqlens, part.end - 1, operands, operands["k"], operands["u"])
             if passes is not None:
                 state, transition = passes.total(Between(operands["k"], operands["w"], operands["u"], _gates(operands)))
@@ -232,7 +232,7 @@ def _forward(
                 both, own = torch.cat([state, transition], -1), cu_seqlens[part.end - 1 : part.end + 1]
                 chunk_delta_h.chunk_cp_fwd_h(hm=both, cu_seqlens=own, **operands)
                 state, transition = both.split([state.shape[-1], transition.shape[-1]], -1)
-        begun_here = part.starts or part.end - part.first > 1  # that sequence
+        begun_here = part.starts or part.end - part.first > 1  # the last sequence
         totals.append((state, transition, begun_here or part.finishes))
     found = _scan(comm, totals, (context.layout, *operands["k"].shape[:2]), reverse=False)
     places = [(part.first, prev) for part, prev in zip(parts, found, strict=True) if not part.starts]
@@ -249,14 +249,14 @@ def _backward(
     state_v_first: bool = False,
     **operands: Any,
 ) -> tuple[torch.Tensor, None]:
-    """(The gradients of the states that leave this rank's sequences: zeros but for the last of a part, None)."""
+    """(Gradients of the outgoing states of this rank's sequences, nonzero for the last sequence of a part; None)."""
     if dht is not None:
         raise ValueError("dht must be None with a cp_context")
     N = len(cu_seqlens) - 1
     parts, totals = _parts(context, N), []
     for part in parts:
         state, transition = _summary(operands["w"], operands["do"])
-        if not part.starts:  # its first sequence began elsewhere
+        if not part.starts:  # the first sequence began in another part
             passes = _passes(comm, context, cu_seqlens, part.first, operands, operands["q"], operands["do"])
             if passes is not None:
                 q, k, w, do, dv = (operands[name].contiguous() for name in ("q", "k", "w", "do", "dv"))
@@ -281,13 +281,13 @@ def _gates(operands: Any) -> torch.Tensor | None:
 def _passes(
     comm: Communicator, context: Any, cu_seqlens: Tensor, i: int, operands: Any, k: Tensor, v: Tensor
 ) -> StatePass | None:
-    """Of the tokens between cu_seqlens[i] and the next boundary; None for rules that shmem_kernels/delta.py does not
-    have: without gates, with a gate of the keys, or chunks of another length."""
+    """The StatePass of sequence i, or None for rules that shmem_kernels/delta.py does not implement: without gates,
+    with a gate of the keys, or with another chunk length."""
     if _gates(operands) is None or operands.get("bg") is not None or operands.get("chunk_size", 64) != CHUNK_TOKENS:
         return None
     if context.cu_seqlens_cpu is None:
         begin, end = boundaries_on_host(cu_seqlens)[i:][:2]
-    else:  # gated_delta_product makes several tokens of one
+    else:  # gated_delta_product expands a token into several
         times = v.shape[1] // int(context.cu_seqlens_cpu[-1])
         begin, end = (times * int(x) for x in context.cu_seqlens_cpu[i:][:2])
     HV, V = v.shape[2:]
@@ -299,15 +299,17 @@ def _passes(
 
 
 def _summary(k: Tensor, v: Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros for what a sequence's part leaves from zero [HV, K, V], and its transition [HV, K, K]."""
+    """Zero-filled buffers for a part's local state [HV, K, V] and its transition [HV, K, K]."""
     HV, V = v.shape[2:]
     total, transition = (k.new_zeros(HV, k.shape[3], width, dtype=torch.float32) for width in (V, k.shape[3]))
     return total, transition
 
 
 def _scan(comm: Communicator, totals: Any, alike: Any, reverse: bool) -> list[torch.Tensor]:
-    """What comes to each part from those before; nothing of it goes on where a sequence is cut, not even NaN. alike: of
-    all ranks."""
+    """The incoming state of each part (its gradient with ``reverse``).
+
+    A sequence boundary inside a part stops the state, even NaN. ``alike``: values that must be equal on all ranks.
+    """
     states, matrices, cuts = zip(*totals, strict=True)
     decays = [0 if cut else None for cut in cuts]
     transitions = [None if cut else x for cut, x in zip(cuts, matrices, strict=True)]
@@ -316,7 +318,7 @@ def _scan(comm: Communicator, totals: Any, alike: Any, reverse: bool) -> list[to
         comm.order.stamp = stamp("fla_cp", *alike)
         if len(states) == 1:
             return [scan.scan(states[0], decays[0], transition=transitions[0], reverse=reverse)]
-        order = slice(None, None, -1 if reverse else 1)  # backward, second halves go from the first rank to the last
+        order = slice(None, None, -1 if reverse else 1)  # backward: second halves ascend the ranks
         ascending, descending = [*map(ScanInputs, states, decays, transitions)][order]
         found = two_way_scan(scan, ascending, descending)
         return list(found[order])

@@ -1,5 +1,5 @@
-"""What models of other packages need around a split sequence: in softmax layers keys and values of all ranks, labels
-across the cuts, rejections that all ranks hear."""
+"""Helpers for models of other packages whose sequence is sharded over ranks: they gather keys and values for softmax
+layers, shift labels across shard boundaries and raise an error on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..tokens.partition import cached_table
 
 
 def chunks(tokens: Sequence[int], zigzag: bool = False) -> list[tuple[int, int, int]]:
-    """(rank, first token, end) of the ranks' parts, in the order of the sequence; ``tokens``: how many each has."""
+    """(rank, first token, end) of each part, in sequence order; ``tokens``: the number of tokens of each rank."""
     numbers = [(rank, n // 2 if zigzag else n) for rank, n in enumerate(tokens)]
     numbers += reversed(numbers) if zigzag else ()
     ends = list(itertools.accumulate(n for _, n in numbers))
@@ -29,7 +29,7 @@ def chunks(tokens: Sequence[int], zigzag: bool = False) -> list[tuple[int, int, 
 
 
 def gathered(x: Tensor, chunks: Sequence[tuple[int, int, int]], comm: Communicator) -> torch.Tensor:
-    """x [B, T, ...] of all ranks in the order of the sequence; in backward each rank gets its part of the sum."""
+    """All-gather x [B, T, ...] in sequence order; the backward reduce-scatters the gradient."""
     if comm.size == 1 or not chunks[-1][2]:
         return x
     tokens = [sum(end - first for rank, first, end in chunks if rank == r) for r in range(comm.size)]
@@ -38,7 +38,7 @@ def gathered(x: Tensor, chunks: Sequence[tuple[int, int, int]], comm: Communicat
 
 
 class _Order(Tables):
-    """Where each token of the row is among those of all ranks, one rank after the other; and the other way round."""
+    """Permutation from the tokens concatenated in rank order to the order of the row, and its inverse."""
 
     def __init__(self, comm: Communicator, lengths: tuple[int, ...]) -> None:
         places = [place for rank in range(comm.size) for place in document_places(lengths, rank, comm.size)]
@@ -58,22 +58,22 @@ class _Ordered(torch.autograd.Function):
 
 
 def documents_in_order(comm: Communicator, lengths: tuple[int, ...], *tensors: Tensor) -> list[torch.Tensor]:
-    """[B, S, ...] of packed sequences that are each cut, of one rank after the other, in the order of the row."""
+    """Reorder tensors [B, S, ...] from rank order to the order of the row, where each packed sequence is sharded."""
     table = cached_table(comm, ("order of documents", lengths), lambda: _Order(comm, lengths))
     return [_Ordered.apply(x, *table.tensors) for x in tensors]
 
 
 class Gather:
-    """Tokens of all ranks on their way to this one, from when it is made until they are read.
+    """Asynchronous all-gather of the tokens of all ranks: the constructor starts it, ``read`` waits for it.
 
-    tokens: of each rank, in zigzag two chunks of equal length. tensors: [B, T, ...] of this rank's.
+    tokens: the number of tokens of each rank; in zigzag two chunks of equal length. tensors: this rank's [B, T, ...].
 
-    They arrive in slots of equal length, in all-gathers of one group call of the back end: in the zigzag layout of P
-    ranks slot i has the second half of rank i's tokens, slot P + i the first half, else slot i those of rank i. In
-    backward each rank gets the sum over the ranks of its tokens' gradients. That is under way, by one group call again,
-    when backward has passed ``read``, and waited for where the tensors came from: what the layer has computed
-    between the two, in forward, is overlapped with it, in backward too. The sum is made in the tensors' dtype, for 8
-    ranks and more in float32.
+    The tokens arrive in slots of equal length, by all-gathers in one group call of the back end. In the zigzag layout
+    of P ranks, slot i holds the second half of rank i's tokens and slot P + i the first half; in the contiguous layout,
+    slot i holds the tokens of rank i. The backward is a reduce-scatter: each rank gets the sum over the ranks of its
+    tokens' gradients. The backward of ``read`` starts it, again in one group call, and the backward of the constructor
+    waits for it. The layer's computation between constructor and ``read`` overlaps with the communication in forward
+    and in backward. The sum has the tensors' dtype; with 8 ranks or more it has float32.
     """
 
     def __init__(self, comm: Communicator, tokens: Sequence[int], zigzag: bool, *tensors: Tensor) -> None:
@@ -81,19 +81,21 @@ class Gather:
         self.length = max(tokens) // self.halves
         self.filled = [n // self.halves for n in tokens] * self.halves  # tokens in each slot
         self.starts = [size * (1 - half) * zigzag for half in range(self.halves)]  # slot of each half of rank 0
-        self._work: Any = None  # which is waited for, and what it fills
+        self._work: Any = None  # handle of the collective; ``_arrived`` holds its outputs
         self._arrived: Any = None
         self._sums: Any = None
         self._token: torch.Tensor | None = _Start.apply(self, *tensors)
 
     def in_order(self) -> list[int]:
-        """The slots in the order of the sequence."""
+        """The slot numbers in sequence order."""
         size = self.comm.size
         return [*range(size)] if self.halves == 1 else [*range(size, 2 * size), *reversed(range(size))]
 
     def read(self, slots: Any) -> tuple[torch.Tensor, ...]:
-        """What has arrived in ``slots``, one after the other, of each tensor [B, tokens, ...]; views where they are
-        consecutive and full. Once, also where this rank wants none."""
+        """Wait, and return the tokens of ``slots``, concatenated, of each tensor [B, tokens, ...].
+
+        The results are views where the slots are consecutive and full. Call it once, even if this rank reads no slot.
+        """
         return _Read.apply(self, list(slots), self._token)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
@@ -116,7 +118,7 @@ class Gather:
         return tuple((some[0] if len(some) == 1 else torch.cat(some)).transpose(0, 1) for some in rows)
 
     def start_sum(self, slots: Any, gradients: Any) -> None:
-        """Of what was read from ``slots``; nothing comes from others."""
+        """Start the reduce-scatter of the gradients of ``slots``; the gradients of other slots are zero."""
         pairs: list = []
         self._sums, runs = [], self._runs(slots)
         for dx in gradients:
@@ -144,12 +146,12 @@ class Gather:
         return [x.transpose(0, 1) for x in found]
 
     def _parts(self, slots: Any) -> list[torch.Tensor]:
-        """The slots of all ranks' first halves, and of their second ones."""
+        """Views of the slots: one of all ranks' first halves, one of their second halves."""
         rows = self.comm.size * self.length
         return [slots[start * self.length :][:rows] for start in self.starts]
 
     def _runs(self, slots: Any) -> list[tuple[int, int]]:
-        """(first row, end) of the tokens in ``slots``, consecutive ones in one; at least one."""
+        """(first row, end) of the tokens in ``slots``; adjacent ranges are merged, and at least one is returned."""
         runs: list[tuple[int, int]] = []
         for first, end in ((slot * self.length, slot * self.length + self.filled[slot]) for slot in slots):
             if runs and runs[-1][1] == first:
@@ -159,7 +161,7 @@ class Gather:
         return runs or [(0, 0)]
 
 
-IN_FLOAT32 = 8  # ranks
+IN_FLOAT32 = 8  # from this number of ranks on, gradients are summed in float32
 
 
 class _Start(torch.autograd.Function):
@@ -167,7 +169,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, gather: Gather, *tensors: Tensor) -> torch.Tensor:
         ctx.gather, ctx.dtypes = gather, [x.dtype for x in tensors]
         gather.start(tensors)
-        return tensors[0].new_empty(0)  # by which backward comes here
+        return tensors[0].new_empty(0)  # connects this node to _Read in the autograd graph
 
     @staticmethod
     def backward(ctx: Any, _) -> tuple[torch.Tensor | None, ...]:
@@ -187,7 +189,7 @@ class _Read(torch.autograd.Function):
 
 
 def _together(name: str, pairs: Any, group: Any) -> Any:
-    """Collectives (output, input) in one group call of the back end; what to wait for."""
+    """Start the collective ``name`` for all (output, input) pairs in one group call; returns the handle."""
     function: Any = getattr(dist, f"{name}_single", None)  # from torch 2.13 on
     function = (
         function or {"all_gather": dist.all_gather_into_tensor, "reduce_scatter": dist.reduce_scatter_tensor}[name]
@@ -199,18 +201,21 @@ def _together(name: str, pairs: Any, group: Any) -> Any:
 
 
 def _padded(x: Tensor, length: int) -> torch.Tensor:
-    """x [B, T, ...] with ``length`` tokens."""
+    """x [B, T, ...], padded with zeros to ``length`` tokens."""
     return x if x.shape[1] == length else F.pad(x, (0, 0) * (x.ndim - 2) + (0, length - x.shape[1]))
 
 
 def shifted(
     labels: Tensor, ignored: Any, comm: Communicator, zigzag: bool = False, documents: Any = None
 ) -> torch.Tensor:
-    """labels [B, T] of the tokens that follow this rank's, ``ignored`` behind the last of all. documents: cu_seqlens of
-    packed sequences that are each cut, without empty ones; ``ignored`` behind the last of each."""
+    """Shift labels [B, T] by one token, across shard boundaries; the last token of the row gets ``ignored``.
+
+    documents: cu_seqlens of packed sequences that are each sharded, without empty ones; the last token of each sequence
+    gets ``ignored``.
+    """
     if documents is not None:
         return _shifted_documents(labels, ignored, comm, documents)
-    # what nobody sends is 0: behind the last of all tokens, on whichever rank that is
+    # halo() fills with 0 behind the last token of the row, on whichever rank it is: hence the offset
     following = halo(labels - ignored, 1, comm=comm, reverse=True, layout="zigzag" if zigzag else "contiguous")
     halves = labels.chunk(1 + zigzag, 1), (following + ignored).chunk(1 + zigzag, 1)
     return torch.cat([torch.cat(pair, 1)[:, 1:] for pair in zip(*halves, strict=True)], 1)
@@ -233,14 +238,17 @@ def _shifted_documents(labels: Tensor, ignored: Any, comm: Communicator, lengths
 
 
 def reject(comm: Communicator, message: str) -> None:
-    """Raise ValueError, so that ranks on which the call goes on hear of it."""
+    """Raise ValueError on this rank, and report it to the ranks that continue the call."""
     with comm.call():
         raise ValueError(message)
 
 
 def masks_nothing(mask: torch.Tensor, comm: Communicator) -> bool:
-    """Looking waits for the GPU, once for the mask that all layers are given, see TensorKey; in debug mode each time.
-    Rejects a mask on the GPU in a capture, since replays would not look at it."""
+    """Whether all elements of ``mask`` are true.
+
+    The check synchronizes with the GPU: once for a mask that all layers share (see TensorKey), in debug mode at each
+    call. During a CUDA graph capture a mask on the GPU is rejected, since replays would not check it.
+    """
     if mask.is_cuda and comm.streams.capturing():
         reject(comm, "attention_mask on the GPU cannot be captured, since replays would not look at it: leave it out")
     return bool(mask.all()) if comm.debug or not mask.is_cuda else _masks_nothing(TensorKey(mask))
